@@ -1,0 +1,44 @@
+# CyNode: `make up` on a fresh Debian or Ubuntu machine gives a running system. `make help` lists the rest.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# scripts/setup may have installed cargo where this shell does not look yet, and Podman's tools where a user's does not.
+export PATH := $(PATH):$(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)/bin:/usr/local/sbin:/usr/sbin:/sbin
+
+.PHONY: help up down test soak bench images fmt lint
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+up: ## install what is missing, build, start in the background, prove a round (FOREGROUND=1 stays in front)
+	@scripts/setup
+	cargo build --release --locked -p cynode
+	@images/build --sba "$$(cargo xtask sba | tail -n 1)"
+	@scripts/up
+
+down: ## stop it and leave nothing running
+	@scripts/down
+
+test: ## every check and every test
+	@scripts/test
+
+soak: ## the long runs: hours of load, faults and restarts
+	cargo nextest run --workspace --locked --profile soak --no-tests=pass
+
+bench: ## measure create and exec against a system of its own
+	cargo run --release --locked -p cynode-bench
+
+images: ## build the runner image and the tests' images into this user's Podman store
+	@images/build --sba "$$(cargo xtask sba | tail -n 1)"
+	@images/fixture
+
+fmt: ## format the code
+	cargo fmt --all
+
+lint: ## formatting, lints, shell scripts
+	cargo fmt --all --check
+	shellcheck -x scripts/setup scripts/up scripts/down scripts/test images/build images/rootfs images/fixture images/check images/lib.sh .ci/run
+	cargo clippy --workspace --all-targets --locked -- -D warnings

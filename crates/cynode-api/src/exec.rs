@@ -1,0 +1,359 @@
+//! Commands in a session: requests, answers, output and signals.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use time::OffsetDateTime;
+use utoipa::ToSchema;
+
+use crate::{Base64Bytes, ExecId};
+
+/// Bounds and defaults of an exec.
+pub mod exec_limits {
+    pub const MAX_TIMEOUT_MS: u64 = 10_800_000;
+    /// Of each stream, in the answer of a foreground exec.
+    pub const DEFAULT_OUTPUT_BYTES: u64 = 262_144;
+    pub const MAX_OUTPUT_BYTES: u64 = 16 * 1024 * 1024;
+    /// What the node keeps of one exec's output, and of a whole session's.
+    pub const KEPT_PER_EXEC: u64 = 16 * 1024 * 1024;
+    pub const KEPT_PER_SESSION: u64 = 256 * 1024 * 1024;
+    pub const MAX_ARGV: usize = 4_096;
+    pub const MAX_ARGV_BYTES: usize = 512 * 1024;
+    pub const MAX_ENV: usize = 512;
+    pub const MAX_ENV_BYTES: usize = 256 * 1024;
+    /// One `stdin` call, and the `stdin` of a request.
+    pub const MAX_STDIN_BYTES: usize = 4 * 1024 * 1024;
+    pub const MAX_WAIT_MS: u64 = 60_000;
+    /// How long the pipes are drained after argv's own process has ended.
+    pub const DRAIN_MS: u64 = 250;
+    /// From TERM at the deadline to KILL.
+    pub const GRACE_MS: u64 = 1_000;
+    /// A foreground exec that nobody reads any more is ended after this.
+    pub const ABANDONED_MS: u64 = 30_000;
+    /// Execs that run at once in one session.
+    pub const MAX_RUNNING: usize = 256;
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExecRequest {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    pub argv: Vec<String>,
+    /// Relative paths start at `/workspace`, which is also the default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cwd: Option<String>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
+    /// 1 to 10,800,000; with `background` also 0: until the session ends.
+    pub timeout_ms: u64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stdin: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stdin_b64: Option<Base64Bytes>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub stdin_open: bool,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub background: bool,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_output_bytes: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exec_id: Option<ExecId>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ExecAccepted {
+    pub exec_id: ExecId,
+}
+
+/// How a command was run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ExecVia {
+    Agent,
+    Runtime,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Truncated {
+    pub stdout: bool,
+    pub stderr: bool,
+}
+
+/// Bytes that the command wrote, whether kept or not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[schema(as = ByteCounts)]
+pub struct Bytes {
+    pub stdout: u64,
+    pub stderr: u64,
+}
+
+/// How a command ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ExecExit {
+    /// Null when a signal ended it.
+    pub exit_code: Option<i32>,
+    /// The signal's name without `SIG`, such as `KILL`.
+    pub signal: Option<String>,
+    pub timed_out: bool,
+    pub oom_killed: bool,
+    pub bytes: Bytes,
+    pub duration_ms: u64,
+    pub via: ExecVia,
+    /// True when the end was not seen: the process that watched it was killed from inside, or the sandbox went away.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub lost: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ExecResult {
+    pub exec_id: ExecId,
+    #[serde(flatten)]
+    pub exit: ExecExit,
+    pub stdout: String,
+    pub stderr: String,
+    /// `utf-8`, or `base64` for both streams when either is not UTF-8.
+    pub encoding: String,
+    pub truncated: Truncated,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ExecState {
+    Running,
+    Exited,
+    Lost,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Exec {
+    pub exec_id: ExecId,
+    pub state: ExecState,
+    pub argv: Vec<String>,
+    pub cwd: String,
+    pub background: bool,
+    #[serde(with = "time::serde::rfc3339")]
+    pub started_at: OffsetDateTime,
+    #[serde(with = "time::serde::rfc3339::option")]
+    pub ended_at: Option<OffsetDateTime>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exit: Option<ExecExit>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Stream {
+    Stdout,
+    Stderr,
+}
+
+/// A piece of output. `seq` counts the pieces of both streams from 1.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Chunk {
+    pub seq: u64,
+    pub stream: Stream,
+    #[serde(with = "time::serde::rfc3339")]
+    pub at: OffsetDateTime,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_b64: Option<Base64Bytes>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct OutputPage {
+    pub chunks: Vec<Chunk>,
+    /// Pass it back as `after_seq`.
+    pub next_seq: u64,
+    /// Set when pieces before this one are no longer kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lost_before_seq: Option<u64>,
+    /// Set when the command has ended and all its output is in this page or before it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exit: Option<ExecExit>,
+}
+
+/// The `data` of one event of the event stream. `start` and `exit` carry their own fields.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct StreamEvent {
+    pub seq: u64,
+    #[serde(with = "time::serde::rfc3339")]
+    pub at: OffsetDateTime,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_b64: Option<Base64Bytes>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exec_id: Option<ExecId>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exit: Option<ExecExit>,
+    /// On the first event after a gap: pieces before this one are no longer kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lost_before_seq: Option<u64>,
+}
+
+/// A signal by name, with or without `SIG`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ToSchema)]
+#[schema(value_type = String, example = "TERM")]
+pub struct SignalName(i32);
+
+const SIGNALS: &[(&str, i32)] = &[
+    ("HUP", 1),
+    ("INT", 2),
+    ("QUIT", 3),
+    ("ILL", 4),
+    ("TRAP", 5),
+    ("ABRT", 6),
+    ("BUS", 7),
+    ("FPE", 8),
+    ("KILL", 9),
+    ("USR1", 10),
+    ("SEGV", 11),
+    ("USR2", 12),
+    ("PIPE", 13),
+    ("ALRM", 14),
+    ("TERM", 15),
+    ("STKFLT", 16),
+    ("CHLD", 17),
+    ("CONT", 18),
+    ("STOP", 19),
+    ("TSTP", 20),
+    ("TTIN", 21),
+    ("TTOU", 22),
+    ("URG", 23),
+    ("XCPU", 24),
+    ("XFSZ", 25),
+    ("VTALRM", 26),
+    ("PROF", 27),
+    ("WINCH", 28),
+    ("IO", 29),
+    ("PWR", 30),
+    ("SYS", 31),
+];
+
+impl SignalName {
+    pub const TERM: Self = Self(15);
+    pub const KILL: Self = Self(9);
+
+    #[must_use]
+    pub const fn number(self) -> i32 {
+        self.0
+    }
+
+    /// The name of a signal number, as answers carry it; real-time signals by number.
+    #[must_use]
+    pub fn name_of(number: i32) -> String {
+        SIGNALS.iter().find(|(_, n)| *n == number).map_or_else(|| number.to_string(), |(name, _)| (*name).to_owned())
+    }
+
+    /// The number of a signal's name, as answers carry it.
+    #[must_use]
+    pub fn number_of(name: &str) -> Option<i32> {
+        SIGNALS.iter().find(|(n, _)| *n == name).map(|(_, number)| *number).or_else(|| name.parse().ok())
+    }
+}
+
+impl std::str::FromStr for SignalName {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let name = text.strip_prefix("SIG").unwrap_or(text);
+        SIGNALS
+            .iter()
+            .find(|(n, _)| *n == name)
+            .map(|(_, number)| Self(*number))
+            .ok_or_else(|| format!("unknown signal '{text}'; use a name such as TERM, KILL, INT, HUP, USR1"))
+    }
+}
+
+impl Serialize for SignalName {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&Self::name_of(self.0))
+    }
+}
+
+impl<'de> Deserialize<'de> for SignalName {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        std::borrow::Cow::<'de, str>::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+/// Whom a signal to an exec reaches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SignalScope {
+    /// The process group of argv's own process.
+    #[default]
+    Group,
+    /// Everything that the exec started and that still runs, daemons too.
+    Tree,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SignalExec {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    pub signal: SignalName,
+    #[serde(default)]
+    pub scope: SignalScope,
+}
+
+/// Hits everything in the sandbox but process 1.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SignalSession {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    pub signal: SignalName,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StdinWrite {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_b64: Option<Base64Bytes>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub eof: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_are_named_with_or_without_their_prefix() {
+        assert_eq!("SIGTERM".parse(), Ok(SignalName::TERM));
+        assert_eq!("KILL".parse(), Ok(SignalName::KILL));
+        assert!("kill".parse::<SignalName>().is_err());
+        assert!("9".parse::<SignalName>().is_err());
+    }
+
+    #[test]
+    fn a_result_is_one_flat_object() {
+        let result = ExecResult {
+            exec_id: ExecId::generate(),
+            exit: ExecExit {
+                exit_code: Some(0),
+                signal: None,
+                timed_out: false,
+                oom_killed: false,
+                bytes: Bytes::default(),
+                duration_ms: 1,
+                via: ExecVia::Agent,
+                lost: false,
+            },
+            stdout: "hi".into(),
+            stderr: String::new(),
+            encoding: "utf-8".into(),
+            truncated: Truncated::default(),
+        };
+        let value = serde_json::to_value(&result).expect("results serialise");
+        assert_eq!(value["exit_code"], 0);
+        assert_eq!(value["via"], "agent");
+        assert_eq!(value["bytes"]["stdout"], 0);
+        assert_eq!(serde_json::from_value::<ExecResult>(value).expect("results parse"), result);
+    }
+}

@@ -1,0 +1,211 @@
+//! Files in a sandbox.
+
+use serde::{Deserialize, Serialize};
+use time::OffsetDateTime;
+use utoipa::ToSchema;
+
+use crate::Base64Bytes;
+
+/// Bounds and defaults of file calls.
+pub mod file_limits {
+    pub const MAX_PUT_BYTES: u64 = 100 * 1024 * 1024;
+    pub const MAX_PATCH_BYTES: u64 = 10 * 1024 * 1024;
+    pub const MAX_PATH_BYTES: usize = 4_095;
+    pub const DEFAULT_ENTRIES: u32 = 1_000;
+    pub const MAX_ENTRIES: u32 = 10_000;
+    pub const MAX_DEPTH: u32 = 64;
+    pub const DEFAULT_RESULTS: u32 = 1_000;
+    pub const MAX_RESULTS: u32 = 10_000;
+    pub const MAX_CONTEXT_LINES: u32 = 20;
+    pub const MAX_PATTERN_BYTES: usize = 4_096;
+    pub const SEARCH_MS: u64 = 10_000;
+    /// A matching or context line longer than this is cut.
+    pub const MAX_LINE_BYTES: usize = 2_048;
+    /// Files larger than this are not searched.
+    pub const MAX_SEARCHED_FILE_BYTES: u64 = 64 * 1024 * 1024;
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum FileType {
+    File,
+    Dir,
+    Symlink,
+    Other,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FileEntry {
+    /// With replacement characters when the name is not UTF-8; then `path_b64` has the bytes.
+    pub path: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path_b64: Option<Base64Bytes>,
+    #[serde(rename = "type")]
+    pub kind: FileType,
+    pub size: u64,
+    /// Permission bits in octal, such as `0644`.
+    pub mode: String,
+    #[serde(with = "time::serde::rfc3339")]
+    pub mtime: OffsetDateTime,
+    /// Where a symbolic link points.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target: Option<String>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ListRequest {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path_b64: Option<Base64Bytes>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub depth: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_entries: Option<u32>,
+    /// Names that begin with a dot are left out unless this is true.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hidden: Option<bool>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ListResult {
+    pub entries: Vec<FileEntry>,
+    pub truncated: bool,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SearchRequest {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    /// A regular expression.
+    pub pattern: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub glob: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path: Option<String>,
+    /// Whether case matters; it does by default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub case: Option<bool>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub context_lines: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_results: Option<u32>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SearchMatch {
+    pub path: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path_b64: Option<Base64Bytes>,
+    /// From 1.
+    pub line: u64,
+    /// In bytes, from 1.
+    pub column: u64,
+    pub text: String,
+    pub before: Vec<String>,
+    pub after: Vec<String>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct SearchResult {
+    pub matches: Vec<SearchMatch>,
+    /// True when the result limit or the time limit ended the search.
+    pub truncated: bool,
+    pub files_searched: u64,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct PatchRequest {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    /// A unified diff, git's extensions included.
+    pub diff: String,
+    /// Leading path components to drop; 1 by default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub strip: Option<u32>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub dry_run: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PatchOperation {
+    Create,
+    Modify,
+    Delete,
+    Rename,
+    Copy,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct PatchedFile {
+    pub path: String,
+    pub operation: PatchOperation,
+    pub sha256_before: Option<String>,
+    pub sha256_after: Option<String>,
+    /// Where a renamed or copied file came from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<String>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct PatchResult {
+    pub files: Vec<PatchedFile>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct PatchReject {
+    pub path: String,
+    /// From 1; null when the whole file is refused.
+    pub hunk: Option<u32>,
+    /// The line of the old file at which the hunk should apply.
+    pub line: Option<u64>,
+    pub reason: String,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MoveRequest {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    pub from: String,
+    pub to: String,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub overwrite: bool,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MkdirRequest {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    pub path: String,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub parents: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ExportFormat {
+    Patch,
+    Tar,
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ExportRequest {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    pub format: ExportFormat,
+    /// What a patch is made against; `HEAD` by default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<String>,
+    /// The directory that a tar holds; `/workspace` by default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path: Option<String>,
+}

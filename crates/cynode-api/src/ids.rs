@@ -1,0 +1,75 @@
+//! One type per kind of id, so that a session's id can't be passed where a task's is meant.
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+use uuid::Uuid;
+
+macro_rules! id {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
+        #[serde(transparent)]
+        pub struct $name(Uuid);
+
+        impl $name {
+            /// A new time-ordered id (UUID v7).
+            #[must_use]
+            pub fn generate() -> Self {
+                Self(Uuid::now_v7())
+            }
+
+            #[must_use]
+            pub const fn from_uuid(uuid: Uuid) -> Self {
+                Self(uuid)
+            }
+
+            #[must_use]
+            pub const fn as_uuid(&self) -> &Uuid {
+                &self.0
+            }
+        }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                self.0.fmt(f)
+            }
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = uuid::Error;
+
+            fn from_str(text: &str) -> Result<Self, Self::Err> {
+                Uuid::parse_str(text).map(Self)
+            }
+        }
+    };
+}
+
+id!(
+    /// A session: a sandbox that stays.
+    SessionId
+);
+id!(
+    /// The task that a session, job or artifact belongs to.
+    TaskId
+);
+id!(
+    /// One command run in a session.
+    ExecId
+);
+id!(
+    /// A workspace: the files of a session, which can outlive it.
+    WorkspaceId
+);
+id!(
+    /// A worker node.
+    NodeId
+);
+id!(
+    /// A job: one run to an end.
+    JobId
+);
+id!(
+    /// A sandbox container. A session has one; after `resume`, another.
+    SandboxId
+);

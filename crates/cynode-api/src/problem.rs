@@ -1,0 +1,165 @@
+//! Errors as RFC 9457 problem documents, each with a stable code and what the caller can do about it.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+use utoipa::ToSchema;
+
+macro_rules! codes {
+    ($($(#[$doc:meta])* $variant:ident = $code:literal, $status:literal, $title:literal, $remedy:literal;)*) => {
+        /// Stable error codes. A code never changes its meaning.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+        pub enum ErrorCode { $($(#[$doc])* #[serde(rename = $code)] $variant,)* }
+
+        impl ErrorCode {
+            pub const ALL: &'static [Self] = &[$(Self::$variant),*];
+
+            #[must_use]
+            pub const fn as_str(self) -> &'static str { match self { $(Self::$variant => $code,)* } }
+
+            #[must_use]
+            pub const fn status(self) -> u16 { match self { $(Self::$variant => $status,)* } }
+
+            #[must_use]
+            pub const fn title(self) -> &'static str { match self { $(Self::$variant => $title,)* } }
+
+            /// What a caller can do when the place that raised the error knows nothing better.
+            #[must_use]
+            pub const fn remedy(self) -> &'static str { match self { $(Self::$variant => $remedy,)* } }
+        }
+    };
+}
+
+codes! {
+    InvalidRequest = "invalid_request", 400, "The request is not valid", "Correct the request as the detail says.";
+    Unauthorized = "unauthorized", 401, "No valid token", "Send 'Authorization: Bearer <token>' with a token that is valid here.";
+    PermissionDenied = "permission_denied", 403, "The sandbox's user may not do that", "Choose a path that the sandbox's own user (uid 1000) may use.";
+    PtyNotAllowed = "pty_not_allowed", 403, "This session has no terminal", "Create the session with pty_allowed: true.";
+    NotFound = "not_found", 404, "There is no such thing", "Check the path.";
+    SessionNotFound = "session_not_found", 404, "There is no such session", "Check the id, or create the session.";
+    ExecNotFound = "exec_not_found", 404, "There is no such exec in this session", "Check the id; finished execs are forgotten when the session's records are full.";
+    WorkspaceNotFound = "workspace_not_found", 404, "There is no such workspace for this task", "Use 'new', or the workspace_id of a session of the same task that ended with workspace: \"keep\".";
+    MethodNotAllowed = "method_not_allowed", 405, "The method does not fit this address", "See /openapi.json.";
+    SessionIdInUse = "session_id_in_use", 409, "This session id is taken by another request", "Use a new session_id, or repeat the first request unchanged.";
+    ExecIdInUse = "exec_id_in_use", 409, "This exec id is taken by another request", "Use a new exec_id, or repeat the first request unchanged.";
+    WorkspaceInUse = "workspace_in_use", 409, "Another session has this workspace", "End that session first, or use another workspace.";
+    NotRunning = "not_running", 409, "The session is not running", "Wait until its state is running, or resume it when it is lost.";
+    NotResumable = "not_resumable", 409, "The session can't be resumed", "Create a new session.";
+    AgentRequired = "agent_required", 409, "This needs the in-sandbox agent, which is switched off", "Set worker.exec_via to \"agent\".";
+    NotAFile = "not_a_file", 409, "The path is not a regular file", "Name a regular file.";
+    NotADirectory = "not_a_directory", 409, "The path, or a part of it, is not a directory", "Name a directory.";
+    NotEmpty = "not_empty", 409, "The directory is not empty", "Add recursive=true to delete all that is below it.";
+    AlreadyExists = "already_exists", 409, "The target exists", "Choose another target, or allow overwriting.";
+    PatchRejected = "patch_rejected", 409, "The patch does not apply; nothing was changed", "Make the diff anew against the present files; 'rejects' names each place.";
+    NotARepository = "not_a_repository", 409, "The workspace is not a git repository", "Run 'git init' in the workspace, or export as tar.";
+    StdinClosed = "stdin_closed", 409, "The exec takes no more input", "Start it with stdin_open: true, and write before it ends.";
+    ExecEnded = "exec_ended", 409, "The exec has ended", "Nothing is left to signal.";
+    SessionEnded = "session_ended", 410, "The session has ended", "Create a new session; a kept workspace can be mounted again.";
+    OutputExpired = "output_expired", 410, "The output is no longer kept", "Read output sooner; the oldest finished execs are dropped first.";
+    PreconditionFailed = "precondition_failed", 412, "The file is not what the precondition says", "Read the file again and repeat with its present ETag.";
+    TooLarge = "too_large", 413, "Larger than the limit", "Send less; the detail names the limit.";
+    UnsupportedMediaType = "unsupported_media_type", 415, "The body is not of the expected type", "Send 'Content-Type: application/json'.";
+    RangeNotSatisfiable = "range_not_satisfiable", 416, "The range lies outside the file", "Ask for a range within the file's size.";
+    ExecFailed = "exec_failed", 422, "The command could not be started", "Check argv[0], cwd and permissions; 'errno' says what failed.";
+    ImageNotFound = "image_not_found", 422, "The image is not on this node", "Load the image on the node, or name another.";
+    ImageNotCompatible = "image_not_compatible", 422, "The image is not marked for sessions", "Use an image with the label io.cynodeai.sandbox.agent-compatible=true.";
+    UnsupportedVersion = "unsupported_version", 422, "The body's version is unknown", "Send \"version\": 1.";
+    LimitUnenforceable = "limit_unenforceable", 422, "This host can't enforce that limit", "Run 'cynode doctor', or allow it by name in worker.allow_unenforced.";
+    QuotaExceeded = "quota_exceeded", 429, "The quota is used up", "End sessions that are no longer needed.";
+    Internal = "internal", 500, "Something went wrong inside", "Try again; the worker's log has the details under this request_id.";
+    AgentUnavailable = "agent_unavailable", 503, "The in-sandbox agent did not answer", "Try again; if it lasts, end the session.";
+    RuntimeUnavailable = "runtime_unavailable", 503, "The container runtime did not answer", "Run 'cynode doctor' on the node.";
+    NoCapacity = "no_capacity", 503, "The node has no room for another sandbox", "End sessions, or raise worker.max_sandboxes.";
+    NodeUnreachable = "node_unreachable", 503, "The node does not answer", "Try again; see 'cynode node list'.";
+    PidsExhausted = "pids_exhausted", 503, "The sandbox's process table is full", "Signal its processes (session signal KILL), then try again.";
+    ShuttingDown = "shutting_down", 503, "The worker is stopping", "Try again when it is back.";
+    NoSpace = "no_space", 507, "No space left", "Delete files in the sandbox, or create the session with a larger disk.";
+}
+
+impl std::fmt::Display for ErrorCode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// An RFC 9457 problem document.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Problem {
+    /// `urn:cynode:error:<code>`
+    #[serde(rename = "type")]
+    pub kind: String,
+    pub title: String,
+    pub status: u16,
+    pub detail: String,
+    pub code: String,
+    /// What the caller can do.
+    pub remedy: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub request_id: Option<String>,
+    /// Members that belong to one code, such as `errno` or `rejects`.
+    #[serde(flatten)]
+    #[schema(additional_properties)]
+    pub extensions: Map<String, Value>,
+}
+
+impl Problem {
+    #[must_use]
+    pub fn new(code: ErrorCode, detail: impl Into<String>) -> Self {
+        Self {
+            kind: format!("urn:cynode:error:{code}"),
+            title: code.title().to_owned(),
+            status: code.status(),
+            detail: detail.into(),
+            code: code.as_str().to_owned(),
+            remedy: code.remedy().to_owned(),
+            request_id: None,
+            extensions: Map::new(),
+        }
+    }
+
+    #[must_use]
+    pub fn with_remedy(mut self, remedy: impl Into<String>) -> Self {
+        self.remedy = remedy.into();
+        self
+    }
+
+    #[must_use]
+    pub fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
+        self.extensions.insert(name.to_owned(), value.into());
+        self
+    }
+
+    #[must_use]
+    pub fn is(&self, code: ErrorCode) -> bool {
+        self.code == code.as_str()
+    }
+}
+
+impl std::fmt::Display for Problem {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.title, self.detail)
+    }
+}
+
+impl std::error::Error for Problem {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_code_has_its_own_name_and_an_error_status() {
+        let mut names: Vec<_> = ErrorCode::ALL.iter().map(|code| code.as_str()).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), ErrorCode::ALL.len());
+        assert!(ErrorCode::ALL.iter().all(|code| (400..600).contains(&code.status()) && code.remedy().ends_with('.')));
+    }
+
+    #[test]
+    fn a_problem_survives_the_wire_with_its_extensions() {
+        let problem = Problem::new(ErrorCode::ExecFailed, "no such command").with("errno", "ENOENT");
+        let text = serde_json::to_string(&problem).expect("problems serialise");
+        assert!(text.contains(r#""type":"urn:cynode:error:exec_failed""#) && text.contains(r#""errno":"ENOENT""#), "{text}");
+        assert_eq!(serde_json::from_str::<Problem>(&text).expect("problems parse"), problem);
+    }
+}

@@ -1,0 +1,296 @@
+//! Sessions: sandboxes that stay.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use time::OffsetDateTime;
+use utoipa::ToSchema;
+
+use crate::{NodeId, SessionId, TaskId, WorkspaceId};
+
+/// Bounds and defaults of what a session may ask for.
+pub mod session_limits {
+    pub const DEFAULT_LIFETIME_SECONDS: u64 = 86_400;
+    pub const MAX_LIFETIME_SECONDS: u64 = 30 * 86_400;
+    pub const DEFAULT_IDLE_SECONDS: u64 = 1_800;
+    pub const MAX_ENV: usize = 256;
+    pub const MAX_ENV_BYTES: usize = 128 * 1024;
+    pub const MAX_LABELS: usize = 64;
+    pub const MAX_LABEL_BYTES: usize = 1_024;
+    pub const MAX_REASON_BYTES: usize = 1_024;
+    pub const MIN_MEMORY_BYTES: u64 = 16 * 1024 * 1024;
+    pub const MIN_PIDS: u32 = 8;
+    pub const MIN_NOFILE: u64 = 64;
+    pub const MIN_DISK_BYTES: u64 = 1024 * 1024;
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SessionCreate {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    pub task_id: TaskId,
+    pub session_id: SessionId,
+    /// An image loaded on the node, or `default`.
+    pub image_ref: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>, example = "new")]
+    pub workspace_ref: Option<WorkspaceRef>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitsRequest>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network_policy: Option<NetworkPolicy>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_lifetime_seconds: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_timeout_seconds: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pty_allowed: Option<bool>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
+}
+
+impl SessionCreate {
+    /// The smallest request: defaults for everything that has one.
+    #[must_use]
+    pub fn new(task_id: TaskId, session_id: SessionId, image_ref: impl Into<String>) -> Self {
+        Self {
+            version: Some(crate::API_VERSION),
+            task_id,
+            session_id,
+            image_ref: image_ref.into(),
+            workspace_ref: None,
+            env: BTreeMap::new(),
+            limits: None,
+            network_policy: None,
+            max_lifetime_seconds: None,
+            idle_timeout_seconds: None,
+            pty_allowed: None,
+            labels: BTreeMap::new(),
+        }
+    }
+}
+
+/// Where a session's files come from.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum WorkspaceRef {
+    #[default]
+    New,
+    /// One kept by an earlier session of the same task.
+    Workspace(WorkspaceId),
+}
+
+impl std::fmt::Display for WorkspaceRef {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::New => f.write_str("new"),
+            Self::Workspace(id) => write!(f, "workspace:{id}"),
+        }
+    }
+}
+
+impl std::str::FromStr for WorkspaceRef {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text == "new" {
+            return Ok(Self::New);
+        }
+        text.strip_prefix("workspace:")
+            .and_then(|id| id.parse().ok())
+            .map(Self::Workspace)
+            .ok_or_else(|| "workspace_ref must be 'new' or 'workspace:<uuid>'".to_owned())
+    }
+}
+
+impl Serialize for WorkspaceRef {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for WorkspaceRef {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        std::borrow::Cow::<'de, str>::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LimitsRequest {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_bytes: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpus: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pids: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_bytes: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nofile: Option<u64>,
+}
+
+/// The limits in force.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Limits {
+    /// Memory, without swap.
+    pub memory_bytes: u64,
+    pub cpus: f64,
+    pub pids: u32,
+    pub disk_bytes: u64,
+    pub nofile: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { memory_bytes: 2 << 30, cpus: 1.0, pids: 512, disk_bytes: 10 << 30, nofile: 1024 }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum NetworkPolicy {
+    None,
+    /// Only what policy allows, through the worker's proxies.
+    #[default]
+    Restricted,
+}
+
+/// A limit or separation that this host does not enforce.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Unenforced {
+    Memory,
+    Cpus,
+    Pids,
+    Disk,
+    Nofile,
+    Userns,
+    IdRange,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SessionState {
+    Creating,
+    Running,
+    Ending,
+    Ended,
+    Failed,
+    /// Its container is gone (a reboot, most often); `resume` gives it a new one.
+    Lost,
+}
+
+impl std::fmt::Display for SessionState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Creating => "creating",
+            Self::Running => "running",
+            Self::Ending => "ending",
+            Self::Ended => "ended",
+            Self::Failed => "failed",
+            Self::Lost => "lost",
+        })
+    }
+}
+
+impl std::str::FromStr for SessionState {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        serde_json::from_value(text.into()).map_err(|_| format!("unknown state '{text}'; known are creating, running, ending, ended, failed, lost"))
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Session {
+    pub session_id: SessionId,
+    pub task_id: TaskId,
+    pub state: SessionState,
+    pub end_reason: Option<String>,
+    pub image_ref: String,
+    pub image_digest: Option<String>,
+    pub workspace_id: WorkspaceId,
+    pub node_id: NodeId,
+    /// Whether it came from the warm pool.
+    pub warm: bool,
+    pub limits: Limits,
+    pub unenforced: Vec<Unenforced>,
+    pub network_policy: NetworkPolicy,
+    pub pty_allowed: bool,
+    pub labels: BTreeMap<String, String>,
+    #[serde(with = "time::serde::rfc3339")]
+    pub created_at: OffsetDateTime,
+    #[serde(with = "time::serde::rfc3339")]
+    pub expires_at: OffsetDateTime,
+    #[serde(with = "time::serde::rfc3339")]
+    pub idle_expires_at: OffsetDateTime,
+    #[serde(with = "time::serde::rfc3339::option")]
+    pub ended_at: Option<OffsetDateTime>,
+    pub create_duration_ms: Option<u64>,
+    pub running_execs: u32,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SessionPatch {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_lifetime_seconds: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_timeout_seconds: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub labels: Option<BTreeMap<String, String>>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkspaceDisposal {
+    #[default]
+    Delete,
+    Keep,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct SessionEnd {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace: Option<WorkspaceDisposal>,
+}
+
+/// A page of a list.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Page<T> {
+    pub items: Vec<T>,
+    /// Pass it back as `cursor` for the next page; absent on the last one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next_cursor: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_workspace_ref_is_new_or_names_a_workspace() {
+        let id = WorkspaceId::generate();
+        assert_eq!("new".parse(), Ok(WorkspaceRef::New));
+        assert_eq!(format!("workspace:{id}").parse(), Ok(WorkspaceRef::Workspace(id)));
+        assert!("workspace:nonsense".parse::<WorkspaceRef>().is_err());
+        assert!("/etc".parse::<WorkspaceRef>().is_err());
+    }
+
+    #[test]
+    fn an_unknown_field_in_a_request_is_refused() {
+        let body = format!(r#"{{"task_id":"{}","session_id":"{}","image_ref":"default","memory":1}}"#, TaskId::generate(), SessionId::generate());
+        let error = serde_json::from_str::<SessionCreate>(&body).expect_err("unknown field");
+        assert!(error.to_string().contains("memory"), "{error}");
+    }
+}

@@ -1,0 +1,179 @@
+//! The typed event stream of an exec.
+
+use std::{collections::VecDeque, time::Duration};
+
+use bytes::Bytes;
+use cynode_api::{ErrorCode, ExecExit, ExecId, Problem, Stream, StreamEvent};
+use reqwest::Response;
+use serde::Deserialize;
+
+use crate::{
+    Error, Result,
+    client::shown,
+    sse::{self, Parser},
+};
+
+/// Keepalives come far more often: a stream that is silent for so long is dead.
+const SILENCE: Duration = Duration::from_secs(90);
+
+/// What happens to a running command.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ExecEvent {
+    /// Comes first, except on a stream that was resumed.
+    Start {
+        exec_id: ExecId,
+        /// Set when the stream begins after pieces that are no longer kept.
+        lost_before_seq: Option<u64>,
+    },
+    Output {
+        seq: u64,
+        stream: Stream,
+        data: Bytes,
+        /// Pieces before this one are no longer kept.
+        lost_before_seq: Option<u64>,
+    },
+    /// Comes last.
+    Exit(ExecExit),
+}
+
+/// The events of one exec, in order. After an error that [`Error::is_passing`], go on with
+/// [`exec_output_stream`](crate::WorkerClient::exec_output_stream) from [`Self::last_seq`].
+#[derive(Debug)]
+pub struct ExecEvents {
+    response: Response,
+    url: String,
+    parser: Parser,
+    parsed: VecDeque<sse::Event>,
+    last_seq: u64,
+    finished: bool,
+}
+
+impl ExecEvents {
+    pub(crate) fn new(response: Response, last_seq: u64) -> Self {
+        let url = shown(response.url());
+        Self { response, url, parser: Parser::default(), parsed: VecDeque::new(), last_seq, finished: false }
+    }
+
+    /// The last piece of output that was yielded.
+    #[must_use]
+    pub fn last_seq(&self) -> u64 {
+        self.last_seq
+    }
+
+    /// The next event; `None` after `Exit`. A stream that stops without one is [`Error::Broken`].
+    pub async fn next(&mut self) -> Result<Option<ExecEvent>> {
+        while !self.finished {
+            if let Some(event) = self.parsed.pop_front() {
+                let Some(event) = typed(&event).map_err(|error| error.at(&self.url))? else { continue };
+                match &event {
+                    // A resumed stream may repeat what was already yielded.
+                    ExecEvent::Output { seq, .. } if *seq <= self.last_seq => continue,
+                    ExecEvent::Output { seq, .. } => self.last_seq = *seq,
+                    ExecEvent::Exit(_) => self.finished = true,
+                    ExecEvent::Start { .. } => {}
+                }
+                return Ok(Some(event));
+            }
+            let chunk = match tokio::time::timeout(SILENCE, self.response.chunk()).await {
+                Ok(Ok(Some(chunk))) => chunk,
+                Ok(Ok(None)) => return Err(Error::Broken { url: self.url.clone(), source: None }),
+                Ok(Err(error)) => return Err(Error::broken(&self.url, error)),
+                Err(silence) => return Err(Error::Broken { url: self.url.clone(), source: Some(silence.into()) }),
+            };
+            let mut events = Vec::new();
+            self.parser.push(&chunk, &mut events).map_err(|error| Error::answer(&self.url, error))?;
+            self.parsed.extend(events);
+        }
+        Ok(None)
+    }
+}
+
+enum Malformed {
+    Problem(Box<Problem>),
+    Json(serde_json::Error),
+    Lacks(&'static str),
+}
+
+impl Malformed {
+    fn at(self, url: &str) -> Error {
+        match self {
+            Self::Problem(problem) => Error::Problem(problem),
+            Self::Json(error) => Error::answer(url, error),
+            Self::Lacks(what) => Error::answer(url, what),
+        }
+    }
+}
+
+/// An error that came too late for a status has only its code and detail.
+fn problem(data: &str) -> Result<Problem, Malformed> {
+    #[derive(Deserialize)]
+    struct Late {
+        code: ErrorCode,
+        #[serde(default)]
+        detail: String,
+    }
+    serde_json::from_str::<Problem>(data)
+        .or_else(|_| serde_json::from_str::<Late>(data).map(|late| Problem::new(late.code, late.detail)))
+        .map_err(Malformed::Json)
+}
+
+/// `None` for events of a kind that this version does not know.
+fn typed(event: &sse::Event) -> Result<Option<ExecEvent>, Malformed> {
+    let parse = || serde_json::from_str::<StreamEvent>(&event.data).map_err(Malformed::Json);
+    let stream = match event.event.as_str() {
+        "start" => {
+            let StreamEvent { exec_id, lost_before_seq, .. } = parse()?;
+            let exec_id = exec_id.ok_or(Malformed::Lacks("a start event without exec_id"))?;
+            return Ok(Some(ExecEvent::Start { exec_id, lost_before_seq }));
+        }
+        "exit" => return parse()?.exit.map(|exit| Some(ExecEvent::Exit(exit))).ok_or(Malformed::Lacks("an exit event without exit")),
+        "error" => return Err(Malformed::Problem(Box::new(problem(&event.data)?))),
+        "stdout" => Stream::Stdout,
+        "stderr" => Stream::Stderr,
+        _ => return Ok(None),
+    };
+    let StreamEvent { seq, data, data_b64, lost_before_seq, .. } = parse()?;
+    let data = match (data, data_b64) {
+        (Some(text), None) => Bytes::from(text),
+        (None, Some(bytes)) => Bytes::from(bytes.0),
+        _ => return Err(Malformed::Lacks("an output event needs data or data_b64")),
+    };
+    Ok(Some(ExecEvent::Output { seq, stream, data, lost_before_seq }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(event: &str, data: &str) -> Result<Option<ExecEvent>, Malformed> {
+        typed(&sse::Event { event: event.into(), data: data.into(), id: None })
+    }
+
+    #[test]
+    fn output_is_bytes_whether_it_came_as_text_or_base64() {
+        let at = "2030-01-01T00:00:00Z";
+        for (field, value) in [("data", "hi"), ("data_b64", "aGk=")] {
+            let Ok(Some(ExecEvent::Output { seq: 4, stream: Stream::Stderr, data, .. })) =
+                of("stderr", &format!(r#"{{"seq":4,"at":"{at}","{field}":"{value}"}}"#))
+            else {
+                panic!("{field} was not understood")
+            };
+            assert_eq!(&data[..], b"hi");
+        }
+    }
+
+    #[test]
+    fn an_error_in_the_stream_is_a_problem() {
+        assert!(
+            matches!(of("error", r#"{"code":"output_expired","detail":"gone"}"#), Err(Malformed::Problem(problem)) if problem.is(ErrorCode::OutputExpired) && problem.detail == "gone")
+        );
+        assert!(matches!(of("error", "oops"), Err(Malformed::Json(_))));
+    }
+
+    #[test]
+    fn unknown_events_are_passed_over_and_broken_ones_are_not() {
+        assert!(matches!(of("weather", "sunny"), Ok(None)));
+        assert!(matches!(of("stdout", "sunny"), Err(Malformed::Json(_))));
+        assert!(matches!(of("exit", r#"{"seq":1,"at":"2030-01-01T00:00:00Z"}"#), Err(Malformed::Lacks(_))));
+    }
+}

@@ -1,0 +1,87 @@
+//! Commands in a session: run them, follow them, feed and signal them.
+
+use std::time::Duration;
+
+use cynode_api::{
+    API_VERSION, Exec, ExecAccepted, ExecId, ExecRequest, ExecResult, OutputPage, Page, SessionId, SignalExec, SignalName, SignalScope, StdinWrite,
+};
+use http::{Method, header};
+use serde::Serialize;
+
+use crate::{
+    ExecEvents, Result, WorkerClient,
+    client::{CALL, accept, json, send},
+};
+
+const EVENT_STREAM: &str = "text/event-stream";
+
+/// Which part of an exec's output a page holds.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct OutputQuery {
+    /// Exclusive.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub after_seq: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_bytes: Option<u64>,
+    /// How long to wait for more; at most 60,000.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wait_ms: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tail_bytes: Option<u64>,
+}
+
+impl WorkerClient {
+    /// Runs a command and waits for its end.
+    pub async fn exec(&self, session: SessionId, request: &ExecRequest) -> Result<ExecResult> {
+        // The server's deadline decides; ours only stops us from hanging on a dead connection.
+        let patience = Duration::from_millis(request.timeout_ms) + CALL;
+        json(send(self.request(Method::POST, &self.session(session, "/exec")).timeout(patience).json(request)).await?).await
+    }
+
+    /// Starts a command that outlives the call. `request.background` must be set.
+    pub async fn exec_background(&self, session: SessionId, request: &ExecRequest) -> Result<ExecAccepted> {
+        self.call(Method::POST, &self.session(session, "/exec"), request).await
+    }
+
+    /// Runs a command and yields its output as it comes. With an `exec_id` of the caller's the same request attaches again.
+    pub async fn exec_stream(&self, session: SessionId, request: &ExecRequest) -> Result<ExecEvents> {
+        let request = self.request(Method::POST, &self.session(session, "/exec")).header(header::ACCEPT, EVENT_STREAM).json(request);
+        Ok(ExecEvents::new(accept(send(request).await?).await?, 0))
+    }
+
+    /// The newest page only names running and recent execs.
+    pub async fn list_execs(&self, session: SessionId) -> Result<Page<Exec>> {
+        self.get(&self.session(session, "/execs"), &()).await
+    }
+
+    pub async fn get_exec(&self, session: SessionId, exec: ExecId) -> Result<Exec> {
+        self.get(&self.session(session, &format!("/execs/{exec}")), &()).await
+    }
+
+    pub async fn exec_output(&self, session: SessionId, exec: ExecId, query: &OutputQuery) -> Result<OutputPage> {
+        self.get(&self.session(session, &format!("/execs/{exec}/output")), query).await
+    }
+
+    /// Follows a command's output from after `last_seq`; 0 is from the start.
+    pub async fn exec_output_stream(&self, session: SessionId, exec: ExecId, last_seq: u64) -> Result<ExecEvents> {
+        let request = self
+            .request(Method::GET, &self.session(session, &format!("/execs/{exec}/output")))
+            .header(header::ACCEPT, EVENT_STREAM)
+            .header("Last-Event-ID", last_seq.to_string());
+        Ok(ExecEvents::new(accept(send(request).await?).await?, last_seq))
+    }
+
+    pub async fn signal_exec(&self, session: SessionId, exec: ExecId, signal: SignalName, scope: SignalScope) -> Result<()> {
+        let body = SignalExec { version: Some(API_VERSION), signal, scope };
+        self.call_empty(Method::POST, &self.session(session, &format!("/execs/{exec}/signal")), &body).await
+    }
+
+    /// Writes to a command that was started with `stdin_open`. Returns when the command's side has taken it, which a slow
+    /// reader can make long: there is no timeout.
+    pub async fn write_stdin(&self, session: SessionId, exec: ExecId, data: Vec<u8>, eof: bool) -> Result<()> {
+        let data_b64 = (!data.is_empty()).then_some(cynode_api::Base64Bytes(data));
+        let body = StdinWrite { version: Some(API_VERSION), data_b64, eof };
+        let request = self.request(Method::POST, &self.session(session, &format!("/execs/{exec}/stdin"))).json(&body);
+        accept(send(request).await?).await.map(drop)
+    }
+}

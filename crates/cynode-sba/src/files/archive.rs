@@ -1,0 +1,253 @@
+//! Exporting a directory as a tar archive.
+//!
+//! What must stay true: an archive that ended well is well-formed, even when files grew or shrank while they were packed
+//! (they are cut or filled with zeros); what is a regular file, a directory or a link is in it, or the export fails.
+
+use std::os::fd::OwnedFd;
+
+use cynode_api::FileType;
+use cynode_sba_proto::{MAX_DATA, Reply};
+use rustix::{
+    fs::{AtFlags, CWD, FileType as Kind, Mode, OFlags, Stat, fstat, openat, readlinkat, statat},
+    io::Errno,
+};
+use tar::{EntryType, Header};
+
+use super::{
+    digest::for_each_piece,
+    error::{Doing, Failure, Outcome},
+    path::{self, Files},
+    walk::{AtLimit, Entry, Step, walk},
+};
+use crate::peer::Peer;
+
+pub(super) const BLOCK: usize = 512;
+/// Longest name that a header holds by itself.
+const MAX_SHORT: usize = 100;
+
+impl Files {
+    pub(super) fn export_tar(&self, path: &[u8], peer: &mut Peer) -> Outcome<()> {
+        let place = self.locate(path)?;
+        let top: OwnedFd = openat(CWD, &place, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).doing("exporting", path::bytes(&place))?;
+        peer.reply(&Reply::Body).map_err(Failure::Connection)?;
+        let mut archive = Archive { peer, buffer: Vec::with_capacity(MAX_DATA) };
+        walk(top, None, AtLimit::Fail, |entry| archive.add(entry))?;
+        archive.write(&[0; 2 * BLOCK])?;
+        archive.flush()?;
+        peer.end().map_err(Failure::Connection)
+    }
+}
+
+struct Archive<'a> {
+    peer: &'a mut Peer,
+    buffer: Vec<u8>,
+}
+
+impl Archive<'_> {
+    fn add(&mut self, entry: &Entry<'_>) -> Outcome<Step> {
+        let stat = match statat(entry.directory, entry.name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) => stat,
+            Err(Errno::NOENT) => return Ok(Step::Over),
+            Err(errno) => return Err(Failure::system(errno, "exporting", entry.path)),
+        };
+        match Kind::from_raw_mode(stat.st_mode) {
+            Kind::Directory => match entry.open_directory() {
+                Ok(directory) => {
+                    let mut name = entry.path.to_vec();
+                    name.push(b'/');
+                    self.header(EntryType::Directory, &name, &stat, 0, b"")?;
+                    Ok(Step::Into(directory))
+                }
+                Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(Step::Over),
+                Err(errno) => Err(Failure::system(errno, "exporting", entry.path)),
+            },
+            Kind::Symlink => {
+                match readlinkat(entry.directory, entry.name, Vec::new()) {
+                    Ok(target) => self.header(EntryType::Symlink, entry.path, &stat, 0, target.as_bytes())?,
+                    Err(Errno::NOENT | Errno::INVAL) => {}
+                    Err(errno) => return Err(Failure::system(errno, "exporting", entry.path)),
+                }
+                Ok(Step::Over)
+            }
+            Kind::RegularFile => self.file(entry).map(|()| Step::Over),
+            // Sockets, FIFOs and devices mean nothing elsewhere.
+            _ => Ok(Step::Over),
+        }
+    }
+
+    fn file(&mut self, entry: &Entry<'_>) -> Outcome<()> {
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let file = match openat(entry.directory, entry.name, flags, Mode::empty()) {
+            Ok(file) => std::fs::File::from(file),
+            Err(Errno::NOENT | Errno::LOOP | Errno::NXIO) => return Ok(()),
+            Err(errno) => return Err(Failure::system(errno, "exporting", entry.path)),
+        };
+        let stat = fstat(&file).doing("exporting", entry.path)?;
+        if path::kind(&stat) != FileType::File {
+            return Ok(());
+        }
+        let size = path::size(&stat);
+        self.header(EntryType::Regular, entry.path, &stat, size, b"")?;
+        let mut left = size;
+        let mut broken = None;
+        let read = for_each_piece(&file, 0, size, |piece| {
+            left -= piece.len() as u64;
+            self.write(piece).map_err(|failure| {
+                broken = Some(failure);
+                std::io::Error::other("the worker is gone")
+            })
+        });
+        if let Some(failure) = broken {
+            return Err(failure);
+        }
+        read.doing("exporting", entry.path)?;
+        let block = BLOCK as u64;
+        left += (block - size % block) % block;
+        while left > 0 {
+            let count = usize::try_from(left).map_or(BLOCK, |left| left.min(BLOCK));
+            self.write(&[0; BLOCK][..count])?;
+            left -= count as u64;
+        }
+        Ok(())
+    }
+
+    fn header(&mut self, kind: EntryType, name: &[u8], stat: &Stat, size: u64, link: &[u8]) -> Outcome<()> {
+        for (kind, value) in [(EntryType::GNULongLink, link), (EntryType::GNULongName, name)] {
+            if value.len() > MAX_SHORT {
+                self.long(kind, value)?;
+            }
+        }
+        let mut header = Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_mode(path::permissions(stat) & 0o1777);
+        header.set_uid(stat.st_uid.into());
+        header.set_gid(stat.st_gid.into());
+        header.set_mtime(u64::try_from(stat.st_mtime).unwrap_or(0));
+        header.set_size(size);
+        let old = header.as_old_mut();
+        fill(&mut old.name, name);
+        fill(&mut old.linkname, link);
+        header.set_cksum();
+        self.write(header.as_bytes())
+    }
+
+    /// A name that does not fit into a header, in GNU's way.
+    fn long(&mut self, kind: EntryType, value: &[u8]) -> Outcome<()> {
+        let mut header = Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_mode(0);
+        header.set_uid(0);
+        header.set_gid(0);
+        header.set_mtime(0);
+        header.set_size(value.len() as u64 + 1);
+        fill(&mut header.as_old_mut().name, b"././@LongLink");
+        header.set_cksum();
+        self.write(header.as_bytes())?;
+        self.write(value)?;
+        self.write(&vec![0; BLOCK - value.len() % BLOCK])
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Outcome<()> {
+        let mut bytes = bytes;
+        while !bytes.is_empty() {
+            let count = bytes.len().min(MAX_DATA - self.buffer.len());
+            self.buffer.extend_from_slice(&bytes[..count]);
+            bytes = &bytes[count..];
+            if self.buffer.len() == MAX_DATA {
+                self.flush()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Outcome<()> {
+        self.peer.data(&self.buffer).map_err(Failure::Connection)?;
+        self.buffer.clear();
+        Ok(())
+    }
+}
+
+fn fill(field: &mut [u8; MAX_SHORT], value: &[u8]) {
+    let count = value.len().min(MAX_SHORT);
+    field[..count].copy_from_slice(&value[..count]);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        ffi::OsString,
+        io::Read,
+        os::unix::{
+            ffi::OsStringExt,
+            fs::{MetadataExt, PermissionsExt, symlink},
+        },
+    };
+
+    use cynode_api::ErrorCode;
+
+    use super::{super::tests::*, *};
+
+    fn exported(sandbox: &Sandbox, path: &str) -> Vec<u8> {
+        sandbox.ask(FileOp::ExportTar { path: raw(path) }, b"").body().to_vec()
+    }
+
+    #[test]
+    fn an_archive_holds_files_directories_and_links_and_nothing_else() {
+        let sandbox = Sandbox::new();
+        sandbox.put("top/dir/file", "hello");
+        sandbox.put("top/.git/config", "x");
+        std::fs::set_permissions(sandbox.path("top/dir/file"), std::fs::Permissions::from_mode(0o755)).expect("mode");
+        symlink("../dir//file", sandbox.path("top/link")).expect("link");
+        sandbox.fifo("top/fifo");
+        let bytes = exported(&sandbox, "top");
+        assert_eq!(bytes.len() % BLOCK, 0);
+        let mut archive = tar::Archive::new(bytes.as_slice());
+        let mut seen = Vec::new();
+        for entry in archive.entries().expect("entries") {
+            let mut entry = entry.expect("entry");
+            let mut content = String::new();
+            entry.read_to_string(&mut content).expect("content");
+            let link = entry.link_name_bytes().map(|link| String::from_utf8_lossy(&link).into_owned());
+            seen.push((String::from_utf8_lossy(&entry.path_bytes()).into_owned(), entry.header().mode().expect("mode"), content, link));
+        }
+        let expected = [
+            (".git/", 0o755, "", None),
+            (".git/config", 0o644, "x", None),
+            ("dir/", 0o755, "", None),
+            ("dir/file", 0o755, "hello", None),
+            ("link", 0o777, "", Some("../dir//file")),
+        ];
+        assert_eq!(seen, expected.map(|(name, mode, content, link)| (name.to_owned(), mode, content.to_owned(), link.map(str::to_owned))));
+    }
+
+    #[test]
+    fn an_export_comes_back_through_an_import() {
+        let sandbox = Sandbox::new();
+        let long = format!("top/{}/{}", "d".repeat(120), "f".repeat(200));
+        sandbox.put(&long, "long");
+        sandbox.put("top/new\nline", "n");
+        sandbox.put("top/empty", "");
+        sandbox.put("top/large", vec![7; 200_000]);
+        std::fs::write(sandbox.path("top").join(OsString::from_vec(b"\xff\xfe".repeat(60))), "raw").expect("written");
+        symlink("t".repeat(300), sandbox.path("top/link")).expect("link");
+        let bytes = exported(&sandbox, "top");
+        assert!(matches!(sandbox.ask(FileOp::Import { path: raw("copy") }, &bytes).first(), Reply::Ok));
+        assert_eq!(sandbox.names("copy"), sandbox.names("top"));
+        assert_eq!(sandbox.get(&long.replace("top", "copy")), b"long");
+        assert_eq!(sandbox.get("copy/large"), vec![7; 200_000]);
+        assert_eq!(std::fs::read_link(sandbox.path("copy/link")).expect("link"), std::fs::read_link(sandbox.path("top/link")).expect("link"));
+        let time = |path: &str| std::fs::metadata(sandbox.path(path)).expect("stat").mtime();
+        assert_eq!(time("copy/large"), time("top/large"));
+        assert_eq!(exported(&sandbox, "copy").len(), bytes.len());
+    }
+
+    #[test]
+    fn only_directories_are_exported() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "");
+        assert_eq!(sandbox.ask(FileOp::ExportTar { path: raw("file") }, b"").error().code, ErrorCode::NotADirectory);
+        assert_eq!(sandbox.ask(FileOp::ExportTar { path: raw("none") }, b"").error().code, ErrorCode::NotFound);
+        std::fs::create_dir(sandbox.path("empty")).expect("made");
+        assert_eq!(exported(&sandbox, "empty"), vec![0; 2 * BLOCK]);
+    }
+}

@@ -1,0 +1,197 @@
+//! A directory that paths can't leave: what patches and imports work in.
+//!
+//! What must stay true: a path given here has no `..` and is not absolute; links on its way are followed only while they
+//! stay below the root; where the kernel can't promise that (`openat2`), no link is followed at all.
+
+use std::{
+    ffi::OsStr,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
+    path::Path,
+};
+
+use rustix::{
+    fs::{AtFlags, CWD, FileType as Kind, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, readlinkat, statat},
+    io::Errno,
+};
+
+const FLAGS: OFlags = OFlags::PATH.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
+/// How often a lookup that raced with a rename is tried again.
+const MAX_TRIES: usize = 8;
+
+#[derive(Debug)]
+pub(super) struct Confined {
+    root: OwnedFd,
+    /// For tests of the way without `openat2`.
+    without_openat2: bool,
+}
+
+impl Confined {
+    pub(super) fn open(path: &Path) -> Result<Self, Errno> {
+        Ok(Self { root: openat(CWD, path, FLAGS, Mode::empty())?, without_openat2: false })
+    }
+
+    /// Opens a directory below the root, for use as the base of other calls. `EXDEV` says that the way leads outside.
+    pub(super) fn directory(&self, parts: &[&[u8]]) -> Result<OwnedFd, Errno> {
+        if parts.is_empty() {
+            return openat(&self.root, ".", FLAGS, Mode::empty());
+        }
+        let path = parts.join(&b'/');
+        if self.without_openat2 {
+            return self.directory_by_steps(parts);
+        }
+        for _ in 0..MAX_TRIES {
+            match openat2(&self.root, path.as_slice(), FLAGS, Mode::empty(), ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS) {
+                Err(Errno::AGAIN) => {}
+                // Some seccomp filters answer EPERM for calls that they don't know.
+                Err(Errno::NOSYS | Errno::PERM) => return self.directory_by_steps(parts),
+                result => return result,
+            }
+        }
+        Err(Errno::AGAIN)
+    }
+
+    fn directory_by_steps(&self, parts: &[&[u8]]) -> Result<OwnedFd, Errno> {
+        let mut at = openat(&self.root, ".", FLAGS, Mode::empty())?;
+        for part in parts {
+            at = match openat(&at, *part, FLAGS | OFlags::NOFOLLOW, Mode::empty()) {
+                Err(Errno::NOTDIR | Errno::LOOP) => {
+                    let stat = statat(&at, *part, AtFlags::SYMLINK_NOFOLLOW)?;
+                    return Err(if Kind::from_raw_mode(stat.st_mode) == Kind::Symlink { Errno::XDEV } else { Errno::NOTDIR });
+                }
+                result => result?,
+            };
+        }
+        Ok(at)
+    }
+
+    /// As [`Confined::directory`], making what is missing. `made` gets the number of leading parts of each new directory.
+    pub(super) fn make_directory(&self, parts: &[&[u8]], mode: Mode, mut made: impl FnMut(usize)) -> Result<OwnedFd, Errno> {
+        match self.directory(parts) {
+            Err(Errno::NOENT) => {}
+            result => return result,
+        }
+        let mut at = self.directory(&[])?;
+        for count in 1..=parts.len() {
+            match mkdirat(&at, parts[count - 1], mode) {
+                Ok(()) => made(count),
+                Err(Errno::EXIST) => {}
+                Err(errno) => return Err(errno),
+            }
+            at = self.directory(&parts[..count])?;
+        }
+        Ok(at)
+    }
+
+    /// Where an open directory really is, in parts from the root; `None` when the system does not tell.
+    pub(super) fn real_parts(&self, directory: &OwnedFd) -> Option<Vec<Vec<u8>>> {
+        let path = |fd: &OwnedFd| readlinkat(CWD, format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new()).ok();
+        let (root, path) = (path(&self.root)?, path(directory)?);
+        let path = Path::new(OsStr::from_bytes(path.as_bytes()));
+        let rest = path.strip_prefix(OsStr::from_bytes(root.as_bytes())).ok()?;
+        Some(rest.iter().map(|part| part.as_bytes().to_vec()).collect())
+    }
+}
+
+/// The parts of a relative path, or why it is none that stays below its root. `.` parts are dropped.
+pub(super) fn parts(path: &[u8]) -> Result<Vec<&[u8]>, &'static str> {
+    if path.starts_with(b"/") {
+        return Err("the path is absolute");
+    }
+    if path.contains(&0) {
+        return Err("the path contains a NUL byte");
+    }
+    if path.len() > cynode_api::file_limits::MAX_PATH_BYTES {
+        return Err("the path is too long");
+    }
+    let mut parts = Vec::new();
+    for part in path.split(|byte| *byte == b'/') {
+        match part {
+            b"" | b"." => {}
+            b".." => return Err("the path contains '..'"),
+            part => parts.push(part),
+        }
+    }
+    if parts.is_empty() { Err("the path is empty") } else { Ok(parts) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn tree() -> (tempfile::TempDir, Confined) {
+        let temp = tempfile::tempdir().expect("temp dir");
+        let root = temp.path().join("root");
+        std::fs::create_dir_all(root.join("a/b")).expect("made");
+        std::fs::create_dir(temp.path().join("outside")).expect("made");
+        symlink("a", root.join("inside")).expect("link");
+        symlink("../outside", root.join("up")).expect("link");
+        symlink(temp.path().join("outside"), root.join("absolute")).expect("link");
+        symlink("gone", root.join("dangling")).expect("link");
+        std::fs::write(root.join("file"), "").expect("written");
+        let confined = Confined::open(&root).expect("opened");
+        (temp, confined)
+    }
+
+    #[test]
+    fn links_are_followed_only_while_they_stay_inside() {
+        let (_temp, mut confined) = tree();
+        assert!(confined.directory(&[b"a", b"b"]).is_ok());
+        assert!(confined.directory(&[b"inside", b"b"]).is_ok());
+        for by_steps in [false, true] {
+            confined.without_openat2 = by_steps;
+            assert!(confined.directory(&[b"a", b"b"]).is_ok());
+            assert_eq!(confined.directory(&[b"up"]).err(), Some(Errno::XDEV));
+            assert_eq!(confined.directory(&[b"absolute"]).err(), Some(Errno::XDEV));
+            assert_eq!(confined.directory(&[b"file", b"x"]).err(), Some(Errno::NOTDIR));
+            assert_eq!(confined.directory(&[b"none"]).err(), Some(Errno::NOENT));
+        }
+    }
+
+    #[test]
+    fn missing_directories_are_made_and_told() {
+        let (temp, mut confined) = tree();
+        for (by_steps, top) in [(false, &b"new"[..]), (true, b"other")] {
+            confined.without_openat2 = by_steps;
+            let mut made = Vec::new();
+            confined.make_directory(&[b"a", top, b"deep"], Mode::RWXU, |count| made.push(count)).expect("made");
+            assert_eq!(made, [2, 3]);
+            assert!(confined.make_directory(&[b"up", b"x"], Mode::RWXU, |_| {}).is_err());
+            assert!(confined.make_directory(&[b"dangling", b"x"], Mode::RWXU, |_| {}).is_err());
+        }
+        assert_eq!(std::fs::read_dir(temp.path().join("outside")).expect("listed").count(), 0);
+    }
+
+    #[test]
+    fn the_real_place_of_a_directory_is_known_behind_links() {
+        let (_temp, confined) = tree();
+        let directory = confined.directory(&[b"inside", b"b"]).expect("opened");
+        assert_eq!(confined.real_parts(&directory), Some(vec![b"a".to_vec(), b"b".to_vec()]));
+    }
+
+    #[test]
+    fn paths_that_could_leave_are_refused() {
+        for path in [&b"/a"[..], b"..", b"a/../b", b"a/..", b"", b".", b"./", b"a\0b"] {
+            assert!(parts(path).is_err(), "{path:?}");
+        }
+        assert_eq!(parts(b"./a//b/"), Ok(vec![&b"a"[..], b"b"]));
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_accepted_has_only_plain_names(path in proptest::collection::vec(prop_oneof![Just(b'.'), Just(b'/'), Just(b'a'), any::<u8>()], 0..40)) {
+            if let Ok(parts) = parts(&path) {
+                prop_assert!(!parts.is_empty());
+                for part in parts {
+                    prop_assert!(!part.is_empty() && part != b"." && part != b".." && !part.contains(&b'/') && !part.contains(&0));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! What a file operation fails with, and how the system's errors become the API's codes.
+//!
+//! What must stay true: a message names the operation and the path, and both are safe to print (control characters and
+//! bytes that are not UTF-8 are shown escaped); the loss of the connection is never answered, only returned.
+
+use std::{fmt::Write as _, io};
+
+use cynode_api::{ErrorCode, PatchReject};
+use cynode_sba_proto::AgentError;
+use rustix::io::Errno;
+
+/// Why an operation ended without success.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// Answered with `Reply::Error`.
+    Refused(AgentError),
+    /// The connection broke, so nobody is left to answer.
+    Connection(io::Error),
+}
+
+pub(super) type Outcome<T> = Result<T, Failure>;
+
+impl Failure {
+    pub(super) fn new(code: ErrorCode, message: impl Into<String>) -> Self {
+        Self::Refused(AgentError::new(code, message))
+    }
+
+    pub(super) fn invalid(message: impl Into<String>) -> Self {
+        Self::new(ErrorCode::InvalidRequest, message)
+    }
+
+    pub(super) fn rejected(message: impl Into<String>, rejects: Vec<PatchReject>) -> Self {
+        let mut error = AgentError::new(ErrorCode::PatchRejected, message);
+        error.rejects = rejects;
+        Self::Refused(error)
+    }
+
+    /// The system refused `doing` (such as "opening") on `path`.
+    pub(super) fn system(errno: Errno, doing: &str, path: &[u8]) -> Self {
+        let name = errno_name(errno);
+        let mut error = AgentError::new(code_of(errno), format!("{doing} {}: {} ({name})", shown(path), meaning(errno)));
+        error.errno = Some(name);
+        Self::Refused(error)
+    }
+
+    /// As [`Failure::system`], for errors that passed through `std::io`.
+    pub(super) fn io(error: &io::Error, doing: &str, path: &[u8]) -> Self {
+        match Errno::from_io_error(error) {
+            Some(errno) => Self::system(errno, doing, path),
+            None => Self::new(ErrorCode::Internal, format!("{doing} {}: {error}", shown(path))),
+        }
+    }
+}
+
+/// Adds what was being done to a bare error of the system.
+pub(super) trait Doing<T> {
+    fn doing(self, what: &str, path: &[u8]) -> Outcome<T>;
+}
+
+impl<T> Doing<T> for Result<T, Errno> {
+    fn doing(self, what: &str, path: &[u8]) -> Outcome<T> {
+        self.map_err(|errno| Failure::system(errno, what, path))
+    }
+}
+
+impl<T> Doing<T> for io::Result<T> {
+    fn doing(self, what: &str, path: &[u8]) -> Outcome<T> {
+        self.map_err(|error| Failure::io(&error, what, path))
+    }
+}
+
+fn code_of(errno: Errno) -> ErrorCode {
+    match errno {
+        Errno::NOENT => ErrorCode::NotFound,
+        Errno::ACCESS | Errno::PERM | Errno::ROFS | Errno::TXTBSY | Errno::BUSY => ErrorCode::PermissionDenied,
+        Errno::NOTDIR => ErrorCode::NotADirectory,
+        // ENXIO: a socket, or a device without a driver, was opened.
+        Errno::ISDIR | Errno::NXIO => ErrorCode::NotAFile,
+        Errno::NOTEMPTY => ErrorCode::NotEmpty,
+        Errno::EXIST => ErrorCode::AlreadyExists,
+        Errno::NOSPC | Errno::DQUOT => ErrorCode::NoSpace,
+        Errno::FBIG => ErrorCode::TooLarge,
+        Errno::NAMETOOLONG | Errno::LOOP | Errno::INVAL | Errno::XDEV | Errno::ILSEQ => ErrorCode::InvalidRequest,
+        _ => ErrorCode::Internal,
+    }
+}
+
+macro_rules! errnos {
+    ($($constant:ident = $name:literal, $meaning:literal;)*) => {
+        fn errno_name(errno: Errno) -> String {
+            match errno {
+                $(Errno::$constant => $name.to_owned(),)*
+                other => format!("errno {}", other.raw_os_error()),
+            }
+        }
+
+        fn meaning(errno: Errno) -> &'static str {
+            match errno {
+                $(Errno::$constant => $meaning,)*
+                _ => "the system refused",
+            }
+        }
+    };
+}
+
+errnos! {
+    NOENT = "ENOENT", "no such file or directory";
+    ACCESS = "EACCES", "permission denied";
+    PERM = "EPERM", "operation not permitted";
+    ROFS = "EROFS", "read-only file system";
+    TXTBSY = "ETXTBSY", "the program is running";
+    BUSY = "EBUSY", "in use by the system";
+    NOTDIR = "ENOTDIR", "a part of the path is not a directory";
+    ISDIR = "EISDIR", "is a directory";
+    NXIO = "ENXIO", "not a regular file";
+    NOTEMPTY = "ENOTEMPTY", "the directory is not empty";
+    EXIST = "EEXIST", "already exists";
+    NOSPC = "ENOSPC", "no space left";
+    DQUOT = "EDQUOT", "the disk quota is used up";
+    FBIG = "EFBIG", "the file would be too large";
+    NAMETOOLONG = "ENAMETOOLONG", "the name is too long";
+    LOOP = "ELOOP", "too many symbolic links";
+    INVAL = "EINVAL", "not valid here";
+    XDEV = "EXDEV", "crosses file systems";
+    ILSEQ = "EILSEQ", "the file system does not take such a name";
+    NOMEM = "ENOMEM", "out of memory";
+    MFILE = "EMFILE", "too many open files";
+    NFILE = "ENFILE", "too many open files in the system";
+    MLINK = "EMLINK", "too many links";
+    IO = "EIO", "input or output error";
+    AGAIN = "EAGAIN", "try again";
+    NOSYS = "ENOSYS", "the kernel does not offer this";
+    OPNOTSUPP = "EOPNOTSUPP", "the file system does not offer this";
+    STALE = "ESTALE", "the file is gone";
+}
+
+/// Longest piece of a path that a message carries.
+const SHOWN: usize = 512;
+
+/// A path for people: quoted, control characters and undecodable bytes escaped, the middle of a very long one left out.
+pub(super) fn shown(path: &[u8]) -> String {
+    if path.len() > SHOWN {
+        let (head, tail) = (&path[..SHOWN / 2], &path[path.len() - SHOWN / 2..]);
+        return format!("'{}…{}'", escaped(head), escaped(tail));
+    }
+    format!("'{}'", escaped(path))
+}
+
+pub(super) fn escaped(bytes: &[u8]) -> String {
+    let mut out = String::with_capacity(bytes.len());
+    for chunk in bytes.utf8_chunks() {
+        for character in chunk.valid().chars() {
+            if character.is_control() {
+                out.extend(character.escape_default());
+            } else {
+                out.push(character);
+            }
+        }
+        for byte in chunk.invalid() {
+            // Writing to a string can't fail.
+            let _written = write!(out, "\\x{byte:02x}");
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn refused(failure: Failure) -> AgentError {
+        match failure {
+            Failure::Refused(error) => error,
+            Failure::Connection(error) => panic!("expected an answer, got {error}"),
+        }
+    }
+
+    #[test]
+    fn a_system_error_carries_code_name_operation_and_path() {
+        let error = refused(Failure::system(Errno::NOENT, "opening", b"a\nb\xff"));
+        assert_eq!(error.code, ErrorCode::NotFound);
+        assert_eq!(error.errno.as_deref(), Some("ENOENT"));
+        assert_eq!(error.message, "opening 'a\\nb\\xff': no such file or directory (ENOENT)");
+    }
+
+    #[test]
+    fn each_documented_errno_has_its_code() {
+        for (errno, code) in [
+            (Errno::ACCESS, ErrorCode::PermissionDenied),
+            (Errno::PERM, ErrorCode::PermissionDenied),
+            (Errno::ROFS, ErrorCode::PermissionDenied),
+            (Errno::NOTDIR, ErrorCode::NotADirectory),
+            (Errno::ISDIR, ErrorCode::NotAFile),
+            (Errno::NOTEMPTY, ErrorCode::NotEmpty),
+            (Errno::EXIST, ErrorCode::AlreadyExists),
+            (Errno::NOSPC, ErrorCode::NoSpace),
+            (Errno::DQUOT, ErrorCode::NoSpace),
+            (Errno::NAMETOOLONG, ErrorCode::InvalidRequest),
+            (Errno::LOOP, ErrorCode::InvalidRequest),
+            (Errno::INVAL, ErrorCode::InvalidRequest),
+            (Errno::NOMEM, ErrorCode::Internal),
+            (Errno::MFILE, ErrorCode::Internal),
+            (Errno::from_raw_os_error(4_000), ErrorCode::Internal),
+        ] {
+            assert_eq!(refused(Failure::system(errno, "x", b"y")).code, code, "{errno:?}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_shown_is_short_and_has_no_control_characters(path in proptest::collection::vec(any::<u8>(), 0..6_000)) {
+            let text = shown(&path);
+            prop_assert!(!text.chars().any(char::is_control));
+            prop_assert!(text.len() <= SHOWN * 8 + 8);
+        }
+    }
+}

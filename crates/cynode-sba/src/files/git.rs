@@ -1,0 +1,391 @@
+//! Exporting the workspace's changes as git's diff.
+//!
+//! git runs inside the sandbox with its rights, so the repository's configuration is no danger that the sandbox's code is
+//! not already; it only must not spoil the result. What must stay true: the user's own index and objects are not touched
+//! (a private copy of the index takes the untracked files, without their contents), and nothing asks or waits for a person.
+
+use std::{
+    fs::File,
+    io::{self, Read as _},
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitStatus, Stdio},
+};
+
+use cynode_api::ErrorCode;
+use cynode_sba_proto::{AgentError, MAX_DATA, Reply};
+use rustix::fs::{CWD, Mode, OFlags, mkdirat, openat};
+
+use super::{
+    error::{Doing, Failure, Outcome, escaped},
+    path::{self, Files},
+    staged::with_hidden_name,
+    tree::remove_tree,
+};
+use crate::peer::Peer;
+
+/// Settings that could hang git, run something, or change the form of the diff.
+const SETTINGS: &[&str] = &[
+    "core.fsmonitor=false",
+    "core.hooksPath=/dev/null",
+    "core.untrackedCache=false",
+    "core.quotePath=true",
+    "core.pager=cat",
+    "diff.orderFile=/dev/null",
+    "submodule.recurse=false",
+    "safe.directory=*",
+];
+const DIFF: &[&str] = &[
+    "diff",
+    "--binary",
+    "--full-index",
+    "--no-color",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--no-relative",
+    "--find-renames",
+    "--submodule=short",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+];
+/// What is kept of git's complaints.
+const MAX_STDERR: usize = 2_048;
+const MAX_BASE: usize = 1_024;
+
+impl Files {
+    pub(super) fn export_patch(&self, base: Option<&str>, peer: &mut Peer) -> Outcome<()> {
+        if let Some(base) = base
+            && (base.is_empty() || base.len() > MAX_BASE || base.starts_with('-') || base.chars().any(char::is_control))
+        {
+            return Err(Failure::invalid(format!("'{}' is not the name of a commit", escaped(base.as_bytes()))));
+        }
+        let git = Git { root: &self.root, scratch: Scratch::new()? };
+        if git.line(&["rev-parse", "--is-inside-work-tree"])?.is_none_or(|line| line != "true") {
+            return Err(Failure::new(ErrorCode::NotARepository, format!("{} is not a git repository with a work tree", self.root.display())));
+        }
+        let base = git.base(base)?;
+        git.copy_index()?;
+        // Only the names of untracked files go into the private index; the diff reads them where they are.
+        git.add_untracked()?;
+        git.diff(&base, peer)
+    }
+}
+
+struct Git<'a> {
+    root: &'a Path,
+    scratch: Scratch,
+}
+
+impl Git<'_> {
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new("git");
+        command.env_clear().current_dir(self.root).stdin(Stdio::null());
+        for name in ["PATH", "HOME"] {
+            if let Some(value) = std::env::var_os(name) {
+                command.env(name, value);
+            }
+        }
+        if std::env::var_os("PATH").is_none() {
+            command.env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
+        }
+        command
+            .env("LC_ALL", "C")
+            .env("GIT_CONFIG_NOSYSTEM", "1")
+            .env("GIT_CONFIG_GLOBAL", "/dev/null")
+            .env("GIT_TERMINAL_PROMPT", "0")
+            .env("GIT_OPTIONAL_LOCKS", "0")
+            .env("GIT_ATTR_NOSYSTEM", "1")
+            .env("GIT_NO_LAZY_FETCH", "1")
+            .env("GIT_INDEX_FILE", self.scratch.path.join("index"));
+        if let Some(above) = self.root.parent() {
+            command.env("GIT_CEILING_DIRECTORIES", above);
+        }
+        for setting in SETTINGS {
+            command.args(["-c", setting]);
+        }
+        command.args(arguments);
+        command
+    }
+
+    fn spawn(&self, arguments: &[&str]) -> Outcome<Child> {
+        self.start(self.command(arguments).stdout(Stdio::piped()))
+    }
+
+    fn start(&self, command: &mut Command) -> Outcome<Child> {
+        command.stderr(self.scratch.create("stderr")?).spawn().map_err(|error| {
+            let mut failure = AgentError::new(ErrorCode::ExecFailed, format!("git can't be started in this sandbox: {error}"));
+            failure.errno = (error.kind() == io::ErrorKind::NotFound).then(|| "ENOENT".to_owned());
+            Failure::Refused(failure)
+        })
+    }
+
+    /// What git said when it failed.
+    fn complaint(&self, doing: &str, status: ExitStatus) -> Failure {
+        let mut text = vec![0; MAX_STDERR];
+        let read = self.scratch.open("stderr").and_then(|mut file| file.read(&mut text).doing("reading", b"stderr"));
+        text.truncate(read.unwrap_or(0));
+        Failure::new(ErrorCode::Internal, format!("git {doing} failed ({status}): {}", escaped(text.trim_ascii())))
+    }
+
+    /// The first line of what a command prints; `None` when it fails.
+    fn line(&self, arguments: &[&str]) -> Outcome<Option<String>> {
+        let mut child = self.spawn(arguments)?;
+        let mut output = Vec::new();
+        if let Some(stdout) = child.stdout.take() {
+            stdout.take(MAX_DATA as u64).read_to_end(&mut output).doing("reading from", b"git")?;
+        }
+        let status = child.wait().doing("waiting for", b"git")?;
+        Ok(status.success().then(|| String::from_utf8_lossy(&output).trim_end().to_owned()))
+    }
+
+    /// Puts the names of untracked files into the private index.
+    fn add_untracked(&self) -> Outcome<()> {
+        let mut command = self.command(&["add", "--intent-to-add", "--", "."]);
+        // git stores the empty content that stands for them; not in the user's repository.
+        if let Some(objects) = self.line(&["rev-parse", "--git-path", "objects"])? {
+            let own = self.scratch.path.join("objects");
+            path::make_directories(&own)?;
+            command.env("GIT_OBJECT_DIRECTORY", own).env("GIT_ALTERNATE_OBJECT_DIRECTORIES", self.root.join(objects));
+        }
+        let mut child = self.start(command.stdout(Stdio::null()))?;
+        let status = child.wait().doing("waiting for", b"git")?;
+        if status.success() { Ok(()) } else { Err(self.complaint("add", status)) }
+    }
+
+    /// The tree to compare with, as a hash.
+    fn base(&self, base: Option<&str>) -> Outcome<String> {
+        let name = base.unwrap_or("HEAD");
+        if let Some(tree) = self.line(&["rev-parse", "--verify", "--quiet", &format!("{name}^{{tree}}")])? {
+            return Ok(tree);
+        }
+        if base.is_none_or(|base| base == "HEAD") && self.line(&["symbolic-ref", "--quiet", "HEAD"])?.is_some() {
+            // No commit yet: everything is new.
+            if let Some(empty) = self.line(&["hash-object", "-t", "tree", "/dev/null"])? {
+                return Ok(empty);
+            }
+        }
+        Err(Failure::invalid(format!("the repository has no commit '{}'", escaped(name.as_bytes()))))
+    }
+
+    fn copy_index(&self) -> Outcome<()> {
+        let Some(directory) = self.line(&["rev-parse", "--absolute-git-dir"])? else { return Ok(()) };
+        let index = Path::new(&directory).join("index");
+        if path::stat_if_any(&index)?.is_none() {
+            return Ok(());
+        }
+        let (mut from, _) = path::open_file(&index)?;
+        let mut to = self.scratch.create("index")?;
+        io::copy(&mut from, &mut to).doing("copying", path::bytes(&index))?;
+        Ok(())
+    }
+
+    fn diff(&self, base: &str, peer: &mut Peer) -> Outcome<()> {
+        let mut child = self.spawn(&[DIFF, &[base, "--"]].concat())?;
+        let sent = match child.stdout.take() {
+            Some(stdout) => send(stdout, peer),
+            None => Ok(()),
+        };
+        if sent.is_err() {
+            // It may be gone already.
+            let _killed = child.kill();
+        }
+        let status = child.wait().doing("waiting for", b"git")?;
+        sent?;
+        if !status.success() {
+            return Err(self.complaint("diff", status));
+        }
+        peer.end().map_err(Failure::Connection)
+    }
+}
+
+fn send(mut stdout: impl io::Read, peer: &mut Peer) -> Outcome<()> {
+    peer.reply(&Reply::Body).map_err(Failure::Connection)?;
+    let mut buffer = vec![0; MAX_DATA];
+    loop {
+        match stdout.read(&mut buffer) {
+            Ok(0) => return Ok(()),
+            Ok(count) => peer.data(&buffer[..count]).map_err(Failure::Connection)?,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(Failure::io(&error, "reading from", b"git")),
+        }
+    }
+}
+
+/// A private directory for the index and git's complaints.
+struct Scratch {
+    path: PathBuf,
+}
+
+impl Scratch {
+    fn new() -> Outcome<Self> {
+        // Not in the work tree, where the diff would find it.
+        let mut last = None;
+        for parent in [Path::new("/tmp"), Path::new("/dev/shm"), Path::new("/var/tmp")] {
+            match with_hidden_name(|name| mkdirat(CWD, parent.join(name), Mode::RWXU)) {
+                Ok((name, ())) => return Ok(Self { path: parent.join(name) }),
+                Err(errno) => last = Some((errno, parent)),
+            }
+        }
+        let (errno, parent) = last.unwrap_or((rustix::io::Errno::NOENT, Path::new("/tmp")));
+        Err(Failure::system(errno, "making a temporary directory in", parent.as_os_str().as_bytes()))
+    }
+
+    fn create(&self, name: &str) -> Outcome<File> {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let path = self.path.join(name);
+        Ok(openat(CWD, &path, flags, Mode::RUSR | Mode::WUSR).doing("making", path::bytes(&path))?.into())
+    }
+
+    fn open(&self, name: &str) -> Outcome<File> {
+        Ok(path::open_file(&self.path.join(name))?.0)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let Ok((parent, name)) = path::split(&self.path) else { return };
+        if let Ok(parent) = openat(CWD, parent, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
+            // What remains is a temporary file too many.
+            let _gone = remove_tree(parent, name, &self.path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::{super::tests::*, *};
+
+    fn git(sandbox: &Sandbox, arguments: &[&str]) {
+        let output = Command::new("git")
+            .args(["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "init.defaultBranch=main"])
+            .args(arguments)
+            .current_dir(&sandbox.files.root)
+            .env_clear()
+            .env("PATH", std::env::var_os("PATH").expect("PATH"))
+            .env("HOME", "/nonexistent")
+            .output()
+            .expect("git runs");
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    fn ask(sandbox: &Sandbox, base: Option<&str>) -> Answer {
+        sandbox.ask(FileOp::ExportPatch { base: base.map(str::to_owned) }, b"")
+    }
+
+    fn exported(sandbox: &Sandbox, base: Option<&str>) -> String {
+        String::from_utf8(ask(sandbox, base).body().to_vec()).expect("text")
+    }
+
+    fn repository() -> Sandbox {
+        let sandbox = Sandbox::new();
+        git(&sandbox, &["init", "--quiet"]);
+        sandbox.put("kept", "same\n");
+        sandbox.put("modified", "one\n");
+        sandbox.put("deleted", "gone\n");
+        sandbox.put("old-name", "a\nb\nc\nd\ne\nf\n");
+        sandbox.put(".gitignore", "ignored\n");
+        git(&sandbox, &["add", "."]);
+        git(&sandbox, &["commit", "--quiet", "-m", "first"]);
+        sandbox
+    }
+
+    #[test]
+    fn the_diff_holds_changes_and_untracked_files_and_applies_elsewhere() {
+        let sandbox = repository();
+        let copy = repository();
+        sandbox.put("modified", "two\n");
+        sandbox.put("untracked/dir/file é", "new\n");
+        sandbox.put("empty", "");
+        sandbox.put("ignored", "secret\n");
+        sandbox.put("staged", "s\n");
+        git(&sandbox, &["add", "staged"]);
+        std::fs::remove_file(sandbox.path("deleted")).expect("removed");
+        std::fs::rename(sandbox.path("old-name"), sandbox.path("new-name")).expect("renamed");
+        std::fs::set_permissions(sandbox.path("kept"), std::fs::Permissions::from_mode(0o755)).expect("mode");
+        let index = sandbox.get(".git/index");
+        let objects = || walkdir(&sandbox.path(".git/objects"));
+        let before = objects();
+        let diff = exported(&sandbox, None);
+        assert_eq!(sandbox.get(".git/index"), index);
+        assert_eq!(objects(), before);
+        assert!(!diff.contains("secret"));
+        copy.files.patch(diff.clone().into_bytes(), 1, false).unwrap_or_else(|failure| panic!("{failure:?}\n{diff}"));
+        assert_eq!(copy.names("."), [".git", ".gitignore", "empty", "kept", "modified", "new-name", "staged", "untracked"]);
+        assert_eq!((copy.get("modified"), copy.get("untracked/dir/file é")), (b"two\n".to_vec(), b"new\n".to_vec()));
+        assert_eq!(std::fs::metadata(copy.path("kept")).expect("stat").permissions().mode() & 0o111, 0o111);
+        assert_eq!(exported(&sandbox, Some("HEAD")), diff);
+    }
+
+    fn walkdir(path: &Path) -> Vec<PathBuf> {
+        let mut found: Vec<_> = std::fs::read_dir(path)
+            .expect("listed")
+            .flat_map(|entry| {
+                let path = entry.expect("entry").path();
+                if path.is_dir() { walkdir(&path) } else { vec![path] }
+            })
+            .collect();
+        found.sort();
+        found
+    }
+
+    #[test]
+    fn an_unchanged_work_tree_gives_an_empty_diff() {
+        assert_eq!(exported(&repository(), None), "");
+    }
+
+    #[test]
+    fn binary_files_and_links_are_in_the_diff() {
+        let sandbox = repository();
+        sandbox.put("binary", b"\0\x01\x02");
+        symlink("kept", sandbox.path("link")).expect("link");
+        let diff = exported(&sandbox, None);
+        assert!(diff.contains("GIT binary patch") && diff.contains("new file mode 120000"), "{diff}");
+    }
+
+    #[test]
+    fn without_a_commit_everything_is_new() {
+        let sandbox = Sandbox::new();
+        git(&sandbox, &["init", "--quiet"]);
+        sandbox.put("file", "x\n");
+        assert!(exported(&sandbox, None).contains("+++ b/file"));
+    }
+
+    #[test]
+    fn the_base_can_be_chosen_and_must_exist() {
+        let sandbox = repository();
+        sandbox.put("second", "2\n");
+        git(&sandbox, &["add", "."]);
+        git(&sandbox, &["commit", "--quiet", "-m", "second"]);
+        assert_eq!(exported(&sandbox, None), "");
+        assert!(exported(&sandbox, Some("HEAD~1")).contains("b/second"));
+        for base in ["nonsense", "--output=/tmp/x", "", "HEAD~1..HEAD", "a\nb"] {
+            assert_eq!(ask(&sandbox, Some(base)).error().code, ErrorCode::InvalidRequest, "{base:?}");
+        }
+    }
+
+    #[test]
+    fn a_directory_without_a_repository_is_told_so() {
+        let sandbox = Sandbox::new();
+        assert_eq!(ask(&sandbox, None).error().code, ErrorCode::NotARepository);
+        let outer = repository();
+        let inner = Files::new(outer.path("sub"));
+        std::fs::create_dir(&inner.root).expect("made");
+        let (agent, _worker) = std::os::unix::net::UnixStream::pair().expect("pair");
+        assert_eq!(code(inner.export_patch(None, &mut Peer::from_stream(agent))), ErrorCode::NotARepository);
+    }
+
+    #[test]
+    fn the_repository_s_own_settings_do_not_change_the_form() {
+        let sandbox = repository();
+        for (key, value) in
+            [("diff.noprefix", "true"), ("color.ui", "always"), ("diff.external", "false"), ("diff.mnemonicPrefix", "true"), ("core.fsmonitor", "false")]
+        {
+            git(&sandbox, &["config", key, value]);
+        }
+        sandbox.put("modified", "two\n");
+        let diff = exported(&sandbox, None);
+        assert!(diff.starts_with("diff --git a/modified b/modified\n"), "{diff}");
+    }
+}

@@ -1,0 +1,492 @@
+//! Unpacking a tar archive into a directory.
+//!
+//! What must stay true: nothing is written outside of the directory, whatever names and links the archive holds; no
+//! device, no setuid bit and no owner comes out of an archive; its headers can't make memory grow.
+
+use std::{fs::File, io::Write as _, os::fd::OwnedFd};
+
+use cynode_api::{ErrorCode, FileType};
+use rustix::{
+    fs::{AtFlags, Mode, OFlags, chmodat, fchmod, futimens, linkat, openat, statat, symlinkat, unlinkat, utimensat},
+    io::Errno,
+};
+use tar::{EntryType, Header};
+
+use super::{
+    archive::BLOCK,
+    confined::{self, Confined},
+    error::{Doing, Failure, Outcome, shown},
+    path::{self, Files},
+    tree::times,
+    write::Body,
+};
+
+/// Longest name in an extension header, and longest set of attributes.
+const MAX_EXTENSION: u64 = 1024 * 1024;
+/// Directories whose permissions and times are set at the end, in bytes of their names.
+const MAX_DIRECTORY_BYTES: usize = 16 * 1024 * 1024;
+
+impl Files {
+    pub(super) fn import(&self, path: &[u8], body: Body<'_>) -> Outcome<()> {
+        let place = self.locate(path)?;
+        let mut source = Source { body, piece: Vec::new(), at: 0, ended: false };
+        // Nothing is made for what is no archive.
+        let Some(first) = source.header()? else { return Err(broken("it is empty")) };
+        path::make_directories(&place)?;
+        let root = Confined::open(&place).doing("opening", path::bytes(&place))?;
+        let mut import = Import { root, directories: Vec::new(), directory_bytes: 0 };
+        let mut next = Some(first);
+        let mut attributes = Attributes::default();
+        while let Some(header) = next {
+            import.entry(&header, &mut attributes, &mut source)?;
+            next = source.header()?;
+        }
+        source.drain()?;
+        import.finish();
+        Ok(())
+    }
+}
+
+fn broken(what: &str) -> Failure {
+    Failure::invalid(format!("the archive can't be unpacked: {what}"))
+}
+
+fn refuse(name: &[u8], what: &str) -> Failure {
+    Failure::invalid(format!("the archive's entry {} can't be unpacked: {what}; what came before it stays", shown(name)))
+}
+
+/// The archive as it arrives.
+struct Source<'a> {
+    body: Body<'a>,
+    piece: Vec<u8>,
+    at: usize,
+    ended: bool,
+}
+
+impl Source<'_> {
+    /// At most `limit` bytes of what comes next; empty at the end.
+    fn some(&mut self, limit: usize) -> Outcome<&[u8]> {
+        while self.at == self.piece.len() && !self.ended {
+            match (self.body)().map_err(Failure::Connection)? {
+                Some(piece) => (self.piece, self.at) = (piece, 0),
+                None => self.ended = true,
+            }
+        }
+        let end = self.piece.len().min(self.at.saturating_add(limit));
+        let bytes = &self.piece[self.at..end];
+        self.at = end;
+        Ok(bytes)
+    }
+
+    /// The next header; `None` at the end of the archive.
+    fn header(&mut self) -> Outcome<Option<Box<[u8; BLOCK]>>> {
+        let mut block = Box::new([0; BLOCK]);
+        let mut filled = 0;
+        while filled < BLOCK {
+            let bytes = self.some(BLOCK - filled)?;
+            if bytes.is_empty() {
+                return if filled == 0 { Ok(None) } else { Err(broken("it ends within a header")) };
+            }
+            block[filled..filled + bytes.len()].copy_from_slice(bytes);
+            filled += bytes.len();
+        }
+        if block.iter().all(|byte| *byte == 0) {
+            return Ok(None);
+        }
+        let sum = block.iter().enumerate().map(|(index, byte)| if (148..156).contains(&index) { 32 } else { u32::from(*byte) }).sum::<u32>();
+        if Header::from_byte_slice(block.as_slice()).cksum().ok() != Some(sum) {
+            return Err(broken("a header's checksum is wrong; is it a tar archive without compression?"));
+        }
+        Ok(Some(block))
+    }
+
+    /// Passes the content of an entry on, and skips what fills its last block.
+    fn content(&mut self, size: u64, name: &[u8], mut take: impl FnMut(&[u8]) -> Outcome<()>) -> Outcome<()> {
+        let mut left = size;
+        while left > 0 {
+            let bytes = self.some(usize::try_from(left).unwrap_or(usize::MAX))?;
+            if bytes.is_empty() {
+                return Err(refuse(name, "the archive ends within it"));
+            }
+            left -= bytes.len() as u64;
+            take(bytes)?;
+        }
+        let block = BLOCK as u64;
+        let mut padding = usize::try_from((block - size % block) % block).unwrap_or(0);
+        while padding > 0 {
+            let count = self.some(padding)?.len();
+            if count == 0 {
+                return Err(refuse(name, "the archive ends within it"));
+            }
+            padding -= count;
+        }
+        Ok(())
+    }
+
+    fn drain(&mut self) -> Outcome<()> {
+        while !self.some(usize::MAX)?.is_empty() {}
+        Ok(())
+    }
+}
+
+/// What extension headers say about the next entry.
+#[derive(Default)]
+struct Attributes {
+    name: Option<Vec<u8>>,
+    link: Option<Vec<u8>>,
+    size: Option<u64>,
+    mtime: Option<i64>,
+    sparse: bool,
+}
+
+impl Attributes {
+    /// Takes POSIX records: `<length> <key>=<value>\n`.
+    fn take_records(&mut self, records: &[u8]) -> Option<()> {
+        let mut rest = records;
+        while !rest.is_empty() {
+            let space = rest.iter().position(|byte| *byte == b' ')?;
+            let length: usize = std::str::from_utf8(&rest[..space]).ok()?.parse().ok()?;
+            let record = rest.get(space + 1..length)?.strip_suffix(b"\n")?;
+            rest = &rest[length..];
+            let equals = record.iter().position(|byte| *byte == b'=')?;
+            let (key, value) = (&record[..equals], &record[equals + 1..]);
+            let text = || std::str::from_utf8(value).ok();
+            match key {
+                b"path" => self.name = Some(value.to_vec()),
+                b"linkpath" => self.link = Some(value.to_vec()),
+                b"size" => self.size = Some(text()?.parse().ok()?),
+                b"mtime" => self.mtime = text()?.split('.').next()?.parse().ok(),
+                key => self.sparse |= key.starts_with(b"GNU.sparse."),
+            }
+        }
+        Some(())
+    }
+}
+
+struct Import {
+    root: Confined,
+    /// Permissions and time of each directory: they would be in the way, or change, before all is unpacked.
+    directories: Vec<(Vec<u8>, u32, i64)>,
+    directory_bytes: usize,
+}
+
+impl Import {
+    fn entry(&mut self, header: &[u8; BLOCK], attributes: &mut Attributes, source: &mut Source<'_>) -> Outcome<()> {
+        let header = Header::from_byte_slice(header);
+        let kind = header.entry_type();
+        let header_name = header.path_bytes().into_owned();
+        let size = header.entry_size().map_err(|_| refuse(&header_name, "its size is not valid"))?;
+        if matches!(kind, EntryType::GNULongName | EntryType::GNULongLink | EntryType::XHeader) {
+            if size > MAX_EXTENSION {
+                return Err(broken("an extension header is too large"));
+            }
+            let mut value = Vec::new();
+            source.content(size, &header_name, |bytes| {
+                value.extend_from_slice(bytes);
+                Ok(())
+            })?;
+            if kind == EntryType::XHeader {
+                return attributes.take_records(&value).ok_or_else(|| broken("an extension header is not valid"));
+            }
+            value.truncate(value.iter().position(|byte| *byte == 0).unwrap_or(value.len()));
+            *(if kind == EntryType::GNULongName { &mut attributes.name } else { &mut attributes.link }) = Some(value);
+            return Ok(());
+        }
+        if kind == EntryType::XGlobalHeader {
+            return source.content(size, &header_name, |_| Ok(()));
+        }
+
+        let attributes = std::mem::take(attributes);
+        let name = attributes.name.unwrap_or(header_name);
+        let size = attributes.size.unwrap_or(size);
+        let mode = header.mode().unwrap_or(0o644) & 0o777;
+        let mtime = attributes.mtime.unwrap_or_else(|| header.mtime().ok().and_then(|mtime| i64::try_from(mtime).ok()).unwrap_or(0));
+        let link = attributes.link.or_else(|| header.link_name_bytes().map(std::borrow::Cow::into_owned)).unwrap_or_default();
+        if attributes.sparse {
+            return Err(refuse(&name, "sparse files are not supported"));
+        }
+        // The oldest archives mark directories by a slash only.
+        let is_directory = kind == EntryType::Directory || (kind == EntryType::Regular && name.ends_with(b"/"));
+        if is_directory && name.split(|byte| *byte == b'/').all(|part| part.is_empty() || part == b".") && !name.starts_with(b"/") {
+            return source.content(size, &name, |_| Ok(()));
+        }
+        let parts = confined::parts(&name).map_err(|reason| refuse(&name, reason))?;
+        match kind {
+            _ if is_directory => self.directory(&name, &parts, mode, mtime)?,
+            EntryType::Regular | EntryType::Continuous => return self.file(&name, &parts, mode, mtime, size, source),
+            EntryType::Symlink => self.symlink(&name, &parts, &link, mtime)?,
+            EntryType::Link => self.hard_link(&name, &parts, &link)?,
+            EntryType::GNUSparse => return Err(refuse(&name, "sparse files are not supported")),
+            EntryType::Char | EntryType::Block | EntryType::Fifo => return Err(refuse(&name, "it is a device or a FIFO")),
+            _ => return Err(refuse(&name, "its type is unknown")),
+        }
+        source.content(size, &name, |_| Ok(()))
+    }
+
+    /// The directory that an entry goes into, and the entry's own name.
+    fn parent<'a>(&self, name: &[u8], parts: &[&'a [u8]]) -> Outcome<(OwnedFd, &'a [u8])> {
+        let Some((last, parents)) = parts.split_last() else { return Err(refuse(name, "the path is empty")) };
+        Ok((self.make(name, parents)?, last))
+    }
+
+    fn make(&self, name: &[u8], parts: &[&[u8]]) -> Outcome<OwnedFd> {
+        match self.root.make_directory(parts, Mode::from_raw_mode(0o755), |_| {}) {
+            Ok(directory) => Ok(directory),
+            Err(Errno::XDEV) => Err(refuse(name, "its path passes through a symbolic link that leads outside")),
+            Err(Errno::NOTDIR) => Err(refuse(name, "a part of its path is not a directory")),
+            Err(errno) => Err(Failure::system(errno, "unpacking", name)),
+        }
+    }
+
+    fn directory(&mut self, name: &[u8], parts: &[&[u8]], mode: u32, mtime: i64) -> Outcome<()> {
+        self.make(name, parts)?;
+        // One that was closed before must let its entries in.
+        let (above, last) = self.parent(name, parts)?;
+        if statat(&above, last, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|stat| path::kind(&stat) == FileType::Dir && stat.st_mode & 0o700 != 0o700) {
+            chmodat(&above, last, Mode::RWXU, AtFlags::empty()).doing("unpacking", name)?;
+        }
+        if self.directory_bytes + name.len() <= MAX_DIRECTORY_BYTES {
+            self.directory_bytes += name.len();
+            self.directories.push((parts.join(&b'/'), mode, mtime));
+        }
+        Ok(())
+    }
+
+    fn file(&self, name: &[u8], parts: &[&[u8]], mode: u32, mtime: i64, size: u64, source: &mut Source<'_>) -> Outcome<()> {
+        let (directory, last) = self.parent(name, parts)?;
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let fd = replacing(name, &directory, last, || openat(&directory, last, flags, Mode::RUSR | Mode::WUSR))?;
+        let mut file = File::from(fd);
+        source.content(size, name, |bytes| file.write_all(bytes).doing("unpacking", name))?;
+        fchmod(&file, Mode::from_raw_mode(mode)).doing("unpacking", name)?;
+        futimens(&file, &times(mtime, 0)).doing("unpacking", name)
+    }
+
+    fn symlink(&self, name: &[u8], parts: &[&[u8]], link: &[u8], mtime: i64) -> Outcome<()> {
+        if link.is_empty() || link.contains(&0) {
+            return Err(refuse(name, "its link target is not valid"));
+        }
+        let (directory, last) = self.parent(name, parts)?;
+        replacing(name, &directory, last, || symlinkat(link, &directory, last))?;
+        // Not every file system keeps times of links.
+        let _tried = utimensat(&directory, last, &times(mtime, 0), AtFlags::SYMLINK_NOFOLLOW);
+        Ok(())
+    }
+
+    fn hard_link(&self, name: &[u8], parts: &[&[u8]], link: &[u8]) -> Outcome<()> {
+        let target = confined::parts(link).map_err(|reason| refuse(name, &format!("its link target is not valid: {reason}")))?;
+        let Some((target_name, target_parents)) = target.split_last() else { return Err(refuse(name, "its link target is empty")) };
+        let gone = |_| refuse(name, "its link target is not in the directory");
+        let target_directory = self.root.directory(target_parents).map_err(gone)?;
+        let stat = statat(&target_directory, *target_name, AtFlags::SYMLINK_NOFOLLOW).map_err(gone)?;
+        if path::kind(&stat) != FileType::File {
+            return Err(refuse(name, "its link target is not a regular file"));
+        }
+        let (directory, last) = self.parent(name, parts)?;
+        // Replacing a file by a link to itself would lose it.
+        if statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|old| (old.st_dev, old.st_ino) == (stat.st_dev, stat.st_ino)) {
+            return Ok(());
+        }
+        replacing(name, &directory, last, || linkat(&target_directory, *target_name, &directory, last, AtFlags::empty()))
+    }
+
+    /// Gives directories their permissions and times, the deepest first. Best effort: the contents are all there.
+    fn finish(self) {
+        for (path, mode, mtime) in self.directories.into_iter().rev() {
+            let parts: Vec<&[u8]> = path.split(|byte| *byte == b'/').collect();
+            let Some((last, parents)) = parts.split_last() else { continue };
+            if let Ok(directory) = self.root.directory(parents)
+                && statat(&directory, *last, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|stat| path::kind(&stat) == FileType::Dir)
+            {
+                let _times = utimensat(&directory, *last, &times(mtime, 0), AtFlags::SYMLINK_NOFOLLOW);
+                let _mode = chmodat(&directory, *last, Mode::from_raw_mode(mode), AtFlags::empty());
+            }
+        }
+    }
+}
+
+/// Makes an entry, after deleting what has its name when that is no directory.
+fn replacing<T>(name: &[u8], directory: &OwnedFd, last: &[u8], mut make: impl FnMut() -> Result<T, Errno>) -> Outcome<T> {
+    match make() {
+        Err(Errno::EXIST) => {
+            match unlinkat(directory, last, AtFlags::empty()) {
+                Ok(()) | Err(Errno::NOENT) => {}
+                Err(Errno::ISDIR) => return Err(Failure::new(ErrorCode::AlreadyExists, format!("unpacking {}: a directory has its name", shown(name)))),
+                Err(errno) => return Err(Failure::system(errno, "replacing", name)),
+            }
+            make().doing("unpacking", name)
+        }
+        result => result.doing("unpacking", name),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+    use cynode_sba_proto::AgentError;
+    use proptest::prelude::*;
+
+    use super::{super::tests::*, *};
+
+    /// An archive of entries as nobody should make them: names are not checked.
+    #[derive(Default)]
+    struct Maker(Vec<u8>);
+
+    impl Maker {
+        fn add(mut self, kind: EntryType, name: &[u8], link: &[u8], mode: u32, content: &[u8]) -> Self {
+            let mut header = Header::new_gnu();
+            header.set_entry_type(kind);
+            header.set_mode(mode);
+            header.set_mtime(1_000_000);
+            header.set_size(content.len() as u64);
+            let old = header.as_old_mut();
+            old.name[..name.len()].copy_from_slice(name);
+            old.linkname[..link.len()].copy_from_slice(link);
+            header.set_cksum();
+            self.0.extend_from_slice(header.as_bytes());
+            self.0.extend_from_slice(content);
+            self.0.resize(self.0.len().next_multiple_of(BLOCK), 0);
+            self
+        }
+
+        fn file(self, name: &str, content: &str) -> Self {
+            self.add(EntryType::Regular, name.as_bytes(), b"", 0o644, content.as_bytes())
+        }
+
+        fn end(mut self) -> Vec<u8> {
+            self.0.resize(self.0.len() + 2 * BLOCK, 0);
+            self.0
+        }
+    }
+
+    fn import(sandbox: &Sandbox, bytes: &[u8]) -> Outcome<()> {
+        let mut pieces = bytes.chunks(700).map(<[u8]>::to_vec);
+        sandbox.files.import(b"into", &mut || Ok(pieces.next()))
+    }
+
+    fn refusal(sandbox: &Sandbox, bytes: &[u8]) -> AgentError {
+        let error = refused(import(sandbox, bytes));
+        assert_eq!(error.code, ErrorCode::InvalidRequest, "{error:?}");
+        error
+    }
+
+    #[test]
+    fn an_archive_is_unpacked_with_modes_times_and_links() {
+        let sandbox = Sandbox::new();
+        let archive = Maker::default()
+            .add(EntryType::Directory, b"./", b"", 0o700, b"")
+            .add(EntryType::Directory, b"closed/", b"", 0o555, b"")
+            .file("closed/file", "hello")
+            .add(EntryType::Regular, b"./suid", b"", 0o6755, b"x")
+            .add(EntryType::Link, b"hard", b"closed/file", 0o644, b"")
+            .add(EntryType::Symlink, b"soft", b"/anywhere", 0o777, b"")
+            .end();
+        import(&sandbox, &archive).expect("unpacked");
+        import(&sandbox, &archive).expect("unpacked over itself");
+        assert_eq!(sandbox.get("into/closed/file"), b"hello");
+        let stat = |path: &str| std::fs::symlink_metadata(sandbox.path(path)).expect("stat");
+        assert_eq!(stat("into/closed").permissions().mode() & 0o7777, 0o555);
+        assert_eq!(stat("into/suid").permissions().mode() & 0o7777, 0o755);
+        assert_eq!((stat("into/suid").mtime(), stat("into/closed").mtime()), (1_000_000, 1_000_000));
+        assert_eq!(stat("into/hard").ino(), stat("into/closed/file").ino());
+        assert!(stat("into/soft").is_symlink());
+    }
+
+    #[test]
+    fn nothing_gets_out_of_the_directory() {
+        let sandbox = Sandbox::new();
+        let outside = sandbox.outside("secret");
+        std::fs::write(&outside, "secret").expect("written");
+        let outside = outside.to_str().expect("text").to_owned();
+        for (archive, expected) in [
+            (Maker::default().file("../evil", "x"), "'..'"),
+            (Maker::default().file("a/../../evil", "x"), "'..'"),
+            (Maker::default().file("/evil", "x"), "absolute"),
+            (Maker::default().add(EntryType::Symlink, b"up", b"../..", 0o777, b"").file("up/evil", "x"), "leads outside"),
+            (Maker::default().add(EntryType::Symlink, b"abs", b"/tmp", 0o777, b"").add(EntryType::Directory, b"abs/evil/", b"", 0o755, b""), "leads outside"),
+            (Maker::default().add(EntryType::Link, b"steal", outside.as_bytes(), 0o644, b""), "link target"),
+            (Maker::default().add(EntryType::Link, b"steal", b"../../secret", 0o644, b""), "link target"),
+            (Maker::default().add(EntryType::Symlink, b"s", b"../../secret", 0o777, b"").add(EntryType::Link, b"steal", b"s", 0o644, b""), "regular file"),
+            (Maker::default().add(EntryType::Char, b"device", b"", 0o644, b""), "device"),
+            (Maker::default().add(EntryType::Fifo, b"fifo", b"", 0o644, b""), "device"),
+            (Maker::default().add(EntryType::new(b'Q'), b"odd", b"", 0o644, b""), "unknown"),
+        ] {
+            let error = refusal(&sandbox, &archive.end());
+            assert!(error.message.contains(expected), "{expected}: {}", error.message);
+        }
+        assert!(!sandbox.outside("evil").exists() && !sandbox.path("evil").exists() && !std::path::Path::new("/tmp/evil").exists());
+        assert_eq!(std::fs::read(sandbox.outside("secret")).expect("read"), b"secret");
+    }
+
+    #[test]
+    fn a_file_replaces_a_link_instead_of_writing_through_it() {
+        let sandbox = Sandbox::new();
+        std::fs::write(sandbox.outside("secret"), "secret").expect("written");
+        std::fs::create_dir(sandbox.path("into")).expect("made");
+        symlink(sandbox.outside("secret"), sandbox.path("into/file")).expect("link");
+        import(&sandbox, &Maker::default().file("file", "new").end()).expect("unpacked");
+        assert_eq!(std::fs::read(sandbox.outside("secret")).expect("read"), b"secret");
+        assert_eq!(sandbox.get("into/file"), b"new");
+        sandbox.put("into/dir/x", "");
+        assert_eq!(code(import(&sandbox, &Maker::default().file("dir", "new").end())), ErrorCode::AlreadyExists);
+    }
+
+    #[test]
+    fn extension_headers_name_the_next_entry() {
+        let sandbox = Sandbox::new();
+        let name = "n".repeat(150);
+        let record = |key: &str, value: &str| {
+            let rest = key.len() + value.len() + 3;
+            let length = (rest..rest + 10).find(|length| length.to_string().len() + rest == *length).expect("a length");
+            format!("{length} {key}={value}\n")
+        };
+        let records = record("path", &name) + &record("mtime", "12345.678") + &record("comment", "x");
+        let archive = Maker::default()
+            .add(EntryType::XGlobalHeader, b"g", b"", 0, b"12 comment=\n")
+            .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
+            .file("short", "hello")
+            .file("other", "");
+        import(&sandbox, &archive.end()).expect("unpacked");
+        assert_eq!(sandbox.names("into"), [name.as_str(), "other"]);
+        assert_eq!(std::fs::metadata(sandbox.path("into").join(&name)).expect("stat").mtime(), 12_345);
+        for records in ["nonsense", "99 path=x\n", "5 x\n"] {
+            refusal(&sandbox, &Maker::default().add(EntryType::XHeader, b"x", b"", 0, records.as_bytes()).end());
+        }
+    }
+
+    #[test]
+    fn a_broken_archive_is_refused() {
+        let sandbox = Sandbox::new();
+        refusal(&sandbox, b"");
+        refusal(&sandbox, &[0; 1024]);
+        refusal(&sandbox, b"short");
+        refusal(&sandbox, &[b'x'; 2_048]);
+        assert!(!sandbox.path("into").exists());
+        let archive = Maker::default().file("file", &"x".repeat(2_000)).end();
+        assert!(refusal(&sandbox, &archive[..1_000]).message.contains("ends within"));
+        let mut pieces = vec![archive[..1_000].to_vec()].into_iter();
+        let lost = sandbox.files.import(b"into", &mut || pieces.next().map(Some).ok_or_else(|| std::io::ErrorKind::UnexpectedEof.into()));
+        assert!(matches!(lost, Err(Failure::Connection(_))));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(128))]
+        #[test]
+        fn damaged_archives_never_panic_nor_leave(position in 0_usize..2_000, byte in any::<u8>(), fix in any::<bool>()) {
+            let sandbox = Sandbox::new();
+            let mut archive = Maker::default().add(EntryType::Symlink, b"link", b"..", 0o777, b"").file("link/file", "hello").end();
+            let position = position % archive.len();
+            archive[position] = byte;
+            if fix {
+                let block = position / BLOCK * BLOCK;
+                let mut header = Header::new_old();
+                header.as_mut_bytes().copy_from_slice(&archive[block..block + BLOCK]);
+                header.set_cksum();
+                archive[block..block + BLOCK].copy_from_slice(header.as_bytes());
+            }
+            let _result = import(&sandbox, &archive);
+            prop_assert!(!sandbox.path("file").exists());
+        }
+    }
+}

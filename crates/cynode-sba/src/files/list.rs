@@ -1,0 +1,293 @@
+//! Listing a directory.
+//!
+//! What must stay true: entries come in the order of their paths' bytes, and when there are more than asked for, those
+//! given are the first ones; memory holds at most that many entries, however large the directories are; links are shown,
+//! never followed, except the listed path itself.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ffi::{CStr, OsStr},
+    os::{fd::OwnedFd, unix::ffi::OsStrExt},
+    path::Path,
+    time::{Duration, Instant, SystemTime},
+};
+
+use cynode_api::{Base64Bytes, FileEntry, FileType, ListRequest, ListResult, file_limits};
+use rustix::{
+    fs::{AtFlags, CWD, Mode, OFlags, Stat, openat, readlinkat, statat},
+    io::Errno,
+};
+
+use super::{
+    error::{Doing, Failure, Outcome},
+    names,
+    path::{self, Files},
+};
+
+const MAX_TIME: Duration = Duration::from_secs(10);
+
+impl Files {
+    pub(super) fn list(&self, request: &ListRequest) -> Outcome<ListResult> {
+        let asked = match (&request.path, &request.path_b64) {
+            (Some(_), Some(_)) => return Err(Failure::invalid("give path or path_b64, not both")),
+            (Some(path), None) => path.as_bytes(),
+            (None, Some(path)) => &path.0,
+            (None, None) => b".",
+        };
+        let depth = request.depth.unwrap_or(1);
+        if depth == 0 || depth > file_limits::MAX_DEPTH {
+            return Err(Failure::invalid(format!("depth must be from 1 to {}", file_limits::MAX_DEPTH)));
+        }
+        let max_entries = request.max_entries.unwrap_or(file_limits::DEFAULT_ENTRIES);
+        if max_entries == 0 || max_entries > file_limits::MAX_ENTRIES {
+            return Err(Failure::invalid(format!("max_entries must be from 1 to {}", file_limits::MAX_ENTRIES)));
+        }
+
+        let place = self.locate(asked)?;
+        let prefix = path::printed_prefix(asked);
+        let top = match openat(CWD, &place, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
+            Ok(top) => top,
+            Err(Errno::NOTDIR | Errno::NOENT) => return single(&place, &prefix),
+            Err(errno) => return Err(Failure::system(errno, "listing", path::bytes(&place))),
+        };
+        let mut listing = Listing {
+            prefix,
+            max_entries: max_entries as usize,
+            hidden: request.hidden.unwrap_or(false),
+            deadline: Instant::now() + MAX_TIME,
+            kept: BTreeMap::new(),
+            pending: BTreeSet::new(),
+            truncated: false,
+        };
+        listing.add_directory(&top, b"").doing("listing", path::bytes(&place))?;
+        while let Some(directory) = listing.pending.pop_first() {
+            if directory.split(|byte| *byte == b'/').count() >= depth as usize {
+                continue;
+            }
+            if Instant::now() >= listing.deadline {
+                listing.truncated = true;
+                break;
+            }
+            listing.descend(&top, &directory);
+        }
+        Ok(listing.finish())
+    }
+}
+
+/// A path that is no directory is listed as itself.
+fn single(place: &Path, prefix: &[u8]) -> Outcome<ListResult> {
+    let stat = statat(CWD, place, AtFlags::SYMLINK_NOFOLLOW).doing("listing", path::bytes(place))?;
+    let target = (path::kind(&stat) == FileType::Symlink).then(|| readlinkat(CWD, place, Vec::new()).ok()).flatten();
+    let entry = entry(prefix, &stat, target.as_deref().map(CStr::to_bytes));
+    Ok(ListResult { entries: vec![entry], truncated: false })
+}
+
+struct Listing {
+    prefix: Vec<u8>,
+    max_entries: usize,
+    hidden: bool,
+    deadline: Instant,
+    /// By path relative to the listed directory.
+    kept: BTreeMap<Vec<u8>, FileEntry>,
+    /// Directories among them that were not read yet. What lies in a directory sorts after it, so a directory that falls
+    /// out of `kept` needs no reading.
+    pending: BTreeSet<Vec<u8>>,
+    truncated: bool,
+}
+
+impl Listing {
+    fn descend(&mut self, top: &OwnedFd, relative: &[u8]) {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        match openat(top, relative, flags, Mode::empty()).and_then(|directory| self.add_directory(&directory, relative)) {
+            // What may not be read has no entries, and what went away meanwhile has none either.
+            Ok(()) | Err(Errno::ACCESS | Errno::PERM | Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => {}
+            Err(_) => self.truncated = true,
+        }
+    }
+
+    fn add_directory(&mut self, directory: &OwnedFd, relative: &[u8]) -> Result<(), Errno> {
+        let (names, complete) = names::smallest(directory, self.max_entries, self.deadline, |name| self.hidden || !name.starts_with(b"."))?;
+        self.truncated |= !complete;
+        for name in names {
+            let mut path = relative.to_vec();
+            path::join(&mut path, &name.bytes);
+            let full = self.kept.len() >= self.max_entries;
+            if full && self.kept.last_key_value().is_some_and(|(last, _)| *last < path) {
+                self.truncated = true;
+                break;
+            }
+            let stat = match statat(directory, name.bytes.as_slice(), AtFlags::SYMLINK_NOFOLLOW) {
+                Ok(stat) => stat,
+                Err(Errno::NOENT) => continue,
+                Err(errno) => return Err(errno),
+            };
+            if full && let Some((last, _)) = self.kept.pop_last() {
+                self.truncated = true;
+                self.pending.remove(&last);
+            }
+            let kind = path::kind(&stat);
+            let target = (kind == FileType::Symlink).then(|| readlinkat(directory, name.bytes.as_slice(), Vec::new()).ok()).flatten();
+            let mut printed = self.prefix.clone();
+            path::join(&mut printed, &path);
+            if kind == FileType::Dir {
+                self.pending.insert(path.clone());
+            }
+            self.kept.insert(path, entry(&printed, &stat, target.as_deref().map(CStr::to_bytes)));
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> ListResult {
+        ListResult { entries: self.kept.into_values().collect(), truncated: self.truncated }
+    }
+}
+
+/// A path as text, and its bytes when text can't carry them.
+pub(super) fn text(path: &[u8]) -> (String, Option<Base64Bytes>) {
+    match std::str::from_utf8(path) {
+        Ok(text) => (text.to_owned(), None),
+        Err(_) => (String::from_utf8_lossy(path).into_owned(), Some(Base64Bytes(path.to_vec()))),
+    }
+}
+
+fn entry(path: &[u8], stat: &Stat, target: Option<&[u8]>) -> FileEntry {
+    let (path, path_b64) = text(path);
+    FileEntry {
+        path,
+        path_b64,
+        kind: path::kind(stat),
+        size: path::size(stat),
+        mode: format!("{:04o}", path::permissions(stat)),
+        mtime: modified(stat).into(),
+        target: target.map(|target| OsStr::from_bytes(target).to_string_lossy().into_owned()),
+    }
+}
+
+/// The time of the last change, brought into the years that RFC 3339 can write.
+fn modified(stat: &Stat) -> SystemTime {
+    const YEAR_1: i64 = -62_135_596_800;
+    const YEAR_9999_ENDS: i64 = 253_402_300_799;
+    let seconds = stat.st_mtime.clamp(YEAR_1, YEAR_9999_ENDS);
+    let whole = Duration::from_secs(seconds.unsigned_abs());
+    let base = if seconds < 0 { SystemTime::UNIX_EPOCH.checked_sub(whole) } else { SystemTime::UNIX_EPOCH.checked_add(whole) };
+    let nanos = Duration::from_nanos(stat.st_mtime_nsec.min(999_999_999));
+    base.and_then(|base| base.checked_add(nanos)).unwrap_or(SystemTime::UNIX_EPOCH)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::{ffi::OsStringExt, fs::symlink};
+
+    use cynode_api::ErrorCode;
+
+    use super::{super::tests::*, *};
+
+    fn listed(sandbox: &Sandbox, path: Option<&str>, change: impl FnOnce(&mut ListRequest)) -> ListResult {
+        let mut request = ListRequest { path: path.map(str::to_owned), ..ListRequest::default() };
+        change(&mut request);
+        sandbox.files.list(&request).expect("listed")
+    }
+
+    fn paths(result: &ListResult) -> Vec<&str> {
+        result.entries.iter().map(|entry| entry.path.as_str()).collect()
+    }
+
+    fn tree() -> Sandbox {
+        let sandbox = Sandbox::new();
+        for path in ["a/x", "a/y/z", "a-b", "b", ".hidden/file", "a/.secret"] {
+            sandbox.put(path, "12345");
+        }
+        symlink("a", sandbox.path("link")).expect("link");
+        sandbox
+    }
+
+    #[test]
+    fn a_listing_is_sorted_by_bytes_and_leaves_hidden_names_out() {
+        let sandbox = tree();
+        assert_eq!(paths(&listed(&sandbox, None, |_| {})), ["a", "a-b", "b", "link"]);
+        assert_eq!(paths(&listed(&sandbox, None, |request| request.depth = Some(2))), ["a", "a-b", "a/x", "a/y", "b", "link"]);
+        assert_eq!(paths(&listed(&sandbox, None, |request| request.depth = Some(64))), ["a", "a-b", "a/x", "a/y", "a/y/z", "b", "link"]);
+        let hidden = listed(&sandbox, None, |request| (request.depth, request.hidden) = (Some(2), Some(true)));
+        assert_eq!(paths(&hidden), [".hidden", ".hidden/file", "a", "a-b", "a/.secret", "a/x", "a/y", "b", "link"]);
+    }
+
+    #[test]
+    fn paths_are_relative_or_absolute_as_the_request_is() {
+        let sandbox = tree();
+        assert_eq!(paths(&listed(&sandbox, Some("./a/"), |_| {})), ["a/x", "a/y"]);
+        let absolute = sandbox.path("a").to_str().expect("text").to_owned();
+        assert_eq!(paths(&listed(&sandbox, Some(&absolute), |_| {})), [format!("{absolute}/x"), format!("{absolute}/y")]);
+        assert_eq!(paths(&listed(&sandbox, Some("a/x"), |_| {})), ["a/x"]);
+        assert_eq!(paths(&listed(&sandbox, Some("link"), |_| {})), ["link/x", "link/y"]);
+    }
+
+    #[test]
+    fn an_entry_says_what_it_is() {
+        let sandbox = tree();
+        sandbox.fifo("pipe");
+        symlink("nowhere", sandbox.path("dangling")).expect("link");
+        let result = listed(&sandbox, None, |_| {});
+        let entry = |path: &str| result.entries.iter().find(|entry| entry.path == path).expect("listed");
+        assert_eq!((entry("a").kind, entry("b").kind, entry("pipe").kind), (FileType::Dir, FileType::File, FileType::Other));
+        assert_eq!((entry("b").size, entry("b").mode.len()), (5, 4));
+        assert_eq!((entry("link").kind, entry("link").target.as_deref()), (FileType::Symlink, Some("a")));
+        let dangling = listed(&sandbox, Some("dangling"), |_| {});
+        assert_eq!(dangling.entries[0].target.as_deref(), Some("nowhere"));
+    }
+
+    #[test]
+    fn too_many_entries_leave_the_first_ones() {
+        let sandbox = Sandbox::new();
+        for number in (0..50).rev() {
+            sandbox.put(&format!("d{number:02}/file"), "");
+        }
+        let result = listed(&sandbox, None, |request| (request.depth, request.max_entries) = (Some(5), Some(5)));
+        assert_eq!(paths(&result), ["d00", "d00/file", "d01", "d01/file", "d02"]);
+        assert!(result.truncated);
+        let exact = listed(&sandbox, Some("d00"), |request| request.max_entries = Some(1));
+        assert!(!exact.truncated);
+    }
+
+    #[test]
+    fn names_that_are_no_text_carry_their_bytes() {
+        let sandbox = Sandbox::new();
+        let name = std::ffi::OsString::from_vec(b"x\xff".to_vec());
+        std::fs::create_dir(sandbox.files.root.join(&name)).expect("made");
+        let result = listed(&sandbox, None, |_| {});
+        assert_eq!(result.entries[0].path, "x\u{fffd}");
+        assert_eq!(result.entries[0].path_b64, Some(Base64Bytes(b"x\xff".to_vec())));
+        let below = listed(&sandbox, None, |request| request.path_b64 = Some(Base64Bytes(b"x\xff".to_vec())));
+        assert!(below.entries.is_empty());
+    }
+
+    #[test]
+    fn requests_out_of_bounds_and_missing_paths_are_refused() {
+        let sandbox = Sandbox::new();
+        let list = |request: ListRequest| code(sandbox.files.list(&request));
+        assert_eq!(list(ListRequest { depth: Some(0), ..ListRequest::default() }), ErrorCode::InvalidRequest);
+        assert_eq!(list(ListRequest { max_entries: Some(10_001), ..ListRequest::default() }), ErrorCode::InvalidRequest);
+        assert_eq!(list(ListRequest { path: Some("none".to_owned()), ..ListRequest::default() }), ErrorCode::NotFound);
+        sandbox.put("file", "");
+        assert_eq!(list(ListRequest { path: Some("file/x".to_owned()), ..ListRequest::default() }), ErrorCode::NotADirectory);
+    }
+
+    #[test]
+    fn times_outside_of_the_calendar_are_brought_into_it() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "");
+        let mut stat = path::stat(&sandbox.path("file")).expect("stat");
+        for seconds in [i64::MIN, i64::MAX, -1, 0] {
+            stat.st_mtime = seconds;
+            let json = serde_json::to_string(&entry(b"file", &stat, None)).expect("every entry can be written");
+            assert!(json.contains("mtime"), "{json}");
+        }
+    }
+
+    #[test]
+    fn the_answer_is_json_over_the_connection() {
+        let sandbox = tree();
+        let answer = sandbox.ask(FileOp::List { request: ListRequest::default() }, b"");
+        let result: ListResult = serde_json::from_slice(answer.body()).expect("a result");
+        assert_eq!(result.entries.len(), 4);
+    }
+}

@@ -1,0 +1,112 @@
+//! The names in a directory, in order and within bounds.
+
+use std::{collections::BinaryHeap, os::fd::OwnedFd, time::Instant};
+
+use rustix::{
+    fs::{FileType as Kind, RawDir},
+    io::Errno,
+};
+
+const BUFFER: usize = 32 * 1024;
+/// How often the clock is asked, in names.
+const PER_LOOK: u32 = 1_024;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Name {
+    pub(super) bytes: Vec<u8>,
+    /// What the directory says it is; some file systems don't say.
+    pub(super) kind: Kind,
+}
+
+/// The `limit` smallest names that `wanted` lets through, sorted; and whether that is all. `directory` was just opened.
+pub(super) fn smallest(directory: &OwnedFd, limit: usize, deadline: Instant, wanted: impl Fn(&[u8]) -> bool) -> Result<(Vec<Name>, bool), Errno> {
+    let mut heap: BinaryHeap<(Vec<u8>, u8)> = BinaryHeap::new();
+    let mut all = true;
+    for_each(
+        directory,
+        |name, kind| {
+            if !wanted(name) {
+                return true;
+            }
+            if heap.len() >= limit {
+                all = false;
+                if heap.peek().is_none_or(|(largest, _)| largest.as_slice() <= name) {
+                    return true;
+                }
+                heap.pop();
+            }
+            heap.push((name.to_vec(), to_code(kind)));
+            true
+        },
+        deadline,
+    )
+    .map(|complete| (heap.into_sorted_vec().into_iter().map(|(bytes, kind)| Name { bytes, kind: from_code(kind) }).collect(), all && complete))
+}
+
+/// All names, sorted, as long as they fit into `max_bytes`; and whether they did. `directory` was just opened.
+pub(super) fn all(directory: &OwnedFd, max_bytes: usize, deadline: Option<Instant>) -> Result<(Vec<Name>, bool), Errno> {
+    let mut names = Vec::new();
+    let mut bytes = 0;
+    let complete = for_each_until(directory, deadline, |name, kind| {
+        bytes += cost(name);
+        if bytes > max_bytes {
+            return false;
+        }
+        names.push(Name { bytes: name.to_vec(), kind });
+        true
+    })?;
+    names.sort_unstable_by(|one, other| one.bytes.cmp(&other.bytes));
+    Ok((names, complete))
+}
+
+/// What holding a name costs, about.
+pub(super) const fn cost(name: &[u8]) -> usize {
+    name.len() + size_of::<Name>()
+}
+
+fn for_each(directory: &OwnedFd, take: impl FnMut(&[u8], Kind) -> bool, deadline: Instant) -> Result<bool, Errno> {
+    for_each_until(directory, Some(deadline), take)
+}
+
+/// Passes every name but `.` and `..` on until `take` says no, or time is up; true when all were passed.
+pub(super) fn for_each_until(directory: &OwnedFd, deadline: Option<Instant>, mut take: impl FnMut(&[u8], Kind) -> bool) -> Result<bool, Errno> {
+    let mut buffer = Vec::with_capacity(BUFFER);
+    let mut entries = RawDir::new(directory, buffer.spare_capacity_mut());
+    let mut count = 0_u32;
+    while let Some(entry) = entries.next() {
+        let entry = entry?;
+        let name = entry.file_name().to_bytes();
+        if name == b"." || name == b".." {
+            continue;
+        }
+        if !take(name, entry.file_type()) {
+            return Ok(false);
+        }
+        count = count.wrapping_add(1);
+        if count.is_multiple_of(PER_LOOK) && deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+// `FileType` has no order, which the heap needs after equal names.
+const fn to_code(kind: Kind) -> u8 {
+    match kind {
+        Kind::RegularFile => 1,
+        Kind::Directory => 2,
+        Kind::Symlink => 3,
+        Kind::Unknown => 0,
+        _ => 4,
+    }
+}
+
+const fn from_code(code: u8) -> Kind {
+    match code {
+        1 => Kind::RegularFile,
+        2 => Kind::Directory,
+        3 => Kind::Symlink,
+        0 => Kind::Unknown,
+        _ => Kind::Fifo,
+    }
+}

@@ -1,0 +1,281 @@
+use std::os::unix::fs::{PermissionsExt, symlink};
+
+use cynode_api::PatchOperation::{Copy, Create, Delete, Modify, Rename};
+use cynode_api::{ErrorCode, PatchOperation, PatchResult};
+use cynode_sba_proto::AgentError;
+use proptest::prelude::*;
+
+use super::super::{digest, tests::*};
+
+fn patch(sandbox: &Sandbox, diff: &str) -> PatchResult {
+    sandbox.files.patch(diff.as_bytes().to_vec(), 1, false).unwrap_or_else(|failure| panic!("{failure:?}"))
+}
+
+fn rejected(sandbox: &Sandbox, diff: &str) -> AgentError {
+    let error = refused(sandbox.files.patch(diff.as_bytes().to_vec(), 1, false));
+    assert_eq!(error.code, ErrorCode::PatchRejected, "{error:?}");
+    error
+}
+
+fn reason(sandbox: &Sandbox, diff: &str) -> String {
+    let error = rejected(sandbox, diff);
+    assert_eq!(error.rejects.len(), 1, "{error:?}");
+    error.rejects[0].reason.clone()
+}
+
+fn summary(result: &PatchResult) -> Vec<(&str, PatchOperation)> {
+    result.files.iter().map(|file| (file.path.as_str(), file.operation)).collect()
+}
+
+fn mode(sandbox: &Sandbox, path: &str) -> u32 {
+    std::fs::metadata(sandbox.path(path)).expect("stat").permissions().mode() & 0o7777
+}
+
+#[test]
+fn a_git_diff_of_every_kind_applies() {
+    let sandbox = Sandbox::new();
+    sandbox.put("modified", "one\ntwo\n");
+    sandbox.put("deleted", "gone\n");
+    sandbox.put("old/name", "same\nhere\n");
+    sandbox.put("script", "#!\n");
+    sandbox.put("empty", "");
+    let result = patch(
+        &sandbox,
+        "diff --git a/created b/created\nnew file mode 100755\nindex 0000000..1\n--- /dev/null\n+++ b/created\n@@ -0,0 +1 @@\n+new\n\
+         diff --git a/deep/er/nothing b/deep/er/nothing\nnew file mode 100644\nindex 0000000..e69de29\n\
+         diff --git a/deleted b/deleted\ndeleted file mode 100644\nindex 1..0\n--- a/deleted\n+++ /dev/null\n@@ -1 +0,0 @@\n-gone\n\
+         diff --git a/empty b/empty\ndeleted file mode 100644\nindex e69de29..0000000\n\
+         diff --git a/modified b/copied\nsimilarity index 100%\ncopy from modified\ncopy to copied\n\
+         diff --git a/modified b/modified\nindex 1..2 100644\n--- a/modified\n+++ b/modified\n@@ -1,2 +1,2 @@\n one\n-two\n+2\n\
+         diff --git a/old/name b/new/name\nsimilarity index 50%\nrename from old/name\nrename to new/name\nindex 1..2 100644\n--- a/old/name\n+++ b/new/name\n@@ -1,2 +1,2 @@\n same\n-here\n+there\n\
+         diff --git a/script b/script\nold mode 100644\nnew mode 100755\n",
+    );
+    let expected = [
+        ("created", Create),
+        ("deep/er/nothing", Create),
+        ("deleted", Delete),
+        ("empty", Delete),
+        ("copied", Copy),
+        ("modified", Modify),
+        ("new/name", Rename),
+        ("script", Modify),
+    ];
+    assert_eq!(summary(&result), expected);
+    assert_eq!(sandbox.names("."), ["copied", "created", "deep", "modified", "new", "old", "script"]);
+    assert_eq!((sandbox.get("created"), mode(&sandbox, "created")), (b"new\n".to_vec(), 0o755));
+    assert_eq!((sandbox.get("copied"), sandbox.get("modified")), (b"one\ntwo\n".to_vec(), b"one\n2\n".to_vec()));
+    assert_eq!((sandbox.get("new/name"), sandbox.names("old").len()), (b"same\nthere\n".to_vec(), 0));
+    assert_eq!((sandbox.get("deep/er/nothing").len(), mode(&sandbox, "script")), (0, 0o755));
+    let renamed = &result.files[6];
+    assert_eq!(renamed.from.as_deref(), Some("old/name"));
+    assert_eq!((renamed.sha256_before.clone(), renamed.sha256_after.clone()), (Some(digest::of(b"same\nhere\n")), Some(digest::of(b"same\nthere\n"))));
+}
+
+#[test]
+fn a_plain_diff_applies_and_names_may_differ_by_a_suffix() {
+    let sandbox = Sandbox::new();
+    sandbox.put("dir/file.c", b"a\n\xff\nc\n");
+    let diff = b"--- dir/file.c.orig\t2024-01-01\n+++ dir/file.c\t2024-01-02\n@@ -1,3 +1,3 @@\n a\n \xff\n-c\n+C";
+    let result = sandbox.files.patch(diff.to_vec(), 0, false).expect("applied");
+    assert_eq!(summary(&result), [("dir/file.c", PatchOperation::Modify)]);
+    assert_eq!(sandbox.get("dir/file.c"), b"a\n\xff\nC\n");
+    let created = patch(&sandbox, "--- a/fresh\n+++ b/fresh\n@@ -0,0 +1 @@\n+x\n");
+    assert_eq!(summary(&created), [("fresh", PatchOperation::Create)]);
+}
+
+#[test]
+fn a_rejected_diff_changes_nothing_and_names_every_place() {
+    let sandbox = Sandbox::new();
+    sandbox.put("one", "a\nb\n");
+    sandbox.put("two", "x\n");
+    let diff = "--- a/one\n+++ b/one\n@@ -1 +1 @@\n-a\n+A\n@@ -2 +2 @@\n-zzz\n+B\n--- a/two\n+++ b/two\n@@ -1 +1 @@\n-x\n+X\n--- a/none\n+++ b/none\n@@ -1 +1 @@\n-x\n+X\n--- /dev/null\n+++ b/two\n@@ -0,0 +1 @@\n+x\n";
+    let error = rejected(&sandbox, diff);
+    let places: Vec<_> = error.rejects.iter().map(|reject| (reject.path.as_str(), reject.hunk, reject.line, reject.reason.as_str())).collect();
+    let expected = [
+        ("one", Some(2), Some(2), "line 2 is 'b' where the diff expects 'zzz'"),
+        ("none", None, None, "no such file"),
+        ("two", None, None, "the file already exists"),
+    ];
+    assert_eq!(places, expected);
+    assert_eq!((sandbox.get("one"), sandbox.get("two")), (b"a\nb\n".to_vec(), b"x\n".to_vec()));
+    assert_eq!(sandbox.names("."), ["one", "two"]);
+}
+
+#[test]
+fn a_dry_run_answers_the_same_and_changes_nothing() {
+    let sandbox = Sandbox::new();
+    sandbox.put("file", "a\n");
+    let diff = "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-a\n+b\n--- /dev/null\n+++ b/new/file\n@@ -0,0 +1 @@\n+x\n";
+    let dry = sandbox.files.patch(diff.as_bytes().to_vec(), 1, true).expect("applies");
+    assert_eq!(sandbox.names("."), ["file"]);
+    assert_eq!(sandbox.get("file"), b"a\n");
+    assert_eq!(patch(&sandbox, diff), dry);
+    assert_eq!(sandbox.get("new/file"), b"x\n");
+}
+
+#[test]
+fn paths_stay_in_the_workspace_and_out_of_git() {
+    let sandbox = Sandbox::new();
+    std::fs::create_dir(sandbox.outside("outside")).expect("made");
+    symlink(sandbox.outside("outside"), sandbox.path("link")).expect("link");
+    symlink("../outside", sandbox.path("up")).expect("link");
+    sandbox.put(".git/config", "x\n");
+    symlink(".git", sandbox.path("git")).expect("link");
+    symlink("target", sandbox.path("final")).expect("link");
+    sandbox.put("file", "x\n");
+    let create = |path: &str| format!("--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x\n");
+    for (path, expected) in [
+        ("../evil", "'..'"),
+        ("a/../../evil", "'..'"),
+        ("/etc/evil", "absolute"),
+        ("link/evil", "leads outside"),
+        ("up/evil", "leads outside"),
+        (".git/hooks/x", ".git"),
+        ("sub/.GIT/config", ".git"),
+        ("git/hooks/x", ".git"),
+        ("final", "symbolic link"),
+        ("file/x", "not a directory"),
+    ] {
+        let diff = if path.starts_with('/') { format!("--- /dev/null\n+++ b//{path}\n@@ -0,0 +1 @@\n+x\n").replace("b//", "") } else { create(path) };
+        let strip = u32::from(!path.starts_with('/'));
+        let error = refused(sandbox.files.patch(diff.into_bytes(), strip, false));
+        assert!(error.code == ErrorCode::PatchRejected && error.rejects[0].reason.contains(expected), "{path}: {error:?}");
+    }
+    let out = "diff --git a/file b/../evil\nrename from file\nrename to ../evil\n";
+    assert!(reason(&sandbox, out).contains("'..'"));
+    assert!(!sandbox.outside("evil").exists() && std::fs::read_dir(sandbox.outside("outside")).expect("listed").count() == 0);
+    assert!(sandbox.path("file").exists());
+}
+
+#[test]
+fn a_link_inside_the_workspace_leads_to_the_same_file() {
+    let sandbox = Sandbox::new();
+    sandbox.put("real/file", "1\n");
+    symlink("real", sandbox.path("alias")).expect("link");
+    patch(&sandbox, "--- a/alias/file\n+++ b/alias/file\n@@ -1 +1 @@\n-1\n+2\n--- a/real/file\n+++ b/real/file\n@@ -1 +1 @@\n-2\n+3\n");
+    assert_eq!(sandbox.get("real/file"), b"3\n");
+}
+
+#[test]
+fn links_submodules_and_binary_changes_are_rejected() {
+    let sandbox = Sandbox::new();
+    sandbox.put("file", "x\n");
+    for (diff, expected) in [
+        ("diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/etc/passwd\n\\ No newline at end of file\n", "120000"),
+        ("diff --git a/s b/s\nnew file mode 160000\n--- /dev/null\n+++ b/s\n@@ -0,0 +1 @@\n+Subproject commit 1\n", "160000"),
+        ("diff --git a/file b/file\nold mode 100644\nnew mode 120000\n", "120000"),
+        ("diff --git a/file b/file\nindex 1..2 120000\n--- a/file\n+++ b/file\n@@ -1 +1 @@\n-x\n+y\n", "120000"),
+        ("diff --git a/file b/file\nold mode 100644\nnew mode 040755\n", "regular file"),
+        ("diff --git a/file b/file\nindex 1..2 100644\nBinary files a/file and b/file differ\n", "binary"),
+        ("diff --git a/file b/file\nindex 1..2 100644\nGIT binary patch\nliteral 2\nJc$@@\n\nliteral 0\nHcm\n\n", "binary"),
+    ] {
+        assert!(reason(&sandbox, diff).contains(expected), "{diff}");
+    }
+    assert_eq!(sandbox.names("."), ["file"]);
+}
+
+#[test]
+fn a_deletion_must_match_the_whole_file() {
+    let sandbox = Sandbox::new();
+    sandbox.put("file", "a\nb\n");
+    assert!(reason(&sandbox, "--- a/file\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n").contains("does not delete"));
+    assert!(reason(&sandbox, "diff --git a/file b/file\ndeleted file mode 100644\n").contains("does not delete"));
+    assert_eq!(reason(&sandbox, "--- a/none\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n"), "no such file");
+}
+
+#[test]
+fn sections_for_one_file_apply_in_order_and_names_can_be_swapped() {
+    let sandbox = Sandbox::new();
+    sandbox.put("file", "1\n");
+    let result = patch(&sandbox, "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-1\n+2\n--- a/file\n+++ b/file\n@@ -1 +1 @@\n-2\n+3\n");
+    assert_eq!(sandbox.get("file"), b"3\n");
+    assert_eq!(result.files[1].sha256_before, result.files[0].sha256_after);
+    sandbox.put("a", "A\n");
+    sandbox.put("b", "B\n");
+    patch(&sandbox, "diff --git a/a b/b\nrename from a\nrename to b\ndiff --git a/b b/a\nrename from b\nrename to a\n");
+    assert_eq!((sandbox.get("a"), sandbox.get("b")), (b"B\n".to_vec(), b"A\n".to_vec()));
+    patch(&sandbox, "--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+x\n--- a/new\n+++ b/new\n@@ -1 +1 @@\n-x\n+y\n--- a/new\n+++ /dev/null\n@@ -1 +0,0 @@\n-y\n");
+    assert!(!sandbox.path("new").exists());
+    assert_eq!(reason(&sandbox, "diff --git a/a b/b\nrename from a\nrename to b\n"), "the file already exists");
+}
+
+#[test]
+fn permissions_stay_but_for_the_executable_bit() {
+    let sandbox = Sandbox::new();
+    sandbox.put("file", "1\n");
+    std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o640)).expect("mode");
+    patch(&sandbox, "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-1\n+2\n");
+    assert_eq!(mode(&sandbox, "file"), 0o640);
+    patch(&sandbox, "diff --git a/file b/file\nold mode 100644\nnew mode 100755\n");
+    assert_eq!(mode(&sandbox, "file"), 0o750);
+    patch(&sandbox, "diff --git a/file b/file\nold mode 100755\nnew mode 100644\n");
+    assert_eq!(mode(&sandbox, "file"), 0o640);
+}
+
+#[test]
+fn a_converted_diff_applies_to_files_of_both_kinds() {
+    let sandbox = Sandbox::new();
+    sandbox.put("unix", "a\n");
+    sandbox.put("dos", "a\r\n");
+    let diff = "--- a/unix\n+++ b/unix\n@@ -1 +1 @@\n-a\n+b\n--- a/dos\n+++ b/dos\n@@ -1 +1 @@\n-a\n+b\n--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+x\n";
+    patch(&sandbox, &diff.replace('\n', "\r\n"));
+    assert_eq!((sandbox.get("unix"), sandbox.get("dos"), sandbox.get("new")), (b"b\n".to_vec(), b"b\r\n".to_vec(), b"x\n".to_vec()));
+    let kept = "--- a/dos\n+++ b/dos\n@@ -1 +1 @@\n-b\r\n+c\r\n";
+    patch(&sandbox, kept);
+    assert_eq!(sandbox.get("dos"), b"c\r\n");
+}
+
+#[test]
+fn what_is_no_diff_is_an_invalid_request() {
+    let sandbox = Sandbox::new();
+    for diff in ["", "\n", "hello\n", "--- a/x\n+++ b/x\n@@ -1,5 +1 @@\n-a\n"] {
+        assert_eq!(code(sandbox.files.patch(diff.as_bytes().to_vec(), 1, false)), ErrorCode::InvalidRequest, "{diff:?}");
+    }
+}
+
+#[test]
+fn a_failure_in_the_middle_is_undone() {
+    let sandbox = Sandbox::new();
+    sandbox.put("a", "1\n");
+    sandbox.put("b", "1\n");
+    // 'z' is planned as a file and as a directory, which shows only when it is written.
+    let diff = "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-1\n+2\n--- a/b\n+++ /dev/null\n@@ -1 +0,0 @@\n-1\n--- /dev/null\n+++ b/new/c\n@@ -0,0 +1 @@\n+x\n--- /dev/null\n+++ b/z\n@@ -0,0 +1 @@\n+x\n--- /dev/null\n+++ b/z/y\n@@ -0,0 +1 @@\n+x\n";
+    let inode = |path: &str| std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(sandbox.path(path)).expect("stat"));
+    let before = (inode("a"), inode("b"));
+    let error = refused(sandbox.files.patch(diff.as_bytes().to_vec(), 1, false));
+    assert!(error.message.contains("nothing was changed"), "{error:?}");
+    assert_eq!(sandbox.names("."), ["a", "b"]);
+    assert_eq!((sandbox.get("a"), sandbox.get("b")), (b"1\n".to_vec(), b"1\n".to_vec()));
+    assert_eq!((inode("a"), inode("b")), before);
+}
+
+#[test]
+fn many_rejects_still_fit_into_one_frame() {
+    let sandbox = Sandbox::new();
+    let diff = (0..20_000).map(|number| format!("--- a/{number}\n+++ b/{number}\n@@ -1 +1 @@\n-x\n+y\n")).collect::<Vec<_>>().concat();
+    let error = sandbox.ask(FileOp::Patch { strip: 1, dry_run: false }, diff.as_bytes()).error();
+    assert!(error.rejects.len() > 1_000 && error.message.contains("at least"), "{}", error.message);
+}
+
+#[test]
+fn a_diff_over_the_connection_is_answered_with_its_files() {
+    let sandbox = Sandbox::new();
+    let answer = sandbox.ask(FileOp::Patch { strip: 1, dry_run: false }, b"--- /dev/null\n+++ b/x\n@@ -0,0 +1 @@\n+hello\n");
+    let result: PatchResult = serde_json::from_slice(answer.body()).expect("a result");
+    assert_eq!(summary(&result), [("x", PatchOperation::Create)]);
+    let too_large = sandbox.ask(FileOp::Patch { strip: 1, dry_run: false }, &vec![b'x'; 11 * 1024 * 1024]);
+    assert_eq!(too_large.error().code, ErrorCode::TooLarge);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn diffs_with_wild_names_never_leave_the_workspace(names in proptest::collection::vec("[a-c./\\\\\"]{0,8}", 1..5), strip in 0_u32..3) {
+        let sandbox = Sandbox::new();
+        symlink("..", sandbox.path("a")).expect("link");
+        let diff = names.iter().map(|name| format!("--- /dev/null\n+++ {name}\n@@ -0,0 +1 @@\n+x\n")).collect::<Vec<_>>().concat();
+        let _result = sandbox.files.patch(diff.into_bytes(), strip, false);
+        let outside: Vec<_> = std::fs::read_dir(sandbox.outside(".")).expect("listed").map(|entry| entry.expect("entry").file_name()).collect();
+        prop_assert_eq!(outside, vec![std::ffi::OsString::from("workspace")]);
+    }
+}

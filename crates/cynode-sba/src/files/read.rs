@@ -1,0 +1,219 @@
+//! Reading a file, and looking at it.
+//!
+//! What must stay true: the hash that a reader is told is the hash of the bytes it gets, or the answer ends with an error.
+//! A file that only grows is read as it was when it was opened, so that logs can be read while they are written.
+
+use std::{fs::File, io, ops::Range, path::Path};
+
+use cynode_api::{ErrorCode, FileType, file_limits};
+use cynode_sba_proto::{FileStat, Reply};
+use rustix::fs::{Stat, fstat};
+
+use super::{
+    digest,
+    error::{Doing, Failure, Outcome, shown},
+    path::{self, Files},
+};
+use crate::peer::Peer;
+
+/// Up to this size a file is read once, into memory.
+const SMALL: u64 = 1024 * 1024;
+/// Files of the kernel's own file systems say that they are empty; what they hold is read up to this size.
+const MAX_UNSIZED: u64 = 16 * 1024 * 1024;
+
+impl Files {
+    pub(super) fn stat(&self, path: &[u8], hash: bool) -> Outcome<FileStat> {
+        let place = self.locate(path)?;
+        let stat = path::stat(&place)?;
+        // Whoever may look at a file need not be allowed to read it: then there is just no hash.
+        let sha256 = if hash && path::kind(&stat) == FileType::File && path::size(&stat) <= file_limits::MAX_PUT_BYTES {
+            path::open_file(&place).ok().and_then(|(file, _)| digest::of_file(&file, file_limits::MAX_PUT_BYTES).ok()).map(|(sha256, _)| sha256)
+        } else {
+            None
+        };
+        Ok(describe(&stat, path::size(&stat), sha256))
+    }
+
+    pub(super) fn read(&self, path: &[u8], start: u64, end: Option<u64>, peer: &mut Peer) -> Outcome<()> {
+        let place = self.locate(path)?;
+        let (file, stat) = path::open_file(&place)?;
+        if path::size(&stat) <= SMALL {
+            let content = read_small(&file, &stat, &place)?;
+            let range = bounds(start, end, content.len() as u64)?;
+            let piece = |at: u64| usize::try_from(at).unwrap_or(usize::MAX).min(content.len());
+            let stat = describe(&stat, content.len() as u64, Some(digest::of(&content)));
+            return send(peer, stat, |peer| peer.data(&content[piece(range.start)..piece(range.end)]).map_err(Failure::Connection));
+        }
+        let (sha256, size) = digest::of_file(&file, path::size(&stat)).doing("reading", path::bytes(&place))?;
+        let range = bounds(start, end, size)?;
+        send(peer, describe(&stat, size, Some(sha256.clone())), |peer| {
+            let whole = range == (0..size);
+            let mut hasher = digest::Hasher::default();
+            digest::for_each_piece(&file, range.start, range.end, |piece| {
+                if whole {
+                    hasher.update(piece);
+                }
+                peer.data(piece).map_err(Sending::Peer)
+            })
+            .map_err(|error| match error {
+                Sending::Peer(error) => Failure::Connection(error),
+                Sending::File(error) => Failure::io(&error, "reading", path::bytes(&place)),
+            })?;
+            let now = if whole {
+                hasher.hex()
+            } else if same(&stat, &fstat(&file).doing("looking at", path::bytes(&place))?) {
+                return Ok(());
+            } else {
+                digest::of_file(&file, size).doing("reading", path::bytes(&place))?.0
+            };
+            if now == sha256 {
+                return Ok(());
+            }
+            Err(Failure::new(ErrorCode::Internal, format!("{} changed while it was read", shown(path::bytes(&place)))))
+        })
+    }
+}
+
+/// Which side failed while a piece was passed on.
+enum Sending {
+    Peer(io::Error),
+    File(io::Error),
+}
+
+impl From<io::Error> for Sending {
+    fn from(error: io::Error) -> Self {
+        Self::File(error)
+    }
+}
+
+fn send(peer: &mut Peer, stat: FileStat, body: impl FnOnce(&mut Peer) -> Outcome<()>) -> Outcome<()> {
+    peer.reply(&Reply::Stat(stat)).map_err(Failure::Connection)?;
+    body(peer)?;
+    peer.end().map_err(Failure::Connection)
+}
+
+fn read_small(file: &File, stat: &Stat, place: &Path) -> Outcome<Vec<u8>> {
+    let unsized_file = path::size(stat) == 0;
+    let limit = if unsized_file { MAX_UNSIZED + 1 } else { path::size(stat) };
+    let mut content = Vec::new();
+    digest::for_each_piece(file, 0, limit, |piece| {
+        content.extend_from_slice(piece);
+        Ok::<_, io::Error>(())
+    })
+    .doing("reading", path::bytes(place))?;
+    if unsized_file && content.len() as u64 > MAX_UNSIZED {
+        return Err(Failure::new(ErrorCode::TooLarge, format!("{} has no size and gives more than {MAX_UNSIZED} bytes", shown(path::bytes(place)))));
+    }
+    Ok(content)
+}
+
+/// What is sent of a file of `size` bytes.
+fn bounds(start: u64, end: Option<u64>, size: u64) -> Outcome<Range<u64>> {
+    if start > 0 && start >= size {
+        return Err(Failure::new(ErrorCode::RangeNotSatisfiable, format!("the range starts at {start}, the file has {size} bytes")));
+    }
+    match end {
+        Some(end) if end < start => Err(Failure::invalid(format!("the range ends at {end}, before its start at {start}"))),
+        Some(end) => Ok(start..end.min(size)),
+        None => Ok(start..size),
+    }
+}
+
+/// Whether nothing was written between two looks at one file, as far as its times tell.
+pub(super) fn same(one: &Stat, other: &Stat) -> bool {
+    let key = |stat: &Stat| (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime, stat.st_mtime_nsec, stat.st_ctime, stat.st_ctime_nsec);
+    key(one) == key(other)
+}
+
+fn describe(stat: &Stat, size: u64, sha256: Option<String>) -> FileStat {
+    FileStat { kind: path::kind(stat), size, mode: path::permissions(stat), mtime: stat.st_mtime, sha256 }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::{super::tests::*, *};
+
+    #[test]
+    fn stat_follows_links_and_hashes_only_when_asked() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "hello");
+        symlink("file", sandbox.path("link")).expect("link");
+        symlink("nowhere", sandbox.path("dangling")).expect("link");
+        std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o640)).expect("mode");
+        let stat = sandbox.files.stat(b"link", true).expect("stat");
+        assert_eq!((stat.kind, stat.size, stat.mode), (FileType::File, 5, 0o640));
+        assert_eq!(stat.sha256.as_deref(), Some(HELLO));
+        assert_eq!(sandbox.files.stat(b"file", false).expect("stat").sha256, None);
+        assert_eq!(sandbox.files.stat(b".", true).expect("stat").kind, FileType::Dir);
+        assert_eq!(code(sandbox.files.stat(b"dangling", true)), ErrorCode::NotFound);
+        assert_eq!(sandbox.files.stat(b"/dev/null", true).expect("stat").kind, FileType::Other);
+    }
+
+    #[test]
+    fn a_file_is_sent_with_its_hash_and_in_ranges() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "hello");
+        let read = |start, end| sandbox.ask(FileOp::Read { path: raw("file"), start, end }, &[]);
+        for (start, end, expected) in [(0, None, "hello"), (1, Some(3), "el"), (4, Some(100), "o"), (2, Some(2), "")] {
+            let answer = read(start, end);
+            assert_eq!(answer.body(), expected.as_bytes());
+            assert!(matches!(answer.first(), Reply::Stat(stat) if stat.size == 5 && stat.sha256.as_deref() == Some(HELLO)));
+        }
+        assert_eq!(read(5, None).error().code, ErrorCode::RangeNotSatisfiable);
+        assert_eq!(read(6, Some(9)).error().code, ErrorCode::RangeNotSatisfiable);
+        assert_eq!(read(2, Some(1)).error().code, ErrorCode::InvalidRequest);
+    }
+
+    #[test]
+    fn an_empty_file_has_an_empty_body() {
+        let sandbox = Sandbox::new();
+        sandbox.put("empty", "");
+        assert_eq!(sandbox.ask(FileOp::Read { path: raw("empty"), start: 0, end: None }, &[]).body(), b"");
+        assert_eq!(sandbox.ask(FileOp::Read { path: raw("empty"), start: 1, end: None }, &[]).error().code, ErrorCode::RangeNotSatisfiable);
+    }
+
+    #[test]
+    fn a_large_file_is_streamed_whole_and_in_part() {
+        let sandbox = Sandbox::new();
+        let content: Vec<u8> = (0..3 * 1024 * 1024_u32).map(|n| (n % 251) as u8).collect();
+        sandbox.put("large", &content);
+        let answer = sandbox.ask(FileOp::Read { path: raw("large"), start: 0, end: None }, &[]);
+        assert!(matches!(answer.first(), Reply::Stat(stat) if stat.sha256 == Some(digest::of(&content))));
+        assert!(answer.body() == content);
+        let part = sandbox.ask(FileOp::Read { path: raw("large"), start: 2_000_000, end: Some(2_000_100) }, &[]);
+        assert_eq!(part.body(), &content[2_000_000..2_000_100]);
+    }
+
+    #[test]
+    fn only_regular_files_are_read_and_a_fifo_does_not_hang() {
+        let sandbox = Sandbox::new();
+        sandbox.fifo("fifo");
+        for path in ["fifo", ".", "/dev/zero", "/dev/tty"] {
+            let error = sandbox.ask(FileOp::Read { path: raw(path), start: 0, end: None }, &[]).error();
+            assert_eq!(error.code, ErrorCode::NotAFile, "{path}: {}", error.message);
+        }
+        let _socket = std::os::unix::net::UnixListener::bind(sandbox.path("socket")).expect("bound");
+        assert_eq!(sandbox.ask(FileOp::Read { path: raw("socket"), start: 0, end: None }, &[]).error().code, ErrorCode::NotAFile);
+        assert_eq!(sandbox.ask(FileOp::Read { path: raw("missing"), start: 0, end: None }, &[]).error().code, ErrorCode::NotFound);
+    }
+
+    #[test]
+    fn files_without_a_size_are_read_too() {
+        let sandbox = Sandbox::new();
+        let answer = sandbox.ask(FileOp::Read { path: raw("/proc/version"), start: 0, end: None }, &[]);
+        assert!(answer.body().starts_with(b"Linux version"));
+        assert!(matches!(answer.first(), Reply::Stat(stat) if stat.size == answer.body().len() as u64));
+    }
+
+    #[test]
+    fn a_change_between_two_looks_is_noticed_by_size_or_time() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "one");
+        let before = path::stat(&sandbox.path("file")).expect("stat");
+        assert!(same(&before, &path::stat(&sandbox.path("file")).expect("stat")));
+        sandbox.put("file", "three");
+        assert!(!same(&before, &path::stat(&sandbox.path("file")).expect("stat")));
+    }
+}

@@ -1,0 +1,418 @@
+//! Searching file contents.
+//!
+//! What must stay true: no file hides itself (`.gitignore` and dot names don't matter; only `.git` directories are left
+//! out); only regular files are opened; time, memory and the size of the answer are bounded, and `truncated` says when a
+//! bound cut the result.
+
+use std::{
+    collections::VecDeque,
+    fs::File,
+    io::{self, Read},
+    time::{Duration, Instant},
+};
+
+use cynode_api::{FileType, SearchMatch, SearchRequest, SearchResult, file_limits};
+use globset::{GlobBuilder, GlobMatcher};
+use grep_matcher::{LineTerminator, Matcher};
+use grep_regex::{RegexMatcher, RegexMatcherBuilder};
+use grep_searcher::{BinaryDetection, Searcher, SearcherBuilder, Sink, SinkContext, SinkFinish, SinkMatch};
+use rustix::fs::{CWD, FileType as Kind, Mode, OFlags, fstat, openat};
+
+use super::{
+    error::{Doing, Failure, Outcome},
+    list::text,
+    path::{self, Files},
+    walk::{AtLimit, Step, walk},
+};
+
+/// Compiled size of an expression and of its tables.
+const MAX_REGEX_BYTES: usize = 8 * 1024 * 1024;
+/// Longest line that is held to be searched.
+const MAX_HEAP: usize = 16 * 1024 * 1024;
+/// Text of all matches and their context together.
+const MAX_RESULT_BYTES: usize = 8 * 1024 * 1024;
+
+impl Files {
+    pub(super) fn search(&self, request: &SearchRequest) -> Outcome<SearchResult> {
+        let mut search = Search::new(request)?;
+        let asked = request.path.as_deref().unwrap_or(".").as_bytes();
+        let place = self.locate(asked)?;
+        let prefix = path::printed_prefix(asked);
+        if path::kind(&path::stat(&place)?) != FileType::Dir {
+            let (file, _) = path::open_file(&place)?;
+            search.file(file, &prefix);
+            return Ok(search.finish());
+        }
+        let top = openat(CWD, &place, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).doing("searching", path::bytes(&place))?;
+        let complete = walk(top, Some(search.deadline), AtLimit::LeaveOut, |entry| {
+            if search.is_over() {
+                return Ok(Step::Stop);
+            }
+            match entry.kind {
+                Kind::Directory if entry.name != b".git" => match entry.open_directory() {
+                    Ok(directory) => return Ok(Step::Into(directory)),
+                    // What the sandbox's user can't read, it can't search.
+                    Err(_) => return Ok(Step::Over),
+                },
+                Kind::RegularFile => {}
+                _ => return Ok(Step::Over),
+            }
+            let mut printed = prefix.clone();
+            path::join(&mut printed, entry.path);
+            if search.wants(entry.path, &printed, entry.name) {
+                let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                if let Ok(fd) = openat(entry.directory, entry.name, flags, Mode::empty()) {
+                    search.file(fd.into(), &printed);
+                }
+            }
+            Ok(Step::Over)
+        })?;
+        search.result.truncated |= !complete;
+        Ok(search.finish())
+    }
+}
+
+struct Search {
+    matcher: RegexMatcher,
+    searcher: Searcher,
+    glob: Option<GlobMatcher>,
+    context_lines: u64,
+    max_results: usize,
+    bytes_left: usize,
+    deadline: Instant,
+    result: SearchResult,
+}
+
+impl Search {
+    fn new(request: &SearchRequest) -> Outcome<Self> {
+        if request.pattern.is_empty() || request.pattern.len() > file_limits::MAX_PATTERN_BYTES {
+            return Err(Failure::invalid(format!("pattern must have from 1 to {} bytes", file_limits::MAX_PATTERN_BYTES)));
+        }
+        let context_lines = request.context_lines.unwrap_or(0);
+        if context_lines > file_limits::MAX_CONTEXT_LINES {
+            return Err(Failure::invalid(format!("context_lines must be at most {}", file_limits::MAX_CONTEXT_LINES)));
+        }
+        let max_results = request.max_results.unwrap_or(file_limits::DEFAULT_RESULTS);
+        if max_results == 0 || max_results > file_limits::MAX_RESULTS {
+            return Err(Failure::invalid(format!("max_results must be from 1 to {}", file_limits::MAX_RESULTS)));
+        }
+        let matcher = RegexMatcherBuilder::new()
+            .case_insensitive(!request.case.unwrap_or(true))
+            .multi_line(true)
+            .crlf(true)
+            .size_limit(MAX_REGEX_BYTES)
+            .dfa_size_limit(MAX_REGEX_BYTES)
+            .build(&request.pattern)
+            .map_err(|error| Failure::invalid(format!("the pattern is not valid: {error}")))?;
+        let glob = match &request.glob {
+            Some(glob) if glob.len() > file_limits::MAX_PATTERN_BYTES => {
+                return Err(Failure::invalid(format!("glob must have at most {} bytes", file_limits::MAX_PATTERN_BYTES)));
+            }
+            Some(glob) => {
+                let glob = GlobBuilder::new(glob.strip_prefix("./").unwrap_or(glob)).literal_separator(true).build();
+                Some(glob.map_err(|error| Failure::invalid(format!("the glob is not valid: {error}")))?.compile_matcher())
+            }
+            None => None,
+        };
+        let searcher = SearcherBuilder::new()
+            .line_terminator(LineTerminator::crlf())
+            .binary_detection(BinaryDetection::quit(0))
+            .heap_limit(Some(MAX_HEAP))
+            .before_context(context_lines as usize)
+            .after_context(context_lines as usize)
+            .line_number(true)
+            .build();
+        Ok(Self {
+            matcher,
+            searcher,
+            glob,
+            context_lines: u64::from(context_lines),
+            max_results: max_results as usize,
+            bytes_left: MAX_RESULT_BYTES,
+            deadline: Instant::now() + Duration::from_millis(file_limits::SEARCH_MS),
+            result: SearchResult::default(),
+        })
+    }
+
+    /// Whether the search has come to a bound.
+    fn is_over(&mut self) -> bool {
+        if Instant::now() >= self.deadline || self.bytes_left == 0 {
+            self.result.truncated = true;
+            return true;
+        }
+        // A full result is searched on until one more match tells that it is cut.
+        self.result.truncated && self.result.matches.len() >= self.max_results
+    }
+
+    fn wants(&self, relative: &[u8], printed: &[u8], name: &[u8]) -> bool {
+        let fits = |glob: &GlobMatcher, path: &[u8]| glob.is_match(<std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(path));
+        self.glob.as_ref().is_none_or(|glob| fits(glob, relative) || fits(glob, printed) || fits(glob, name))
+    }
+
+    fn file(&mut self, file: File, printed: &[u8]) {
+        let fits = fstat(&file).is_ok_and(|stat| path::kind(&stat) == FileType::File && path::size(&stat) <= file_limits::MAX_SEARCHED_FILE_BYTES);
+        if !fits {
+            return;
+        }
+        self.result.files_searched += 1;
+        let mut sink = Collector {
+            matcher: &self.matcher,
+            path: printed,
+            context_lines: self.context_lines,
+            room: self.max_results - self.result.matches.len(),
+            bytes_left: self.bytes_left,
+            recent: VecDeque::new(),
+            matches: Vec::new(),
+            binary: false,
+            cut: false,
+        };
+        let reader = Timed { inner: file.take(file_limits::MAX_SEARCHED_FILE_BYTES), deadline: self.deadline };
+        // A file that can't be read to its end (time is up, a line is longer than memory allows) leaves the result incomplete.
+        let failed = self.searcher.search_reader(&self.matcher, reader, &mut sink).is_err();
+        if sink.binary {
+            return;
+        }
+        self.result.truncated |= failed || sink.cut;
+        self.bytes_left = sink.bytes_left;
+        self.result.matches.append(&mut sink.matches);
+    }
+
+    fn finish(mut self) -> SearchResult {
+        self.result.matches.sort_by(|one, other| (one.path.as_bytes(), one.line).cmp(&(other.path.as_bytes(), other.line)));
+        self.result
+    }
+}
+
+/// A reader that stops when time is up.
+struct Timed<R> {
+    inner: R,
+    deadline: Instant,
+}
+
+impl<R: Read> Read for Timed<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if Instant::now() >= self.deadline {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.inner.read(buffer)
+    }
+}
+
+/// Collects the matches of one file.
+struct Collector<'a> {
+    matcher: &'a RegexMatcher,
+    path: &'a [u8],
+    context_lines: u64,
+    room: usize,
+    bytes_left: usize,
+    /// The last lines seen, for the context before a match.
+    recent: VecDeque<(u64, String)>,
+    matches: Vec<SearchMatch>,
+    binary: bool,
+    cut: bool,
+}
+
+impl Collector<'_> {
+    /// Takes a line as context of the matches around it.
+    fn around(&mut self, line: u64, text: &str) {
+        if self.context_lines == 0 {
+            return;
+        }
+        for found in self.matches.iter_mut().rev().take_while(|found| found.line + self.context_lines >= line) {
+            self.bytes_left = self.bytes_left.saturating_sub(text.len());
+            found.after.push(text.to_owned());
+        }
+        if self.recent.len() as u64 == self.context_lines {
+            self.recent.pop_front();
+        }
+        self.recent.push_back((line, text.to_owned()));
+    }
+
+    /// Whether lines are still wanted: there is room, or the last match lacks lines after it.
+    fn go_on(&self, line: u64) -> bool {
+        if self.bytes_left == 0 {
+            return false;
+        }
+        !self.cut || self.matches.last().is_some_and(|last| line < last.line + self.context_lines)
+    }
+}
+
+impl Sink for Collector<'_> {
+    type Error = io::Error;
+
+    fn matched(&mut self, _searcher: &Searcher, found: &SinkMatch<'_>) -> Result<bool, io::Error> {
+        let line = found.line_number().unwrap_or(0);
+        let shown = shorten(found.bytes());
+        if self.matches.len() >= self.room || self.bytes_left == 0 {
+            self.cut = true;
+            self.around(line, &shown);
+            return Ok(self.go_on(line));
+        }
+        let column = self.matcher.find(found.bytes()).ok().flatten().map_or(1, |range| range.start() as u64 + 1);
+        let before = self.recent.iter().filter(|(number, _)| number + self.context_lines >= line).map(|(_, text)| text.clone()).collect::<Vec<_>>();
+        let (path, path_b64) = text(self.path);
+        let bytes = path.len() + shown.len() + before.iter().map(String::len).sum::<usize>();
+        self.bytes_left = self.bytes_left.saturating_sub(bytes);
+        self.around(line, &shown);
+        self.matches.push(SearchMatch { path, path_b64, line, column, text: shown, before, after: Vec::new() });
+        self.cut |= self.bytes_left == 0;
+        Ok(self.go_on(line))
+    }
+
+    fn context(&mut self, _searcher: &Searcher, context: &SinkContext<'_>) -> Result<bool, io::Error> {
+        let line = context.line_number().unwrap_or(0);
+        self.around(line, &shorten(context.bytes()));
+        Ok(self.go_on(line))
+    }
+
+    fn finish(&mut self, _searcher: &Searcher, finish: &SinkFinish) -> Result<(), io::Error> {
+        self.binary = finish.binary_byte_offset().is_some();
+        Ok(())
+    }
+}
+
+/// A line as text, without its end, cut between characters when it is long.
+fn shorten(line: &[u8]) -> String {
+    let line = line.strip_suffix(b"\n").unwrap_or(line);
+    let line = line.strip_suffix(b"\r").unwrap_or(line);
+    let mut end = line.len().min(file_limits::MAX_LINE_BYTES);
+    if end < line.len() {
+        let lowest = end - 3;
+        while end > lowest && line[end] & 0xc0 == 0x80 {
+            end -= 1;
+        }
+    }
+    String::from_utf8_lossy(&line[..end]).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use cynode_api::ErrorCode;
+
+    use super::{super::tests::*, *};
+
+    fn request(pattern: &str) -> SearchRequest {
+        SearchRequest { pattern: pattern.to_owned(), ..SearchRequest::default() }
+    }
+
+    fn found(sandbox: &Sandbox, request: &SearchRequest) -> Vec<(String, u64, u64)> {
+        let result = sandbox.files.search(request).expect("searched");
+        result.matches.into_iter().map(|found| (found.path, found.line, found.column)).collect()
+    }
+
+    fn at(path: &str, line: u64, column: u64) -> (String, u64, u64) {
+        (path.to_owned(), line, column)
+    }
+
+    #[test]
+    fn matches_come_sorted_with_line_and_column() {
+        let sandbox = Sandbox::new();
+        sandbox.put("b/file", "x\n  needle needle\nneedle\r\n");
+        sandbox.put("b-c", "needle");
+        sandbox.put("a", "é needle\n");
+        assert_eq!(found(&sandbox, &request("needle")), [at("a", 1, 4), at("b-c", 1, 1), at("b/file", 2, 3), at("b/file", 3, 1)]);
+        assert_eq!(found(&sandbox, &request("^needle$")), [at("b-c", 1, 1), at("b/file", 3, 1)]);
+    }
+
+    #[test]
+    fn nothing_hides_but_git_directories() {
+        let sandbox = Sandbox::new();
+        sandbox.put(".gitignore", "ignored\n");
+        sandbox.put(".ignore", "ignored\n");
+        for path in ["ignored", ".dot/file", ".git/config", "sub/.git/config", "plain"] {
+            sandbox.put(path, "needle\n");
+        }
+        assert_eq!(found(&sandbox, &request("needle")), [at(".dot/file", 1, 1), at("ignored", 1, 1), at("plain", 1, 1)]);
+        let inside = SearchRequest { path: Some(".git".to_owned()), ..request("needle") };
+        assert_eq!(found(&sandbox, &inside), [at(".git/config", 1, 1)]);
+    }
+
+    #[test]
+    fn binary_files_links_and_fifos_are_left_out() {
+        let sandbox = Sandbox::new();
+        sandbox.put("binary", b"needle\n\0needle\n");
+        sandbox.put("latin", b"\xe9 needle\n");
+        sandbox.fifo("fifo");
+        symlink("latin", sandbox.path("link")).expect("link");
+        let result = sandbox.files.search(&request("needle")).expect("searched");
+        assert_eq!(result.matches.len(), 1);
+        assert_eq!(result.matches[0].text, "\u{fffd} needle");
+        assert!(!result.truncated);
+        let fifo = SearchRequest { path: Some("fifo".to_owned()), ..request("x") };
+        assert_eq!(code(sandbox.files.search(&fifo)), ErrorCode::NotAFile);
+    }
+
+    #[test]
+    fn case_glob_and_path_narrow_the_search() {
+        let sandbox = Sandbox::new();
+        for path in ["src/a.rs", "src/deep/b.rs", "src/c.txt"] {
+            sandbox.put(path, "Needle\n");
+        }
+        assert!(found(&sandbox, &request("needle")).is_empty());
+        let search = |glob: &str, path: Option<&str>| {
+            let request = SearchRequest { case: Some(false), glob: Some(glob.to_owned()), path: path.map(str::to_owned), ..request("needle") };
+            found(&sandbox, &request).into_iter().map(|(path, _, _)| path).collect::<Vec<_>>()
+        };
+        assert_eq!(search("*.rs", None), ["src/a.rs", "src/deep/b.rs"]);
+        assert_eq!(search("src/*.rs", None), ["src/a.rs"]);
+        assert_eq!(search("**/*.{rs,txt}", Some("src/deep")), ["src/deep/b.rs"]);
+        assert_eq!(search("src/*.rs", Some("src")), ["src/a.rs"]);
+        assert_eq!(search("deep/*", Some("src")), ["src/deep/b.rs"]);
+        assert_eq!(search("*", Some("src/c.txt")), ["src/c.txt"]);
+        let absolute = sandbox.path("src").to_str().expect("text").to_owned();
+        assert_eq!(search("a.*", Some(&absolute)), [format!("{absolute}/a.rs")]);
+    }
+
+    #[test]
+    fn context_is_given_around_each_match_even_when_it_overlaps() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "1\n2\nx3\n4\nx5\n6\n7\n8\n9\nx10");
+        let result = sandbox.files.search(&SearchRequest { context_lines: Some(2), ..request("x") }).expect("searched");
+        let context: Vec<_> = result.matches.iter().map(|found| (found.before.join(","), found.after.join(","))).collect();
+        let expected = [("1,2", "4,x5"), ("x3,4", "6,7"), ("8,9", "")];
+        assert_eq!(context, expected.map(|(before, after)| (before.to_owned(), after.to_owned())));
+    }
+
+    #[test]
+    fn the_result_limit_truncates_and_the_last_match_keeps_its_context() {
+        let sandbox = Sandbox::new();
+        sandbox.put("a", "x1\nx2\nx3\n");
+        sandbox.put("b", "x4\n");
+        let result = sandbox.files.search(&SearchRequest { context_lines: Some(1), max_results: Some(2), ..request("x") }).expect("searched");
+        assert!(result.truncated);
+        assert_eq!(result.matches.len(), 2);
+        assert_eq!((result.matches[1].text.as_str(), result.matches[1].after.as_slice()), ("x2", &["x3".to_owned()][..]));
+        let exact = sandbox.files.search(&SearchRequest { max_results: Some(4), ..request("x") }).expect("searched");
+        assert!(!exact.truncated);
+        assert_eq!(exact.files_searched, 2);
+    }
+
+    #[test]
+    fn long_lines_are_cut_between_characters_and_the_answer_is_bounded() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "é".repeat(3_000));
+        let result = sandbox.files.search(&request("é")).expect("searched");
+        assert_eq!(result.matches[0].text, "é".repeat(1_024));
+        assert_eq!(shorten(&[b'a'; 2_048]).len(), 2_048);
+        assert_eq!(shorten(&[0x80; 3_000]).chars().count(), 2_045);
+        sandbox.put("many", format!("{}\n", "m".repeat(2_000)).repeat(10_000));
+        let many = sandbox.files.search(&SearchRequest { max_results: Some(10_000), context_lines: Some(20), ..request("m") }).expect("searched");
+        let bytes: usize = many.matches.iter().flat_map(|found| found.before.iter().chain(&found.after).chain([&found.text])).map(String::len).sum();
+        assert!(many.truncated && bytes < MAX_RESULT_BYTES + 200_000, "{bytes}");
+    }
+
+    #[test]
+    fn invalid_requests_say_what_is_wrong() {
+        let sandbox = Sandbox::new();
+        let bad = refused(sandbox.files.search(&request("(")));
+        assert!(bad.code == ErrorCode::InvalidRequest && bad.message.contains("pattern"), "{bad:?}");
+        let bad = refused(sandbox.files.search(&SearchRequest { glob: Some("[".to_owned()), ..request("x") }));
+        assert!(bad.code == ErrorCode::InvalidRequest && bad.message.contains("glob"), "{bad:?}");
+        assert_eq!(code(sandbox.files.search(&request("(a{1000}){1000}"))), ErrorCode::InvalidRequest);
+        assert_eq!(code(sandbox.files.search(&request(""))), ErrorCode::InvalidRequest);
+        assert_eq!(code(sandbox.files.search(&SearchRequest { context_lines: Some(21), ..request("x") })), ErrorCode::InvalidRequest);
+        assert_eq!(code(sandbox.files.search(&SearchRequest { path: Some("none".to_owned()), ..request("x") })), ErrorCode::NotFound);
+    }
+}

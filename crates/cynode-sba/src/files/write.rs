@@ -1,0 +1,340 @@
+//! Writing a file: whole or not at all.
+//!
+//! What must stay true: until the worker's `End` nothing changes, not even a parent directory; preconditions are checked
+//! before the body is taken and again right before the new content gets its name; `If-None-Match` holds without a race.
+
+use std::{
+    io::{self, Write as _},
+    os::{fd::OwnedFd, unix::ffi::OsStrExt},
+    path::{Path, PathBuf},
+};
+
+use cynode_api::{ErrorCode, FileType, file_limits};
+use cynode_sba_proto::Written;
+use rustix::{
+    fs::{Access, AtFlags, CWD, Mode, OFlags, Stat, accessat, openat, readlinkat},
+    io::Errno,
+};
+
+use super::{
+    digest,
+    error::{Doing, Failure, Outcome, shown},
+    path::{self, Files},
+    read::same,
+    staged::Staged,
+};
+
+/// How many links are followed from one path.
+const MAX_LINKS: usize = 40;
+
+/// Where the body comes from: pieces, then `None`. An error means that the sender is gone.
+pub(super) type Body<'a> = &'a mut dyn FnMut() -> io::Result<Option<Vec<u8>>>;
+
+#[derive(Clone, Debug, Default)]
+pub(super) struct Conditions {
+    /// Hashes in hex of which one must be the file's, or `*` for any file.
+    pub(super) if_match: Option<Vec<String>>,
+    /// There must be nothing yet.
+    pub(super) if_none_match: bool,
+}
+
+/// A regular file as it was found.
+#[derive(Debug)]
+pub(super) struct Found {
+    stat: Stat,
+    pub(super) sha256: Option<String>,
+}
+
+impl Files {
+    pub(super) fn write(&self, path: &[u8], mode: Option<u32>, conditions: &Conditions, max_bytes: u64, body: Body<'_>) -> Outcome<Written> {
+        let place = self.locate(path)?;
+        if path.ends_with(b"/") {
+            return Err(path::not_a_file(&place, FileType::Dir));
+        }
+        let target = follow(&place)?;
+        let (parent, name) = path::split(&target)?;
+        let mut found = find(&target, conditions)?;
+        conditions.check(found.as_ref(), &place)?;
+
+        // The new content waits on the deepest directory that is there: the same file system, and nothing changes yet.
+        let mut staged = Staged::new(deepest_directory(parent)?).doing("writing", path::bytes(&place))?;
+        let mut hasher = digest::Hasher::default();
+        let mut size = 0;
+        while let Some(piece) = body().map_err(Failure::Connection)? {
+            size += piece.len() as u64;
+            if size > max_bytes {
+                return Err(Failure::new(ErrorCode::TooLarge, format!("{} would have more than {max_bytes} bytes", shown(path::bytes(&place)))));
+            }
+            hasher.update(&piece);
+            staged.file().write_all(&piece).doing("writing", path::bytes(&place))?;
+        }
+
+        path::make_directories(parent)?;
+        let directory = open_directory(parent).doing("opening the directory", path::bytes(parent))?;
+        if !unchanged(&target, found.as_ref(), conditions)? {
+            found = find(&target, conditions)?;
+        }
+        conditions.check(found.as_ref(), &place)?;
+        let mode = mode.or(found.as_ref().map(|found| path::permissions(&found.stat))).unwrap_or(0o644) & 0o1777;
+        match staged.publish(&directory, name, mode, !conditions.if_none_match) {
+            Ok(()) => Ok(Written { sha256: hasher.hex(), size, mode, created: found.is_none(), sha256_before: found.and_then(|found| found.sha256) }),
+            Err(Errno::EXIST) if conditions.if_none_match => Err(exists(&place)),
+            Err(errno) => Err(Failure::system(errno, "writing", path::bytes(&place))),
+        }
+    }
+}
+
+impl Conditions {
+    fn names_hashes(&self) -> bool {
+        self.if_match.as_ref().is_some_and(|list| list.iter().any(|entry| entry != "*"))
+    }
+
+    pub(super) fn check(&self, found: Option<&Found>, place: &Path) -> Outcome<()> {
+        if self.if_none_match && found.is_some() {
+            return Err(exists(place));
+        }
+        let Some(list) = &self.if_match else { return Ok(()) };
+        let place = shown(path::bytes(place));
+        let Some(found) = found else { return Err(Failure::new(ErrorCode::PreconditionFailed, format!("{place} does not exist"))) };
+        let fits = |entry: &String| entry == "*" || found.sha256.as_ref().is_some_and(|sha256| sha256.eq_ignore_ascii_case(entry));
+        if list.iter().any(fits) {
+            return Ok(());
+        }
+        let sha256 = found.sha256.as_deref().unwrap_or("unknown");
+        Err(Failure::new(ErrorCode::PreconditionFailed, format!("{place} is not what the precondition says; its sha256 is {sha256}")))
+    }
+}
+
+fn exists(place: &Path) -> Failure {
+    Failure::new(ErrorCode::PreconditionFailed, format!("{} exists already", shown(path::bytes(place))))
+}
+
+/// The regular file at `target`, if any, with its hash when a condition or the record of the change asks for it.
+pub(super) fn find(target: &Path, conditions: &Conditions) -> Outcome<Option<Found>> {
+    let Some(stat) = path::stat_if_any(target)? else { return Ok(None) };
+    if path::kind(&stat) != FileType::File {
+        return Err(path::not_a_file(target, path::kind(&stat)));
+    }
+    // Replacing a file needs no right to write to it. A read-only file is meant to stay as it is, so ask for the right anyway.
+    accessat(CWD, target, Access::WRITE_OK, AtFlags::empty()).doing("writing", path::bytes(target))?;
+    if conditions.names_hashes() {
+        return find_any(target);
+    }
+    let readable = path::size(&stat) <= file_limits::MAX_PUT_BYTES;
+    let sha256 = readable
+        .then(|| path::open_file(target).ok())
+        .flatten()
+        .and_then(|(file, _)| digest::of_file(&file, file_limits::MAX_PUT_BYTES).ok())
+        .map(|(sha256, _)| sha256);
+    Ok(Some(Found { stat, sha256 }))
+}
+
+/// Whatever is at `place`, with its hash when it is a regular file.
+pub(super) fn find_any(place: &Path) -> Outcome<Option<Found>> {
+    let Some(stat) = path::stat_if_any(place)? else { return Ok(None) };
+    if path::kind(&stat) != FileType::File {
+        return Ok(Some(Found { stat, sha256: None }));
+    }
+    let (file, stat) = path::open_file(place)?;
+    let (sha256, _) = digest::of_file(&file, path::size(&stat)).doing("reading", path::bytes(place))?;
+    Ok(Some(Found { stat, sha256: Some(sha256) }))
+}
+
+/// Whether `found` still describes the target. Times are too coarse to answer for a condition about the content.
+fn unchanged(target: &Path, found: Option<&Found>, conditions: &Conditions) -> Outcome<bool> {
+    let now = path::stat_if_any(target)?;
+    Ok(match (found, &now) {
+        (None, None) => true,
+        (Some(found), Some(now)) => !conditions.names_hashes() && same(&found.stat, now),
+        _ => false,
+    })
+}
+
+/// The path that a write to `place` ends at: links in the last component are followed, even to what does not exist yet.
+fn follow(place: &Path) -> Outcome<PathBuf> {
+    // What is there and no file needs no following, and could be a link of /proc that has no target by name.
+    if let Some(stat) = path::stat_if_any(place)?
+        && path::kind(&stat) != FileType::File
+    {
+        return Err(path::not_a_file(place, path::kind(&stat)));
+    }
+    let mut at = place.to_path_buf();
+    for _ in 0..MAX_LINKS {
+        match readlinkat(CWD, &at, Vec::new()) {
+            Ok(link) => {
+                let link = std::ffi::OsStr::from_bytes(link.as_bytes());
+                at = at.parent().unwrap_or(Path::new("/")).join(link);
+            }
+            Err(Errno::INVAL | Errno::NOENT) => return Ok(at),
+            Err(errno) => return Err(Failure::system(errno, "writing", path::bytes(place))),
+        }
+    }
+    Err(Failure::system(Errno::LOOP, "writing", path::bytes(place)))
+}
+
+fn open_directory(path: &Path) -> Result<OwnedFd, Errno> {
+    openat(CWD, path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+}
+
+fn deepest_directory(path: &Path) -> Outcome<OwnedFd> {
+    for ancestor in path.ancestors() {
+        match open_directory(ancestor) {
+            Err(Errno::NOENT) => {}
+            result => return result.doing("opening the directory", path::bytes(ancestor)),
+        }
+    }
+    Err(Failure::system(Errno::NOENT, "opening the directory", path::bytes(path)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use cynode_sba_proto::Reply;
+
+    use super::{super::tests::*, *};
+
+    fn put(sandbox: &Sandbox, path: &str, content: &str) -> Outcome<Written> {
+        put_if(sandbox, path, content, &Conditions::default())
+    }
+
+    fn put_if(sandbox: &Sandbox, path: &str, content: &str, conditions: &Conditions) -> Outcome<Written> {
+        let mut pieces = vec![content.as_bytes().to_vec()].into_iter();
+        sandbox.files.write(path.as_bytes(), None, conditions, 1_000, &mut || Ok(pieces.next()))
+    }
+
+    fn mode(sandbox: &Sandbox, path: &str) -> u32 {
+        std::fs::metadata(sandbox.path(path)).expect("stat").permissions().mode() & 0o7777
+    }
+
+    #[test]
+    fn a_write_makes_parents_and_says_what_it_did() {
+        let sandbox = Sandbox::new();
+        let written = put(&sandbox, "a/b/file", "hello").expect("written");
+        assert_eq!(written, Written { sha256: HELLO.to_owned(), size: 5, mode: 0o644, created: true, sha256_before: None });
+        let again = put(&sandbox, "a/b/file", "other").expect("written");
+        assert_eq!((again.created, again.sha256_before.as_deref()), (false, Some(HELLO)));
+        assert_eq!(sandbox.get("a/b/file"), b"other");
+        assert_eq!(sandbox.names("a/b"), ["file"]);
+    }
+
+    #[test]
+    fn the_old_mode_stays_and_a_given_mode_loses_setuid() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "");
+        std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o750)).expect("mode");
+        assert_eq!(put(&sandbox, "file", "x").expect("written").mode, 0o750);
+        assert_eq!(mode(&sandbox, "file"), 0o750);
+        let written = sandbox.files.write(b"file", Some(0o106_711), &Conditions::default(), 10, &mut || Ok(None)).expect("written");
+        assert_eq!(written.mode, 0o711);
+        assert_eq!(mode(&sandbox, "file"), 0o711);
+    }
+
+    #[test]
+    fn a_link_is_written_through_even_when_its_target_is_missing() {
+        let sandbox = Sandbox::new();
+        sandbox.put("real", "old");
+        symlink("real", sandbox.path("link")).expect("link");
+        symlink("sub/new", sandbox.path("dangling")).expect("link");
+        symlink("loop", sandbox.path("loop")).expect("link");
+        put(&sandbox, "link", "new").expect("written");
+        put(&sandbox, "dangling", "made").expect("written");
+        assert_eq!(sandbox.get("real"), b"new");
+        assert_eq!(sandbox.get("sub/new"), b"made");
+        assert!(std::fs::symlink_metadata(sandbox.path("link")).expect("stat").is_symlink());
+        assert_eq!(code(put(&sandbox, "loop", "x")), ErrorCode::InvalidRequest);
+    }
+
+    #[test]
+    fn what_is_no_file_is_not_written() {
+        let sandbox = Sandbox::new();
+        sandbox.put("dir/file", "");
+        sandbox.fifo("fifo");
+        symlink("dir", sandbox.path("link")).expect("link");
+        for path in ["dir", "dir/", "new/", "link", "fifo", "/dev/null", "/dev/stdout", "/"] {
+            assert_eq!(code(put(&sandbox, path, "x")), ErrorCode::NotAFile, "{path}");
+        }
+        assert_eq!(code(put(&sandbox, "dir/file/x", "x")), ErrorCode::NotADirectory);
+        assert_eq!(code(put(&sandbox, &"n".repeat(300), "x")), ErrorCode::InvalidRequest);
+        assert!(!sandbox.path("new").exists());
+    }
+
+    #[test]
+    fn preconditions_hold_and_a_failed_one_changes_nothing() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "hello");
+        let matching = |list: &[&str]| Conditions { if_match: Some(list.iter().map(|&entry| entry.to_owned()).collect()), if_none_match: false };
+        let absent = Conditions { if_match: None, if_none_match: true };
+        assert_eq!(code(put_if(&sandbox, "file", "x", &matching(&["0000"]))), ErrorCode::PreconditionFailed);
+        assert_eq!(code(put_if(&sandbox, "file", "x", &matching(&[]))), ErrorCode::PreconditionFailed);
+        assert_eq!(code(put_if(&sandbox, "none/file", "x", &matching(&["*"]))), ErrorCode::PreconditionFailed);
+        assert_eq!(code(put_if(&sandbox, "file", "x", &absent)), ErrorCode::PreconditionFailed);
+        assert_eq!(sandbox.get("file"), b"hello");
+        assert!(!sandbox.path("none").exists());
+        put_if(&sandbox, "file", "one", &matching(&["0000", HELLO])).expect("the hash fits");
+        put_if(&sandbox, "file", "two", &matching(&["*"])).expect("it exists");
+        put_if(&sandbox, "new", "three", &absent).expect("it is new");
+        assert_eq!((sandbox.get("file"), sandbox.get("new")), (b"two".to_vec(), b"three".to_vec()));
+    }
+
+    #[test]
+    fn a_change_made_while_the_body_comes_fails_the_precondition() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "hello");
+        let conditions = Conditions { if_match: Some(vec![HELLO.to_owned()]), if_none_match: false };
+        let mut pieces = vec![b"mine".to_vec()].into_iter();
+        let result = sandbox.files.write(b"file", None, &conditions, 100, &mut || {
+            sandbox.put("file", "their");
+            Ok(pieces.next())
+        });
+        assert_eq!(code(result), ErrorCode::PreconditionFailed);
+        assert_eq!(sandbox.get("file"), b"their");
+
+        let conditions = Conditions { if_match: None, if_none_match: true };
+        let result = sandbox.files.write(b"fresh", None, &conditions, 100, &mut || {
+            sandbox.put("fresh", "their");
+            Ok(None)
+        });
+        assert_eq!(code(result), ErrorCode::PreconditionFailed);
+        assert_eq!(sandbox.get("fresh"), b"their");
+    }
+
+    #[test]
+    fn a_body_over_the_limit_changes_nothing() {
+        let sandbox = Sandbox::new();
+        let mut pieces = vec![vec![0; 600], vec![0; 401]].into_iter();
+        let result = sandbox.files.write(b"a/file", None, &Conditions::default(), 1_000, &mut || Ok(pieces.next()));
+        assert_eq!(code(result), ErrorCode::TooLarge);
+        assert!(sandbox.names(".").is_empty());
+    }
+
+    #[test]
+    fn a_sender_that_vanishes_before_the_end_changes_nothing() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "old");
+        let write = |path: &str| FileOp::Write { path: raw(path), mode: None, if_match: None, if_none_match: false, max_bytes: 100 };
+        assert!(sandbox.ask_and_vanish(write("file"), b"new").is_err());
+        assert!(sandbox.ask_and_vanish(write("a/b"), b"new").is_err());
+        assert_eq!(sandbox.get("file"), b"old");
+        assert_eq!(sandbox.names("."), ["file"]);
+    }
+
+    #[test]
+    fn the_answer_to_a_write_comes_over_the_connection() {
+        let sandbox = Sandbox::new();
+        let op = FileOp::Write { path: raw("file"), mode: Some(0o600), if_match: None, if_none_match: true, max_bytes: 100 };
+        let answer = sandbox.ask(op.clone(), b"hello");
+        assert!(matches!(answer.first(), Reply::Written(written) if written.sha256 == HELLO && written.created && written.mode == 0o600));
+        assert_eq!(sandbox.ask(op, b"hello").error().code, ErrorCode::PreconditionFailed);
+    }
+
+    #[test]
+    fn no_space_is_its_own_error() {
+        let sandbox = Sandbox::new();
+        symlink("/dev/full", sandbox.path("full")).expect("link");
+        assert_eq!(code(put(&sandbox, "full", "x")), ErrorCode::NotAFile);
+        let mut full = std::fs::OpenOptions::new().write(true).open("/dev/full").expect("opened");
+        let failure = full.write_all(b"x").doing("writing", b"x");
+        assert_eq!(code(failure), ErrorCode::NoSpace);
+    }
+}

@@ -1,0 +1,318 @@
+//! The connections to the worker: one that only watches, a few parked ones that take requests.
+//!
+//! The agent always connects out and tries again for ever: a worker that restarts finds its agents by waiting.
+
+use std::{cell::Cell, io, path::PathBuf, rc::Rc, time::Duration};
+
+use cynode_api::{ErrorCode, ExecId};
+use cynode_sba_proto::{AgentError, Decoder, FileOp, Frame, Hello, MAX_DATA, MAX_WORKER_FRAME, PARKED, PROTOCOL, Reply, Request, Role, encode_message};
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _, Interest},
+    net::{UnixStream, unix::OwnedReadHalf},
+    sync::Notify,
+};
+
+use crate::{
+    exec::{Exec, Execs},
+    files,
+    peer::Peer,
+    sys::{self, Fork},
+};
+
+const RETRY_FIRST: Duration = Duration::from_millis(10);
+const RETRY_MOST: Duration = Duration::from_millis(250);
+/// A file operation that takes longer is ended: the worker has given up on it long before.
+const FILE_OPERATION_SECONDS: u32 = 3_600;
+
+#[derive(Debug)]
+pub(crate) struct Link {
+    control: PathBuf,
+    execs: Rc<Execs>,
+    parked: Cell<usize>,
+    wanted: Notify,
+}
+
+impl Link {
+    pub(crate) fn new(control: PathBuf, execs: Rc<Execs>) -> Rc<Self> {
+        Rc::new(Self { control, execs, parked: Cell::new(0), wanted: Notify::new() })
+    }
+
+    /// Keeps the watch open and the parked connections at their number, for ever.
+    pub(crate) async fn run(self: Rc<Self>) {
+        tokio::task::spawn_local(Rc::clone(&self).watch());
+        loop {
+            while self.parked.get() < PARKED {
+                self.parked.set(self.parked.get() + 1);
+                tokio::task::spawn_local(Rc::clone(&self).park());
+            }
+            self.wanted.notified().await;
+        }
+    }
+
+    fn unpark(&self) {
+        self.parked.set(self.parked.get() - 1);
+        self.wanted.notify_one();
+    }
+
+    async fn connect(&self, role: Role) -> UnixStream {
+        let mut hello = Vec::new();
+        encode_message(&Reply::Hello(Hello { protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").to_owned(), role }), &mut hello);
+        let mut pause = RETRY_FIRST;
+        loop {
+            if let Ok(mut stream) = UnixStream::connect(&self.control).await
+                && stream.write_all(&hello).await.is_ok()
+            {
+                return stream;
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(RETRY_MOST);
+        }
+    }
+
+    async fn watch(self: Rc<Self>) {
+        loop {
+            let mut stream = self.connect(Role::Watch).await;
+            let mut ignored = [0; 64];
+            while matches!(stream.read(&mut ignored).await, Ok(count) if count > 0) {}
+            tokio::time::sleep(RETRY_FIRST).await;
+        }
+    }
+
+    /// Waits for one request and serves it.
+    async fn park(self: Rc<Self>) {
+        let mut stream = self.connect(Role::Request).await;
+        let mut decoder = Decoder::new(MAX_WORKER_FRAME);
+        let request = first_request(&mut stream, &mut decoder).await;
+        if request.is_err() {
+            // The worker went away: do not spin while it closes connections at once.
+            tokio::time::sleep(RETRY_FIRST).await;
+        }
+        self.unpark();
+        match request {
+            Err(_) => {}
+            Ok(Err(refusal)) => drop(answer(&mut stream, &Reply::Error(refusal)).await),
+            Ok(Ok(Request::File { op })) => serve_file(&self.execs, op, stream, decoder),
+            Ok(Ok(Request::Exec(start))) => match self.execs.start(start).await {
+                Ok(exec) => self.serve_exec(exec, 0, stream, decoder, true).await,
+                Err(refusal) => drop(answer(&mut stream, &Reply::Error(refusal)).await),
+            },
+            Ok(Ok(Request::Attach { exec_id, after_seq })) => match self.execs.get(exec_id) {
+                Some(exec) => self.serve_exec(exec, after_seq, stream, decoder, false).await,
+                None => drop(answer(&mut stream, &Reply::Error(unknown_exec(exec_id))).await),
+            },
+            Ok(Ok(Request::Execs)) => drop(answer(&mut stream, &Reply::Execs { execs: self.execs.list() }).await),
+            Ok(Ok(Request::Signal { exec_id, signal, scope })) => {
+                let reply = self.execs.signal(exec_id, signal, scope).map_or_else(Reply::Error, |()| Reply::Ok);
+                drop(answer(&mut stream, &reply).await);
+            }
+            Ok(Ok(Request::SignalAll { signal })) => {
+                self.execs.processes.signal_all(signal);
+                drop(answer(&mut stream, &Reply::Ok).await);
+            }
+            Ok(Ok(Request::Unknown)) => {
+                drop(answer(&mut stream, &Reply::Error(AgentError::new(ErrorCode::InvalidRequest, "this agent does not know that request"))).await);
+            }
+        }
+    }
+
+    /// Sends output and exit, takes acknowledgements and standard input, until the worker has it all or goes away.
+    async fn serve_exec(&self, exec: Rc<Exec>, after_seq: u64, stream: UnixStream, decoder: Decoder, started: bool) {
+        let generation = exec.attach(after_seq);
+        let (reader, mut writer) = stream.into_split();
+        if started && answer(&mut writer, &Reply::Started { pid: 0 }).await.is_err() {
+            return;
+        }
+        let (replies, mut from_reader) = tokio::sync::mpsc::channel(16);
+        let reading = read_worker(Rc::clone(&exec), reader, decoder, replies);
+        let writing = async {
+            let mut sent = after_seq;
+            let mut exit_sent = false;
+            let mut out = Vec::new();
+            while exec.is_attached(generation) {
+                let news = exec.news.notified();
+                out.clear();
+                while let Ok(reply) = from_reader.try_recv() {
+                    encode_message(&reply, &mut out);
+                }
+                let (now_sent, exit) = exec.pending(sent, &mut out);
+                sent = now_sent;
+                if let Some(report) = exit.filter(|_| !exit_sent) {
+                    encode_message(&Reply::Exited(report), &mut out);
+                    exit_sent = true;
+                }
+                if out.is_empty() {
+                    tokio::select! {
+                        () = news => {}
+                        reply = from_reader.recv() => match reply {
+                            Some(reply) => {
+                                encode_message(&reply, &mut out);
+                                if writer.write_all(&out).await.is_err() {
+                                    return;
+                                }
+                            }
+                            None => return,
+                        },
+                    }
+                } else if writer.write_all(&out).await.is_err() {
+                    return;
+                }
+                // A quiet exec should not hold on to what a loud moment needed.
+                if out.capacity() > MAX_DATA {
+                    out = Vec::new();
+                }
+            }
+        };
+        tokio::select! {
+            () = reading => {}
+            () = writing => {}
+        }
+        self.execs.forget_if_done(&exec);
+    }
+}
+
+fn unknown_exec(id: ExecId) -> AgentError {
+    AgentError::new(ErrorCode::ExecNotFound, format!("exec {id} is not known here"))
+}
+
+async fn answer(stream: &mut (impl tokio::io::AsyncWrite + Unpin), reply: &Reply) -> io::Result<()> {
+    let mut out = Vec::new();
+    encode_message(reply, &mut out);
+    stream.write_all(&out).await
+}
+
+/// Reads until there is a whole request. The outer error is the connection's, the inner one is told to the worker.
+async fn first_request(stream: &mut UnixStream, decoder: &mut Decoder) -> io::Result<Result<Request, AgentError>> {
+    let bad = |what: String| Ok(Err(AgentError::new(ErrorCode::InvalidRequest, what)));
+    loop {
+        match decoder.next_frame() {
+            Ok(Some(Frame::Json(json))) => {
+                return match serde_json::from_slice(&json) {
+                    Ok(request) => Ok(Ok(request)),
+                    Err(error) => bad(format!("not a request: {error}")),
+                };
+            }
+            Ok(Some(_)) => return bad("expected a request".to_owned()),
+            Ok(None) => {}
+            Err(error) => return bad(error.to_string()),
+        }
+        // Parked connections are many and idle: no buffer while nothing comes.
+        stream.ready(Interest::READABLE).await?;
+        let mut buffer = vec![0; 16 * 1024];
+        match stream.try_read(&mut buffer) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => decoder.extend(&buffer[..count]),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Acknowledgements and standard input. Ends when the worker has the exit or the connection is of no more use.
+async fn read_worker(exec: Rc<Exec>, reader: OwnedReadHalf, mut decoder: Decoder, replies: tokio::sync::mpsc::Sender<Reply>) {
+    let (stdin, mut stdin_queue) = tokio::sync::mpsc::channel::<Option<Vec<u8>>>(2);
+    let feeding = {
+        let exec = Rc::clone(&exec);
+        async move {
+            while let Some(piece) = stdin_queue.recv().await {
+                let Some(data) = piece else {
+                    exec.stdin.borrow_mut().take();
+                    continue;
+                };
+                let reply = if write_stdin(&exec, &data).await { Reply::StdinTaken { bytes: data.len() as u64 } } else { Reply::StdinClosed };
+                if replies.send(reply).await.is_err() {
+                    return;
+                }
+            }
+            std::future::pending().await
+        }
+    };
+    let reading = async move {
+        loop {
+            match decoder.next_frame() {
+                Ok(Some(Frame::Ack(u64::MAX))) => return exec.acknowledge_exit(),
+                Ok(Some(Frame::Ack(seq))) => {
+                    exec.acknowledge(seq);
+                    continue;
+                }
+                // The worker sends one piece at a time; a queue that is full means that it does not keep to that.
+                Ok(Some(Frame::Data(data))) if data.len() <= MAX_DATA => match stdin.try_send(Some(data)) {
+                    Ok(()) => continue,
+                    Err(_) => return,
+                },
+                Ok(Some(Frame::End)) => match stdin.try_send(None) {
+                    Ok(()) => continue,
+                    Err(_) => return,
+                },
+                Ok(Some(_)) | Err(_) => return,
+                Ok(None) => {}
+            }
+            if reader.ready(Interest::READABLE).await.is_err() {
+                return;
+            }
+            let mut buffer = vec![0; 16 * 1024];
+            match reader.try_read(&mut buffer) {
+                Ok(count) if count > 0 => decoder.extend(&buffer[..count]),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                _ => return,
+            }
+        }
+    };
+    tokio::select! {
+        () = feeding => {}
+        () = reading => {}
+    }
+}
+
+/// Writes all of `data` to the command's standard input; false when that is closed.
+async fn write_stdin(exec: &Exec, mut data: &[u8]) -> bool {
+    while !data.is_empty() {
+        let Some(pipe) = exec.stdin.borrow().clone() else { return false };
+        let wrote = tokio::select! {
+            wrote = pipe.async_io(Interest::WRITABLE, |fd| rustix::io::write(fd, data).map_err(io::Error::from)) => wrote,
+            () = stdin_closed(exec) => return false,
+        };
+        match wrote {
+            Ok(count) => data = &data[count..],
+            Err(_) => {
+                exec.stdin.borrow_mut().take();
+                return false;
+            }
+        }
+    }
+    true
+}
+
+/// Waits until the exec has ended and dropped its standard input.
+async fn stdin_closed(exec: &Exec) {
+    loop {
+        let news = exec.news.notified();
+        if exec.stdin.borrow().is_none() {
+            return;
+        }
+        news.await;
+    }
+}
+
+/// Hands the connection to a child that serves one file operation. Memory that the work takes is the child's.
+fn serve_file(execs: &Execs, op: FileOp, stream: UnixStream, decoder: Decoder) {
+    let Ok(stream) = stream.into_std() else { return };
+    match sys::fork() {
+        Ok(Fork::Child) => {
+            sys::set_name(c"cynode-file");
+            sys::close_all_but(std::os::fd::AsRawFd::as_raw_fd(&stream));
+            sys::alarm(FILE_OPERATION_SECONDS);
+            let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                stream.set_nonblocking(false)?;
+                files::serve(op, &mut Peer::new(stream, decoder))
+            }));
+            sys::exit_now(i32::from(!matches!(served, Ok(Ok(())))))
+        }
+        Ok(Fork::Parent(pid)) => drop(execs.processes.own(pid)),
+        Err(_) => {
+            // One small frame into an empty socket buffer: it does not block.
+            let refusal = AgentError { errno: Some("EAGAIN".to_owned()), ..AgentError::new(ErrorCode::PidsExhausted, "no process slot is free for the file operation") };
+            drop(Peer::new(stream, decoder).reply(&Reply::Error(refusal)));
+        }
+    }
+}
+

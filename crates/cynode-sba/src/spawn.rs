@@ -1,0 +1,219 @@
+//! Starting a command under its own subreaper.
+//!
+//! Process 1 forks a small copy of itself, the subreaper, which starts the command and adopts whatever the command
+//! leaves behind. So every process of an exec hangs under one known process, daemons too. The subreaper reports over a
+//! pipe that nobody else can write: started or not, then how the command ended. It ends when it has no child left.
+//!
+//! What must stay true: the subreaper holds no descriptor but its report pipe, so that the command's pipes close when
+//! their last writer is gone; it ignores every signal but KILL and STOP.
+
+use std::{
+    ffi::CString,
+    io::{self, Write as _},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::ffi::OsStringExt as _,
+    },
+    path::PathBuf,
+};
+
+use cynode_api::ErrorCode;
+use cynode_sba_proto::{AgentError, ExecStart, WORKSPACE};
+use rustix::{
+    fs::{Mode, OFlags},
+    pipe::PipeFlags,
+};
+
+use crate::sys::{self, Fork, Waited};
+
+/// The path used to look a command up when the exec has no PATH of its own.
+const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+#[derive(Debug)]
+pub(crate) struct Spawned {
+    pub(crate) subreaper: i32,
+    pub(crate) stdin: Option<OwnedFd>,
+    pub(crate) stdout: OwnedFd,
+    pub(crate) stderr: OwnedFd,
+    /// Reads [`Report`]s.
+    pub(crate) report: OwnedFd,
+}
+
+/// What a subreaper says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Report {
+    Started { pid: i32 },
+    CwdFailed { errno: i32 },
+    StartFailed { errno: i32 },
+    Ended { status: i32 },
+}
+
+impl Report {
+    pub(crate) const SIZE: usize = 5;
+
+    fn encode(self) -> [u8; Self::SIZE] {
+        let (kind, value) = match self {
+            Self::Started { pid } => (1, pid),
+            Self::CwdFailed { errno } => (2, errno),
+            Self::StartFailed { errno } => (3, errno),
+            Self::Ended { status } => (4, status),
+        };
+        let [a, b, c, d] = value.to_le_bytes();
+        [kind, a, b, c, d]
+    }
+
+    pub(crate) fn decode([kind, value @ ..]: [u8; Self::SIZE]) -> Option<Self> {
+        let value = i32::from_le_bytes(value);
+        match kind {
+            1 => Some(Self::Started { pid: value }),
+            2 => Some(Self::CwdFailed { errno: value }),
+            3 => Some(Self::StartFailed { errno: value }),
+            4 => Some(Self::Ended { status: value }),
+            _ => None,
+        }
+    }
+}
+
+/// Everything prepared before the fork, so that the copy has little to do.
+struct Plan {
+    candidates: Vec<CString>,
+    argv: Vec<CString>,
+    env: Vec<CString>,
+    cwd: CString,
+}
+
+impl Plan {
+    fn new(start: &ExecStart) -> Result<Self, AgentError> {
+        let invalid = |what: &str| AgentError::new(ErrorCode::InvalidRequest, what);
+        let string = |text: &str, what: &str| CString::new(text).map_err(|_| invalid(&format!("{what} holds a NUL byte")));
+        let program = start.argv.first().filter(|program| !program.is_empty()).ok_or_else(|| invalid("argv must name a command"))?;
+        let candidates = if program.contains('/') {
+            vec![string(program, "argv[0]")?]
+        } else {
+            let path = start.env.iter().find(|(name, _)| name == "PATH").map_or(DEFAULT_PATH, |(_, value)| value);
+            path.split(':')
+                .filter(|directory| !directory.is_empty())
+                .map(|directory| string(&format!("{directory}/{program}"), "argv[0]"))
+                .collect::<Result<_, _>>()?
+        };
+        Ok(Self {
+            candidates,
+            argv: start.argv.iter().map(|argument| string(argument, "argv")).collect::<Result<_, _>>()?,
+            env: start.env.iter().map(|(name, value)| string(&format!("{name}={value}"), "env")).collect::<Result<_, _>>()?,
+            cwd: CString::new(PathBuf::from(WORKSPACE).join(&start.cwd).into_os_string().into_vec()).map_err(|_| invalid("cwd holds a NUL byte"))?,
+        })
+    }
+}
+
+pub(crate) fn spawn(start: &ExecStart) -> Result<Spawned, AgentError> {
+    let plan = Plan::new(start)?;
+    let pipe = || rustix::pipe::pipe_with(PipeFlags::CLOEXEC).map_err(|error| failed("opening a pipe", error.raw_os_error()));
+    let (report, report_out) = pipe()?;
+    let (stdout, stdout_in) = pipe()?;
+    let (stderr, stderr_in) = pipe()?;
+    let (stdin_out, stdin) = if start.stdin {
+        let (reader, writer) = pipe()?;
+        (reader, Some(writer))
+    } else {
+        let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(|error| failed("opening /dev/null", error.raw_os_error()))?;
+        (null, None)
+    };
+    match sys::fork() {
+        Ok(Fork::Child) => {
+            // Nothing may unwind out of the copy into the runtime of its parent.
+            let _ended = std::panic::catch_unwind(|| subreaper(&plan, &stdin_out, &stdout_in, &stderr_in, &report_out));
+            sys::exit_now(70)
+        }
+        Ok(Fork::Parent(subreaper)) => {
+            for fd in [Some(&stdout), Some(&stderr), Some(&report), stdin.as_ref()].into_iter().flatten() {
+                rustix::io::ioctl_fionbio(fd, true).map_err(|error| failed("preparing a pipe", error.raw_os_error()))?;
+            }
+            Ok(Spawned { subreaper, stdin, stdout, stderr, report })
+        }
+        Err(error) => Err(failed("starting the command", error.raw_os_error().unwrap_or(libc::EAGAIN))),
+    }
+}
+
+/// A failure of the sandbox's own means, as opposed to one of the command.
+fn failed(what: &str, errno: i32) -> AgentError {
+    let (code, detail) = match errno {
+        libc::EAGAIN => (ErrorCode::PidsExhausted, "no process slot is free"),
+        libc::ENOMEM => (ErrorCode::PidsExhausted, "no memory is left for another process"),
+        libc::EMFILE | libc::ENFILE => (ErrorCode::Internal, "the agent has no file descriptor left"),
+        _ => (ErrorCode::Internal, "unexpected"),
+    };
+    AgentError { errno: Some(sys::errno_name(errno)), ..AgentError::new(code, format!("{what}: {detail}")) }
+}
+
+/// The error of a command that did not start.
+pub(crate) fn start_error(start: &ExecStart, report: Report) -> AgentError {
+    let error = |errno: i32, what: String| AgentError {
+        errno: Some(sys::errno_name(errno)),
+        ..AgentError::new(ErrorCode::ExecFailed, format!("{what}: {}", io::Error::from_raw_os_error(errno)))
+    };
+    match report {
+        Report::CwdFailed { errno } => error(errno, format!("can't change to directory {:?}", start.cwd)),
+        Report::StartFailed { errno: errno @ (libc::EAGAIN | libc::ENOMEM) } => failed("starting the command", errno),
+        Report::StartFailed { errno } => error(errno, format!("can't start {:?}", start.argv.first().map_or("", String::as_str))),
+        Report::Started { .. } | Report::Ended { .. } => AgentError::new(ErrorCode::Internal, "the command's supervisor sent reports out of order"),
+    }
+}
+
+/// The life of the forked copy.
+fn subreaper(plan: &Plan, stdin: &OwnedFd, stdout: &OwnedFd, stderr: &OwnedFd, report: &OwnedFd) -> ! {
+    sys::block_all_signals();
+    let Ok(report) = sys::duplicate_from(report.as_raw_fd(), 100) else { sys::exit_now(70) };
+    for (fd, target) in [(stdin, 0), (stdout, 1), (stderr, 2)] {
+        if sys::become_fd(fd.as_raw_fd(), target).is_err() {
+            sys::exit_now(70);
+        }
+    }
+    sys::close_all_but(report.as_raw_fd());
+    let mut report = std::fs::File::from(report);
+    let mut say = |message: Report| {
+        if report.write_all(&message.encode()).is_err() {
+            sys::exit_now(70);
+        }
+    };
+    sys::set_name(c"cynode-exec");
+    if sys::become_subreaper().is_err() {
+        sys::exit_now(70);
+    }
+    rustix::process::umask(Mode::from_raw_mode(0o022));
+    if let Err(error) = rustix::process::chdir(&plan.cwd) {
+        say(Report::CwdFailed { errno: error.raw_os_error() });
+        sys::exit_now(0);
+    }
+    let main = match start(plan) {
+        Ok(pid) => pid,
+        Err(errno) => {
+            say(Report::StartFailed { errno });
+            sys::exit_now(0);
+        }
+    };
+    sys::close_standard_streams();
+    say(Report::Started { pid: main });
+    loop {
+        match sys::wait_any(true) {
+            Waited::Child(pid, status) if pid == main => say(Report::Ended { status }),
+            Waited::Child(..) | Waited::NoneReady => {}
+            Waited::NoChildren => sys::exit_now(0),
+        }
+    }
+}
+
+/// As `execvp` searches: a candidate that is missing is passed over, one that may not be run is remembered.
+fn start(plan: &Plan) -> Result<i32, i32> {
+    let mut worst = libc::ENOENT;
+    for candidate in &plan.candidates {
+        match sys::spawn(candidate, &plan.argv, &plan.env) {
+            Ok(pid) => return Ok(pid),
+            Err(error) => match error.raw_os_error().unwrap_or(libc::EINVAL) {
+                libc::ENOENT | libc::ENOTDIR if plan.candidates.len() > 1 => {}
+                libc::EACCES if plan.candidates.len() > 1 => worst = libc::EACCES,
+                errno => return Err(errno),
+            },
+        }
+    }
+    Err(worst)
+}

@@ -1,0 +1,64 @@
+//! Bearer tokens. A token is compared by its hash and in constant time.
+
+use std::sync::Arc;
+
+use axum::{
+    extract::{Request, State},
+    middleware::Next,
+    response::{IntoResponse as _, Response},
+};
+use cynode_api::ErrorCode;
+use http::header;
+use sha2::{Digest as _, Sha256};
+use subtle::ConstantTimeEq as _;
+
+use crate::ApiError;
+
+/// The one token that a worker takes.
+#[derive(Clone)]
+pub struct Token(Arc<[u8; 32]>);
+
+impl std::fmt::Debug for Token {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Token(…)")
+    }
+}
+
+impl Token {
+    #[must_use]
+    pub fn new(token: &str) -> Self {
+        Self(Arc::new(Sha256::digest(token.as_bytes()).into()))
+    }
+
+    #[must_use]
+    pub fn admits(&self, offered: &str) -> bool {
+        Sha256::digest(offered.as_bytes()).ct_eq(self.0.as_slice()).into()
+    }
+}
+
+/// Refuses requests without the token.
+pub async fn require(State(token): State<Token>, request: Request, next: Next) -> Response {
+    let offered = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()).and_then(|value| {
+        let (scheme, token) = value.split_once(' ')?;
+        scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
+    });
+    match offered {
+        Some(offered) if token.admits(offered) => next.run(request).await,
+        Some(_) => ApiError::new(ErrorCode::Unauthorized, "the token is not valid here").into_response(),
+        None => ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent").into_response(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_admits_only_itself() {
+        let token = Token::new("cyn_secret");
+        assert!(token.admits("cyn_secret"));
+        assert!(!token.admits("cyn_secre"));
+        assert!(!token.admits(""));
+        assert_eq!(format!("{token:?}"), "Token(…)");
+    }
+}

@@ -1,0 +1,15 @@
+//! What every role of CyNode shares: configuration, telemetry, the HTTP edge (problems, bodies, authentication, admin
+//! routes, TLS) and shutdown.
+#![forbid(unsafe_code)]
+
+pub mod admin;
+pub mod auth;
+pub mod config;
+pub mod edge;
+pub mod files;
+pub mod listen;
+pub mod shutdown;
+pub mod telemetry;
+
+pub use config::ConfigError;
+pub use edge::{ApiError, JsonBody, QueryParams};

@@ -1,0 +1,22 @@
+//! Ending in order: the first SIGTERM or SIGINT asks, the second insists.
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+/// A token that is cancelled by SIGTERM or SIGINT.
+pub fn on_signals() -> std::io::Result<CancellationToken> {
+    let token = CancellationToken::new();
+    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    tokio::spawn({
+        let token = token.clone();
+        async move {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            tracing::info!("Asked to stop.");
+            token.cancel();
+        }
+    });
+    Ok(token)
+}

@@ -1,0 +1,238 @@
+//! Exec routes.
+
+use std::{path::Path, sync::Arc, time::Duration};
+
+use axum::{
+    Json,
+    extract::State,
+    response::{IntoResponse as _, Response},
+};
+use cynode_api::{
+    ErrorCode, Exec as ExecObject, ExecAccepted, ExecId, ExecRequest, ExecResult, ExecVia, OutputPage, Page, Problem, SessionId, SignalExec, StdinWrite,
+    exec_limits::{MAX_ARGV, MAX_ARGV_BYTES, MAX_ENV, MAX_ENV_BYTES, MAX_OUTPUT_BYTES, MAX_STDIN_BYTES, MAX_TIMEOUT_MS, MAX_WAIT_MS},
+};
+use cynode_sba_proto::{MAX_DATA, Request, WORKSPACE};
+use cynode_service::{ApiError, JsonBody, QueryParams};
+use http::{HeaderMap, StatusCode};
+use serde::Deserialize;
+use utoipa::IntoParams;
+
+use super::{
+    Api,
+    output::{self, accepts_events, chunk},
+    sessions::{Id, parse_id},
+};
+use crate::{
+    execs::{self, Begun, Command, Exec},
+    sessions::{Entry, Live, check_env, check_version, exec_environment},
+};
+
+/// The session's and the exec's id of a path.
+pub(super) struct ExecPath(SessionId, ExecId);
+
+impl<S: Send + Sync> axum::extract::FromRequestParts<S> for ExecPath {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut http::request::Parts, state: &S) -> Result<Self, Self::Rejection> {
+        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state).await.map_err(|error| ApiError::invalid(error.body_text()))?;
+        Ok(Self(parse_id(&path, "id", ErrorCode::SessionNotFound)?, parse_id(&path, "exec_id", ErrorCode::ExecNotFound)?))
+    }
+}
+
+fn check(request: &ExecRequest) -> Result<(), ApiError> {
+    check_version(request.version)?;
+    if request.argv.first().is_none_or(String::is_empty) {
+        return Err(ApiError::invalid("argv: must hold the command's name first"));
+    }
+    if request.argv.len() > MAX_ARGV || request.argv.iter().map(|argument| argument.len() + 1).sum::<usize>() > MAX_ARGV_BYTES {
+        return Err(ApiError::new(ErrorCode::TooLarge, format!("argv: more than {MAX_ARGV} arguments or {MAX_ARGV_BYTES} bytes")));
+    }
+    if let Some(index) = request.argv.iter().position(|argument| argument.contains('\0')) {
+        return Err(ApiError::invalid(format!("argv[{index}]: holds a NUL character")));
+    }
+    if request.cwd.as_ref().is_some_and(|cwd| cwd.contains('\0') || cwd.len() > 4_095) {
+        return Err(ApiError::invalid("cwd: holds a NUL character or is too long"));
+    }
+    check_env(&request.env, MAX_ENV, MAX_ENV_BYTES)?;
+    let least = u64::from(!request.background);
+    if !(least..=MAX_TIMEOUT_MS).contains(&request.timeout_ms) {
+        return Err(ApiError::invalid(format!("timeout_ms: must lie between {least} and {MAX_TIMEOUT_MS}{}", if request.background { "" } else { " (0 only with background)" })));
+    }
+    if request.max_output_bytes.is_some_and(|bytes| bytes > MAX_OUTPUT_BYTES) {
+        return Err(ApiError::invalid(format!("max_output_bytes: at most {MAX_OUTPUT_BYTES}")));
+    }
+    if request.stdin.is_some() && request.stdin_b64.is_some() {
+        return Err(ApiError::invalid("stdin and stdin_b64 exclude one another"));
+    }
+    if request.stdin.as_ref().map_or(0, String::len).max(request.stdin_b64.as_ref().map_or(0, |bytes| bytes.0.len())) > MAX_STDIN_BYTES {
+        return Err(ApiError::new(ErrorCode::TooLarge, format!("stdin: more than {MAX_STDIN_BYTES} bytes; use stdin_open and the stdin call")));
+    }
+    Ok(())
+}
+
+/// Run a command. The answer is its result, an event stream (`Accept: text/event-stream`), or, with `background`, its id.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/exec", tag = "execs", params(("id" = SessionId, Path)), request_body = ExecRequest,
+    responses((status = 200, content((ExecResult = "application/json"), (String = "text/event-stream"))), (status = 202, body = ExecAccepted), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn start(State(api): State<Api>, Id(id): Id<SessionId>, headers: HeaderMap, JsonBody(request): JsonBody<ExecRequest>) -> Result<Response, ApiError> {
+    let begun = std::time::Instant::now();
+    check(&request)?;
+    let (entry, live) = api.sessions.live(id)?;
+    let background = request.background;
+    let exec = run(&api, &entry, live, request).await?;
+    if background && !accepts_events(&headers) {
+        return Ok((StatusCode::ACCEPTED, Json(ExecAccepted { exec_id: exec.id() })).into_response());
+    }
+    if accepts_events(&headers) {
+        return Ok(output::stream(exec.attach(0)?, true, api.stop.clone()));
+    }
+    let _watching = exec.watch();
+    let result = exec.result().await?;
+    metrics::histogram!("cynode_exec_seconds").record(begun.elapsed().as_secs_f64());
+    Ok(Json(result).into_response())
+}
+
+/// Starts the command, or finds the one that the same request started.
+async fn run(api: &Api, entry: &Entry, live: Arc<Live>, request: ExecRequest) -> Result<Arc<Exec>, ApiError> {
+    let cwd = Path::new(WORKSPACE).join(request.cwd.as_deref().unwrap_or("."));
+    let cwd = if request.cwd.is_none() { WORKSPACE.to_owned() } else { cwd.to_string_lossy().into_owned() };
+    let exec = match entry.execs.begin(&request, cwd)? {
+        Begun::Existing(exec) => {
+            exec.started().await?;
+            return Ok(exec);
+        }
+        Begun::New(exec) => exec,
+    };
+    // Counted until the caller's own place is taken, so that it is never seen as abandoned before.
+    let _watching = exec.watch();
+    let command = Command {
+        env: exec_environment(&entry.record(), &request.env),
+        stdin: request.stdin.map(String::into_bytes).or(request.stdin_b64.map(|bytes| bytes.0)).unwrap_or_default(),
+        stdin_open: request.stdin_open,
+    };
+    let (execs, started) = (Arc::clone(&entry.execs), Arc::clone(&exec));
+    let via = api.sessions.config.exec_via;
+    // A caller who goes away in this moment must not leave a command that is neither started nor void.
+    let starting = tokio::spawn(async move {
+        match via {
+            ExecVia::Agent => execs::start_by_agent(live, execs, started, command).await,
+            ExecVia::Runtime => execs::start_by_runtime(live, execs, started, command).await,
+        }
+    });
+    starting.await.map_err(|_| ApiError::new(ErrorCode::Internal, "starting the command was interrupted"))??;
+    Ok(exec)
+}
+
+/// List the commands of a session, oldest first.
+#[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs", tag = "execs", params(("id" = SessionId, Path)),
+    responses((status = 200, body = Page<ExecObject>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list(State(api): State<Api>, Id(id): Id<SessionId>) -> Result<Json<Page<ExecObject>>, ApiError> {
+    let entry = with_execs(&api, id)?;
+    Ok(Json(Page { items: entry.execs.list().iter().map(|exec| exec.object()).collect(), next_cursor: None }))
+}
+
+/// A session whose execs can be asked for: one that has ended has none.
+fn with_execs(api: &Api, id: SessionId) -> Result<Arc<Entry>, ApiError> {
+    let entry = api.sessions.get(id)?;
+    if matches!(entry.object().state, cynode_api::SessionState::Ending | cynode_api::SessionState::Ended) {
+        return Err(ApiError::new(ErrorCode::SessionEnded, format!("session {id} has ended")));
+    }
+    Ok(entry)
+}
+
+/// Show a command.
+#[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs/{exec_id}", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)),
+    responses((status = 200, body = ExecObject), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn show(State(api): State<Api>, ExecPath(id, exec_id): ExecPath) -> Result<Json<ExecObject>, ApiError> {
+    Ok(Json(with_execs(&api, id)?.execs.get(exec_id)?.object()))
+}
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct OutputQuery {
+    /// Exclusive; 0 is the start.
+    after_seq: Option<u64>,
+    /// About how much to return; 1 MiB by default, 16 MiB at most. At least one piece comes when there is one.
+    max_bytes: Option<u64>,
+    /// How long to wait for something new, at most 60,000.
+    wait_ms: Option<u64>,
+    /// Only the newest pieces that hold this much.
+    tail_bytes: Option<u64>,
+}
+
+/// Read output, while the command runs and after; or follow it as an event stream, resumed by `Last-Event-ID`.
+#[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs/{exec_id}/output", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path), OutputQuery),
+    responses((status = 200, content((OutputPage = "application/json"), (String = "text/event-stream"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn output(State(api): State<Api>, ExecPath(id, exec_id): ExecPath, headers: HeaderMap, QueryParams(query): QueryParams<OutputQuery>) -> Result<Response, ApiError> {
+    let entry = with_execs(&api, id)?;
+    entry.touch();
+    let exec = entry.execs.get(exec_id)?;
+    let resumed = match headers.get("last-event-id") {
+        Some(value) => Some(value.to_str().ok().and_then(|text| text.parse::<u64>().ok()).ok_or_else(|| ApiError::invalid("Last-Event-ID: is not a sequence number"))?),
+        None => None,
+    };
+    let wait = query.wait_ms.unwrap_or(0);
+    if wait > MAX_WAIT_MS {
+        return Err(ApiError::invalid(format!("wait_ms: at most {MAX_WAIT_MS}")));
+    }
+    let mut after_seq = resumed.or(query.after_seq).unwrap_or(0);
+    if let Some(bytes) = query.tail_bytes {
+        after_seq = after_seq.max(exec.before_tail(bytes)?);
+    }
+    if accepts_events(&headers) {
+        return Ok(output::stream(exec.attach(after_seq)?, resumed.is_none(), api.stop.clone()));
+    }
+    let max_bytes = query.max_bytes.unwrap_or(1 << 20).clamp(1, MAX_OUTPUT_BYTES);
+    let _watching = exec.watch();
+    let deadline = tokio::time::Instant::now() + Duration::from_millis(wait);
+    let mut changes = exec.changes();
+    let page = loop {
+        let page = exec.page(after_seq, max_bytes)?;
+        if !page.pieces.is_empty() || page.exit.is_some() || tokio::time::timeout_at(deadline, changes.changed()).await.is_err() {
+            break page;
+        }
+    };
+    Ok(Json(OutputPage { chunks: page.pieces.into_iter().map(chunk).collect(), next_seq: page.next_seq, lost_before_seq: page.lost_before_seq, exit: page.exit }).into_response())
+}
+
+/// Signal a command: its process group, or everything that it started.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/execs/{exec_id}/signal", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)), request_body = SignalExec,
+    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn signal(State(api): State<Api>, ExecPath(id, exec_id): ExecPath, JsonBody(request): JsonBody<SignalExec>) -> Result<StatusCode, ApiError> {
+    check_version(request.version)?;
+    let (entry, live) = api.sessions.live(id)?;
+    let exec = entry.execs.get(exec_id)?;
+    match api.sessions.config.exec_via {
+        ExecVia::Agent => {
+            let request = Request::Signal { exec_id, signal: request.signal.number(), scope: request.scope };
+            live.link()?.call(&request).await?;
+        }
+        ExecVia::Runtime if exec.is_running() => execs::signal_by_runtime(&live, exec_id, request.signal.number()),
+        ExecVia::Runtime => return Err(ApiError::new(ErrorCode::ExecEnded, "the exec has ended")),
+    }
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Write to a command's standard input. Answers when the command's pipe has taken it.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/execs/{exec_id}/stdin", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)), request_body = StdinWrite,
+    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn stdin(State(api): State<Api>, ExecPath(id, exec_id): ExecPath, JsonBody(request): JsonBody<StdinWrite>) -> Result<StatusCode, ApiError> {
+    check_version(request.version)?;
+    let (entry, _) = api.sessions.live(id)?;
+    let exec = entry.execs.get(exec_id)?;
+    let data = request.data_b64.unwrap_or_default().0;
+    if data.len() > MAX_STDIN_BYTES {
+        return Err(ApiError::new(ErrorCode::TooLarge, format!("data_b64: more than {MAX_STDIN_BYTES} bytes in one call")));
+    }
+    let closed = || ApiError::new(ErrorCode::StdinClosed, "the exec takes no more input");
+    for piece in data.chunks(MAX_DATA) {
+        if !exec.write_stdin(Some(piece.to_vec())).await {
+            return Err(closed());
+        }
+    }
+    if request.eof && !exec.write_stdin(None).await {
+        return Err(closed());
+    }
+    Ok(StatusCode::NO_CONTENT)
+}
+

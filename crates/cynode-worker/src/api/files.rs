@@ -1,0 +1,445 @@
+//! File routes. Every operation runs inside the sandbox, by the agent, with the sandbox's own rights.
+
+use std::{ops::RangeInclusive, time::Duration};
+
+use axum::{
+    Json,
+    body::{Body, Bytes},
+    extract::State,
+    response::{IntoResponse as _, Response},
+};
+use base64::{Engine as _, engine::general_purpose::STANDARD};
+use cynode_api::{
+    Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileType, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, SessionId,
+    file_limits::{MAX_CONTEXT_LINES, MAX_DEPTH, MAX_ENTRIES, MAX_PATCH_BYTES, MAX_PATH_BYTES, MAX_PATTERN_BYTES, MAX_PUT_BYTES, MAX_RESULTS, SEARCH_MS},
+};
+use cynode_sba_proto::{FileOp, FileStat, Frame, Reply, Request};
+use cynode_service::{ApiError, JsonBody, QueryParams};
+use futures_util::{StreamExt as _, stream};
+use http::{HeaderMap, HeaderValue, StatusCode, header};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+use utoipa::{IntoParams, ToSchema};
+
+use super::{Api, sessions::Id};
+use crate::{
+    execs::hex,
+    sandbox::{ANSWER, Channel, unavailable, unexpected},
+    sessions::{Activity, check_version},
+};
+
+/// How long hashing or packing may take before the first byte comes.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct FileQuery {
+    /// Relative paths start at `/workspace`.
+    path: Option<String>,
+    /// A path that is not UTF-8, in base64.
+    path_b64: Option<String>,
+    /// For DELETE: a directory with all below it.
+    #[serde(default)]
+    recursive: bool,
+}
+
+impl FileQuery {
+    fn path(&self) -> Result<Base64Bytes, ApiError> {
+        match (&self.path, &self.path_b64) {
+            (Some(path), None) => check_path(path.clone().into_bytes(), "path"),
+            (None, Some(path)) => check_path(STANDARD.decode(path).map_err(|error| ApiError::invalid(format!("path_b64: not base64: {error}")))?, "path_b64"),
+            (None, None) => Err(ApiError::invalid("path: is missing")),
+            (Some(_), Some(_)) => Err(ApiError::invalid("path and path_b64 exclude one another")),
+        }
+    }
+}
+
+fn check_path(path: Vec<u8>, field: &str) -> Result<Base64Bytes, ApiError> {
+    if path.is_empty() || path.len() > MAX_PATH_BYTES || path.contains(&0) {
+        return Err(ApiError::invalid(format!("{field}: must have 1 to {MAX_PATH_BYTES} bytes and no NUL")));
+    }
+    Ok(Base64Bytes(path))
+}
+
+fn check_text_path(path: &str, field: &str) -> Result<Base64Bytes, ApiError> {
+    check_path(path.as_bytes().to_vec(), field)
+}
+
+fn check_range(value: Option<u32>, range: RangeInclusive<u32>, field: &str) -> Result<(), ApiError> {
+    match value {
+        Some(value) if !range.contains(&value) => Err(ApiError::invalid(format!("{field}: must lie between {} and {}", range.start(), range.end()))),
+        _ => Ok(()),
+    }
+}
+
+/// Opens an operation on a session. The session counts as active while the guard lives.
+async fn open(api: &Api, id: SessionId, op: FileOp) -> Result<(Channel, Activity), ApiError> {
+    let (_, live) = api.sessions.live(id)?;
+    let activity = live.activity();
+    let channel = live.link()?.open(&Request::File { op }).await.map_err(unavailable)?;
+    Ok((channel, activity))
+}
+
+async fn simple(api: &Api, id: SessionId, op: FileOp) -> Result<StatusCode, ApiError> {
+    let (mut channel, _activity) = open(api, id, op).await?;
+    match channel.reply(PATIENCE).await? {
+        Reply::Ok => Ok(StatusCode::NO_CONTENT),
+        other => Err(unexpected(&format!("{other:?}"))),
+    }
+}
+
+async fn stat_of(api: &Api, id: SessionId, op: FileOp) -> Result<(FileStat, Channel, Activity), ApiError> {
+    let (mut channel, activity) = open(api, id, op).await?;
+    match channel.reply(PATIENCE).await? {
+        Reply::Stat(stat) => Ok((stat, channel, activity)),
+        other => Err(unexpected(&format!("{other:?}"))),
+    }
+}
+
+fn is_sha256(text: &str) -> bool {
+    text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+fn file_headers(stat: &FileStat) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    let mut insert = |name: http::HeaderName, value: String| {
+        if let Ok(value) = HeaderValue::from_str(&value) {
+            headers.insert(name, value);
+        }
+    };
+    if let Some(sha256) = stat.sha256.as_ref().filter(|sha256| is_sha256(sha256)) {
+        insert(header::ETAG, format!("\"sha256:{sha256}\""));
+        insert(http::HeaderName::from_static("x-content-sha256"), sha256.clone());
+    }
+    insert(http::HeaderName::from_static("x-mode"), format!("{:04o}", stat.mode & 0o7777));
+    let kind = match stat.kind {
+        FileType::File => "file",
+        FileType::Dir => "dir",
+        FileType::Symlink => "symlink",
+        FileType::Other => "other",
+    };
+    insert(http::HeaderName::from_static("x-type"), kind.to_owned());
+    if let Ok(at) = time::OffsetDateTime::from_unix_timestamp(stat.mtime) {
+        let format = time::macros::format_description!("[weekday repr:short], [day] [month repr:short] [year] [hour]:[minute]:[second] GMT");
+        insert(header::LAST_MODIFIED, at.format(&format).unwrap_or_default());
+    }
+    insert(header::ACCEPT_RANGES, "bytes".to_owned());
+    headers
+}
+
+/// One range of bytes: a start with or without an end, or a suffix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Range {
+    From(u64, Option<u64>),
+    Last(u64),
+}
+
+/// A `Range` header with one range. Others are ignored, as the standard allows.
+fn parse_range(headers: &HeaderMap) -> Option<Range> {
+    let text = headers.get(header::RANGE)?.to_str().ok()?.strip_prefix("bytes=")?.trim();
+    let (start, end) = text.split_once('-')?;
+    match (start.trim(), end.trim()) {
+        ("", last) => last.parse().ok().map(Range::Last),
+        (start, "") => Some(Range::From(start.parse().ok()?, None)),
+        (start, end) => {
+            let (start, end): (u64, u64) = (start.parse().ok()?, end.parse().ok()?);
+            (start <= end).then_some(Range::From(start, Some(end)))
+        }
+    }
+}
+
+/// Read a file, whole or a range of it.
+#[utoipa::path(get, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery),
+    responses((status = 200, content_type = "application/octet-stream", body = Vec<u8>), (status = 206, content_type = "application/octet-stream", body = Vec<u8>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn read(State(api): State<Api>, Id(id): Id<SessionId>, headers: HeaderMap, QueryParams(query): QueryParams<FileQuery>) -> Result<Response, ApiError> {
+    let path = query.path()?;
+    let range = parse_range(&headers);
+    let (start, end) = match range {
+        None => (0, None),
+        Some(Range::From(start, end)) => (start, end.map(|end| end.saturating_add(1))),
+        Some(Range::Last(count)) => {
+            let (stat, ..) = stat_of(&api, id, FileOp::Stat { path: path.clone(), hash: false }).await?;
+            if count == 0 {
+                return Err(ApiError::new(ErrorCode::RangeNotSatisfiable, "a range of no bytes"));
+            }
+            (stat.size.saturating_sub(count), None)
+        }
+    };
+    let (stat, channel, activity) = stat_of(&api, id, FileOp::Read { path, start, end }).await?;
+    let end = end.unwrap_or(stat.size).min(stat.size);
+    let mut answer = file_headers(&stat);
+    answer.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
+    answer.insert(header::CONTENT_LENGTH, HeaderValue::from(end.saturating_sub(start)));
+    let status = if range.is_some() {
+        if let Ok(value) = HeaderValue::from_str(&format!("bytes {start}-{}/{}", end.saturating_sub(1), stat.size)) {
+            answer.insert(header::CONTENT_RANGE, value);
+        }
+        StatusCode::PARTIAL_CONTENT
+    } else {
+        StatusCode::OK
+    };
+    Ok((status, answer, body_of(channel, activity)).into_response())
+}
+
+/// The rest of a channel as a body. A failure in the middle breaks the connection: it can't be mistaken for the end.
+fn body_of(channel: Channel, activity: Activity) -> Body {
+    Body::from_stream(stream::unfold(Some((channel, activity)), async |state| {
+        let (mut channel, activity) = state?;
+        match channel.data(PATIENCE).await {
+            Ok(Some(piece)) => Some((Ok(Bytes::from(piece)), Some((channel, activity)))),
+            Ok(None) => None,
+            Err(error) => {
+                tracing::warn!(error = %error.0, "A file's transfer broke off.");
+                Some((Err(std::io::Error::other(error.0.to_string())), None))
+            }
+        }
+    }))
+}
+
+/// Stat a file or directory; the hash of a file up to 100 MiB is in the ETag.
+#[utoipa::path(head, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery), responses((status = 200), (status = "default")))]
+pub(super) async fn stat(State(api): State<Api>, Id(id): Id<SessionId>, QueryParams(query): QueryParams<FileQuery>) -> Result<Response, ApiError> {
+    let (stat, ..) = stat_of(&api, id, FileOp::Stat { path: query.path()?, hash: true }).await?;
+    let mut headers = file_headers(&stat);
+    headers.insert(header::CONTENT_LENGTH, HeaderValue::from(stat.size));
+    Ok((StatusCode::OK, headers).into_response())
+}
+
+/// The content hashes that `If-Match` allows; `*` stands for any.
+fn if_match(headers: &HeaderMap) -> Result<Option<Vec<String>>, ApiError> {
+    let mut allowed = Vec::new();
+    for value in headers.get_all(header::IF_MATCH) {
+        for tag in value.to_str().map_err(|_| ApiError::invalid("If-Match: is not text"))?.split(',') {
+            let tag = tag.trim();
+            match tag.strip_prefix('"').and_then(|tag| tag.strip_suffix('"')).and_then(|tag| tag.strip_prefix("sha256:")) {
+                Some(sha256) if is_sha256(sha256) => allowed.push(sha256.to_ascii_lowercase()),
+                _ if tag == "*" => allowed.push("*".to_owned()),
+                // A tag that we never gave out matches nothing.
+                _ => allowed.push("-".to_owned()),
+            }
+        }
+    }
+    Ok((!allowed.is_empty()).then_some(allowed))
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct FileWritten {
+    sha256: String,
+    size: u64,
+    mode: String,
+    created: bool,
+    /// Of what was there before.
+    sha256_before: Option<String>,
+}
+
+/// Write a file, atomically; parents are made. `X-Mode` sets its permissions, `X-Content-SHA256` is checked.
+#[utoipa::path(put, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery), request_body(content = Vec<u8>, content_type = "application/octet-stream"),
+    responses((status = 201, body = FileWritten), (status = 200, body = FileWritten), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn write(State(api): State<Api>, Id(id): Id<SessionId>, headers: HeaderMap, QueryParams(query): QueryParams<FileQuery>, body: Body) -> Result<Response, ApiError> {
+    let path = query.path()?;
+    let too_large = || ApiError::new(ErrorCode::TooLarge, format!("the file exceeds {MAX_PUT_BYTES} bytes"));
+    let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()).and_then(|text| text.parse::<u64>().ok());
+    if length.is_some_and(|length| length > MAX_PUT_BYTES) {
+        return Err(too_large());
+    }
+    let mode = match headers.get("x-mode") {
+        None => None,
+        Some(value) => {
+            let mode = value.to_str().ok().and_then(|text| u32::from_str_radix(text, 8).ok()).filter(|mode| *mode <= 0o777);
+            Some(mode.ok_or_else(|| ApiError::invalid("X-Mode: must be an octal number up to 0777"))?)
+        }
+    };
+    let expected = match headers.get("x-content-sha256") {
+        None => None,
+        Some(value) => Some(value.to_str().ok().filter(|text| is_sha256(text)).map(str::to_ascii_lowercase).ok_or_else(|| ApiError::invalid("X-Content-SHA256: must be 64 hexadecimal digits"))?),
+    };
+    let if_none_match = match headers.get(header::IF_NONE_MATCH) {
+        None => false,
+        Some(value) if value == "*" => true,
+        Some(_) => return Err(ApiError::invalid("If-None-Match: only '*' is understood here")),
+    };
+    let op = FileOp::Write { path, mode, if_match: if_match(&headers)?, if_none_match, max_bytes: MAX_PUT_BYTES };
+    let (mut channel, _activity) = open(&api, id, op).await?;
+    let mut hash = Sha256::new();
+    let mut total: u64 = 0;
+    let mut body = body.into_data_stream();
+    while let Some(piece) = body.next().await {
+        // Without its end the agent changes nothing.
+        let piece = piece.map_err(|_| ApiError::invalid("the body broke off"))?;
+        total += piece.len() as u64;
+        if total > MAX_PUT_BYTES {
+            return Err(too_large());
+        }
+        hash.update(&piece);
+        if channel.send_data(&piece).await.is_err() {
+            // It has refused, and says why.
+            return Err(refusal(&mut channel).await);
+        }
+    }
+    if expected.is_some_and(|expected| expected != hex(&hash.finalize())) {
+        return Err(ApiError::invalid("X-Content-SHA256: the body has another hash; nothing was written"));
+    }
+    if channel.send(&Frame::End).await.is_err() {
+        return Err(refusal(&mut channel).await);
+    }
+    match channel.reply(PATIENCE).await? {
+        Reply::Written(written) if is_sha256(&written.sha256) => {
+            let status = if written.created { StatusCode::CREATED } else { StatusCode::OK };
+            let etag = format!("\"sha256:{}\"", written.sha256);
+            let answer = FileWritten { sha256: written.sha256, size: written.size, mode: format!("{:04o}", written.mode & 0o7777), created: written.created, sha256_before: written.sha256_before };
+            Ok((status, [(header::ETAG, etag)], Json(answer)).into_response())
+        }
+        other => Err(unexpected(&format!("{other:?}"))),
+    }
+}
+
+/// Why an agent closed a connection on which it was to receive.
+async fn refusal(channel: &mut Channel) -> ApiError {
+    match channel.reply(ANSWER).await {
+        Err(error) => error,
+        Ok(other) => unexpected(&format!("{other:?}")),
+    }
+}
+
+/// Delete a file, or a directory.
+#[utoipa::path(delete, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery),
+    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn delete(State(api): State<Api>, Id(id): Id<SessionId>, headers: HeaderMap, QueryParams(query): QueryParams<FileQuery>) -> Result<StatusCode, ApiError> {
+    simple(&api, id, FileOp::Delete { path: query.path()?, recursive: query.recursive, if_match: if_match(&headers)? }).await
+}
+
+/// List a directory.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:list", tag = "files", params(("id" = SessionId, Path)), request_body = ListRequest,
+    responses((status = 200, body = ListResult), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<ListRequest>) -> Result<Json<ListResult>, ApiError> {
+    check_version(request.version)?;
+    match (&request.path, &request.path_b64) {
+        (Some(_), Some(_)) => return Err(ApiError::invalid("path and path_b64 exclude one another")),
+        (Some(path), None) => drop(check_text_path(path, "path")?),
+        (None, Some(path)) => drop(check_path(path.0.clone(), "path_b64")?),
+        (None, None) => {}
+    }
+    check_range(request.depth, 1..=MAX_DEPTH, "depth")?;
+    check_range(request.max_entries, 1..=MAX_ENTRIES, "max_entries")?;
+    let (mut channel, _activity) = open(&api, id, FileOp::List { request }).await?;
+    channel.body(PATIENCE).await.map(Json)
+}
+
+/// Search files by a regular expression, for at most 10 s.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:search", tag = "files", params(("id" = SessionId, Path)), request_body = SearchRequest,
+    responses((status = 200, body = SearchResult), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn search(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SearchRequest>) -> Result<Json<SearchResult>, ApiError> {
+    check_version(request.version)?;
+    if request.pattern.is_empty() || request.pattern.len() > MAX_PATTERN_BYTES || request.glob.as_ref().is_some_and(|glob| glob.len() > MAX_PATTERN_BYTES) {
+        return Err(ApiError::invalid(format!("pattern: must have 1 to {MAX_PATTERN_BYTES} bytes, and so must glob")));
+    }
+    if let Some(path) = &request.path {
+        check_text_path(path, "path")?;
+    }
+    check_range(request.context_lines, 0..=MAX_CONTEXT_LINES, "context_lines")?;
+    check_range(request.max_results, 1..=MAX_RESULTS, "max_results")?;
+    let (mut channel, _activity) = open(&api, id, FileOp::Search { request }).await?;
+    channel.body(Duration::from_millis(SEARCH_MS) + ANSWER).await.map(Json)
+}
+
+/// Apply a unified diff to the workspace: all of it, or nothing.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:patch", tag = "files", params(("id" = SessionId, Path)), request_body = PatchRequest,
+    responses((status = 200, body = PatchResult), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<PatchRequest>) -> Result<Json<PatchResult>, ApiError> {
+    check_version(request.version)?;
+    if request.diff.len() as u64 > MAX_PATCH_BYTES {
+        return Err(ApiError::new(ErrorCode::TooLarge, format!("diff: more than {MAX_PATCH_BYTES} bytes")));
+    }
+    check_range(request.strip, 0..=32, "strip")?;
+    let (mut channel, _activity) = open(&api, id, FileOp::Patch { strip: request.strip.unwrap_or(1), dry_run: request.dry_run }).await?;
+    let sent = match channel.send_data(request.diff.as_bytes()).await {
+        Ok(()) => channel.send(&Frame::End).await,
+        Err(error) => Err(error),
+    };
+    if sent.is_err() {
+        return Err(refusal(&mut channel).await);
+    }
+    channel.body(PATIENCE).await.map(Json)
+}
+
+/// Move a file or directory.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:move", tag = "files", params(("id" = SessionId, Path)), request_body = MoveRequest,
+    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn rename(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<MoveRequest>) -> Result<StatusCode, ApiError> {
+    check_version(request.version)?;
+    let (from, to) = (check_text_path(&request.from, "from")?, check_text_path(&request.to, "to")?);
+    simple(&api, id, FileOp::Move { from, to, overwrite: request.overwrite }).await
+}
+
+/// Make a directory.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:mkdir", tag = "files", params(("id" = SessionId, Path)), request_body = MkdirRequest,
+    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn mkdir(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<MkdirRequest>) -> Result<StatusCode, ApiError> {
+    check_version(request.version)?;
+    simple(&api, id, FileOp::Mkdir { path: check_text_path(&request.path, "path")?, parents: request.parents }).await
+}
+
+/// The workspace's changes as a git patch, or a directory as a tar archive.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/export", tag = "files", params(("id" = SessionId, Path)), request_body = ExportRequest,
+    responses((status = 200, content_type = "application/octet-stream", body = Vec<u8>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn export(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<ExportRequest>) -> Result<Response, ApiError> {
+    check_version(request.version)?;
+    let (op, kind) = match request.format {
+        ExportFormat::Tar if request.base.is_some() => return Err(ApiError::invalid("base: belongs to a patch")),
+        ExportFormat::Tar => (FileOp::ExportTar { path: check_text_path(request.path.as_deref().unwrap_or("."), "path")? }, "application/x-tar"),
+        ExportFormat::Patch if request.path.is_some() => return Err(ApiError::invalid("path: belongs to a tar")),
+        ExportFormat::Patch => (FileOp::ExportPatch { base: request.base }, "text/x-diff"),
+    };
+    let (mut channel, activity) = open(&api, id, op).await?;
+    match channel.reply(PATIENCE).await? {
+        Reply::Body => Ok(([(header::CONTENT_TYPE, kind)], body_of(channel, activity)).into_response()),
+        other => Err(unexpected(&format!("{other:?}"))),
+    }
+}
+
+/// Unpack a tar archive into a directory, which is made when it is not there.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/import", tag = "files", params(("id" = SessionId, Path), FileQuery), request_body(content = Vec<u8>, content_type = "application/x-tar"),
+    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn import(State(api): State<Api>, Id(id): Id<SessionId>, QueryParams(query): QueryParams<FileQuery>, body: Body) -> Result<StatusCode, ApiError> {
+    let (mut channel, _activity) = open(&api, id, FileOp::Import { path: query.path()? }).await?;
+    let mut body = body.into_data_stream();
+    while let Some(piece) = body.next().await {
+        let piece = piece.map_err(|_| ApiError::invalid("the body broke off; what came before it may be unpacked"))?;
+        if channel.send_data(&piece).await.is_err() {
+            return Err(refusal(&mut channel).await);
+        }
+    }
+    if channel.send(&Frame::End).await.is_err() {
+        return Err(refusal(&mut channel).await);
+    }
+    match channel.reply(PATIENCE).await? {
+        Reply::Ok => Ok(StatusCode::NO_CONTENT),
+        other => Err(unexpected(&format!("{other:?}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(text: &str) -> Option<Range> {
+        parse_range(&HeaderMap::from_iter([(header::RANGE, HeaderValue::from_str(text).expect("a header"))]))
+    }
+
+    #[test]
+    fn ranges_are_read_as_the_standard_has_them() {
+        assert_eq!(range("bytes=0-9"), Some(Range::From(0, Some(9))));
+        assert_eq!(range("bytes=5-"), Some(Range::From(5, None)));
+        assert_eq!(range("bytes=-3"), Some(Range::Last(3)));
+        assert_eq!(range("bytes=9-3"), None);
+        assert_eq!(range("lines=1-2"), None);
+        assert_eq!(range("bytes=0-1,4-5"), None);
+    }
+
+    #[test]
+    fn a_foreign_etag_matches_nothing() {
+        let headers = HeaderMap::from_iter([(header::IF_MATCH, HeaderValue::from_static("W/\"abc\", \"x\""))]);
+        assert_eq!(if_match(&headers).expect("text"), Some(vec!["-".to_owned(), "-".to_owned()]));
+    }
+}

@@ -1,0 +1,156 @@
+//! The Worker API.
+
+mod execs;
+mod files;
+mod output;
+mod pty;
+mod sessions;
+
+use std::sync::Arc;
+
+use axum::{
+    Router,
+    extract::{DefaultBodyLimit, Request, State},
+    middleware::{self, Next},
+    response::{IntoResponse as _, Response},
+    routing::get,
+};
+use cynode_api::ErrorCode;
+use cynode_service::{
+    ApiError, JsonBody, admin,
+    auth::{self, Token},
+    edge,
+};
+use serde::{Deserialize, Serialize};
+use tokio_util::sync::CancellationToken;
+use utoipa::{
+    Modify, OpenApi, ToSchema,
+    openapi::security::{Http, HttpAuthScheme, SecurityScheme},
+};
+use utoipa_axum::{router::OpenApiRouter, routes};
+
+use crate::sessions::Sessions;
+
+#[derive(Clone, Debug)]
+pub(crate) struct Api {
+    pub(crate) sessions: Arc<Sessions>,
+    pub(crate) stop: CancellationToken,
+    /// Set when the stop shall end the sandboxes too.
+    pub(crate) end_sandboxes: Arc<std::sync::atomic::AtomicBool>,
+}
+
+#[derive(OpenApi)]
+#[openapi(
+    info(title = "CyNode Worker API", description = "Sessions, commands and files on one node. Errors are RFC 9457 problem documents.", license(name = "Apache-2.0", identifier = "Apache-2.0")),
+    modifiers(&Bearer),
+    components(schemas(cynode_api::Problem, cynode_api::ErrorCode, cynode_api::StreamEvent, cynode_api::JobRun, cynode_api::Job, cynode_api::JobStop))
+)]
+struct Document;
+
+struct Bearer;
+
+impl Modify for Bearer {
+    fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
+        let components = document.components.get_or_insert_default();
+        components.add_security_scheme("bearer", SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer)));
+        document.security = Some(vec![utoipa::openapi::security::SecurityRequirement::new("bearer", Vec::<String>::new())]);
+    }
+}
+
+fn documented() -> OpenApiRouter<Api> {
+    OpenApiRouter::with_openapi(Document::openapi())
+        .routes(routes!(sessions::create, sessions::list))
+        .routes(routes!(sessions::show, sessions::patch))
+        .routes(routes!(sessions::end))
+        .routes(routes!(sessions::resume))
+        .routes(routes!(sessions::signal))
+        .routes(routes!(execs::start))
+        .routes(routes!(execs::list))
+        .routes(routes!(execs::show))
+        .routes(routes!(execs::output))
+        .routes(routes!(execs::signal))
+        .routes(routes!(execs::stdin))
+        .routes(routes!(files::list))
+        .routes(routes!(files::search))
+        .routes(routes!(files::patch))
+        .routes(routes!(files::rename))
+        .routes(routes!(files::mkdir))
+        .routes(routes!(files::export))
+        .routes(routes!(pty::open))
+        .routes(routes!(shutdown))
+        .layer(DefaultBodyLimit::max(edge::MAX_BODY))
+        // Files have limits of their own, kept while they stream.
+        .merge(
+            OpenApiRouter::new()
+                .routes(routes!(files::read, files::stat, files::write, files::delete))
+                .routes(routes!(files::import))
+                .layer(DefaultBodyLimit::disable()),
+        )
+}
+
+/// The API's description, as it is served and checked in.
+#[must_use]
+pub fn openapi() -> utoipa::openapi::OpenApi {
+    documented().into_openapi()
+}
+
+pub(crate) fn router(api: Api, token: Token, readiness: admin::Readiness) -> Router {
+    let (routes, document) = documented().split_for_parts();
+    let document = serde_json::to_vec(&document).unwrap_or_default();
+    let stopping = api.stop.clone();
+    routes
+        .layer(middleware::from_fn(measure))
+        .layer(middleware::from_fn_with_state(stopping, refuse_when_stopping))
+        .layer(middleware::from_fn_with_state(token, auth::require))
+        .route("/openapi.json", get(move || std::future::ready(([(http::header::CONTENT_TYPE, "application/json")], document.clone()))))
+        .merge(admin::routes(readiness))
+        .fallback(edge::not_found)
+        .method_not_allowed_fallback(edge::method_not_allowed)
+        .layer(middleware::from_fn(edge::request_id))
+        .with_state(api)
+}
+
+async fn measure(request: Request, next: Next) -> Response {
+    let route = request.extensions().get::<axum::extract::MatchedPath>().map_or_else(|| "unknown".to_owned(), |path| path.as_str().to_owned());
+    let method = request.method().as_str().to_owned();
+    let started = std::time::Instant::now();
+    let response = next.run(request).await;
+    metrics::histogram!("cynode_http_request_seconds", "route" => route, "method" => method).record(started.elapsed().as_secs_f64());
+    response
+}
+
+async fn refuse_when_stopping(State(stop): State<CancellationToken>, request: Request, next: Next) -> Response {
+    if stop.is_cancelled() { ApiError::new(ErrorCode::ShuttingDown, "the worker is stopping").into_response() } else { next.run(request).await }
+}
+
+/// What becomes of the sandboxes when the worker stops.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+enum Sandboxes {
+    /// They end; their workspaces are kept for the grace period.
+    #[default]
+    End,
+    /// They run on, and the next worker adopts them.
+    Keep,
+}
+
+#[derive(Clone, Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+struct Shutdown {
+    version: Option<u32>,
+    #[serde(default)]
+    sandboxes: Sandboxes,
+}
+
+/// Stop this worker.
+#[utoipa::path(post, path = "/v1/worker/shutdown", tag = "worker", request_body = Shutdown, responses((status = 202, description = "It stops"), (status = "default", body = cynode_api::Problem, content_type = "application/problem+json")))]
+async fn shutdown(State(api): State<Api>, JsonBody(request): JsonBody<Shutdown>) -> Result<http::StatusCode, ApiError> {
+    crate::sessions::check_version(request.version)?;
+    api.end_sandboxes.store(request.sandboxes == Sandboxes::End, std::sync::atomic::Ordering::SeqCst);
+    // After the answer has left.
+    tokio::spawn(async move {
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        api.stop.cancel();
+    });
+    Ok(http::StatusCode::ACCEPTED)
+}

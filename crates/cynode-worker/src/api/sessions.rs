@@ -1,0 +1,135 @@
+//! Session routes.
+
+use axum::{Json, extract::State};
+use cynode_api::{ExecVia, Page, Problem, Session, SessionCreate, SessionEnd, SessionId, SessionPatch, SessionState, SignalSession, TaskId};
+use cynode_sba_proto::Request;
+use cynode_service::{ApiError, JsonBody, QueryParams};
+use http::StatusCode;
+use serde::Deserialize;
+use utoipa::IntoParams;
+
+use super::Api;
+use crate::{
+    execs::kill_everything_by_runtime,
+    sessions::{Created, check_version},
+};
+
+/// An id in a path; one that is not a UUID names nothing.
+pub(super) struct Id<T>(pub(super) T);
+
+impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Id<SessionId> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut http::request::Parts, state: &S) -> Result<Self, Self::Rejection> {
+        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state).await.map_err(|error| ApiError::invalid(error.body_text()))?;
+        parse_id(&path, "id", cynode_api::ErrorCode::SessionNotFound).map(Id)
+    }
+}
+
+pub(super) fn parse_id<T: std::str::FromStr>(path: &std::collections::HashMap<String, String>, name: &str, missing: cynode_api::ErrorCode) -> Result<T, ApiError> {
+    let text = path.get(name).map(String::as_str).unwrap_or_default();
+    text.parse().map_err(|_| ApiError::new(missing, format!("'{}' is not an id", text.chars().take(100).collect::<String>())))
+}
+
+/// Create a session. Answers when it runs; after 60 s with 202 and the state `creating`.
+#[utoipa::path(post, path = "/v1/worker/sessions", tag = "sessions", request_body = SessionCreate,
+    responses((status = 201, body = Session), (status = 200, body = Session, description = "The same request came before"), (status = 202, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn create(State(api): State<Api>, JsonBody(request): JsonBody<SessionCreate>) -> Result<(StatusCode, Json<Session>), ApiError> {
+    created(api.sessions.create(request).await)
+}
+
+fn created(outcome: Result<Created, ApiError>) -> Result<(StatusCode, Json<Session>), ApiError> {
+    outcome.map(|created| match created {
+        Created::New(session) => (StatusCode::CREATED, Json(session)),
+        Created::Existing(session) => (StatusCode::OK, Json(session)),
+        Created::Creating(session) => (StatusCode::ACCEPTED, Json(session)),
+    })
+}
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ListQuery {
+    #[param(value_type = Option<SessionState>)]
+    state: Option<String>,
+    task_id: Option<TaskId>,
+    /// `name=value`, or `name` for any value.
+    label: Option<String>,
+    /// 1 to 1000; 1000 by default.
+    limit: Option<usize>,
+    cursor: Option<String>,
+}
+
+/// List sessions, oldest first.
+#[utoipa::path(get, path = "/v1/worker/sessions", tag = "sessions", params(ListQuery),
+    responses((status = 200, body = Page<Session>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list(State(api): State<Api>, QueryParams(query): QueryParams<ListQuery>) -> Result<Json<Page<Session>>, ApiError> {
+    let state = query.state.map(|text| text.parse::<SessionState>()).transpose().map_err(|error| ApiError::invalid(format!("state: {error}")))?;
+    let limit = query.limit.unwrap_or(1_000);
+    if !(1..=1_000).contains(&limit) {
+        return Err(ApiError::invalid("limit: must lie between 1 and 1000"));
+    }
+    let after = query.cursor.map(|cursor| cursor.parse::<SessionId>()).transpose().map_err(|_| ApiError::invalid("cursor: is not one of ours"))?;
+    let has_label = |session: &Session| {
+        query.label.as_ref().is_none_or(|label| match label.split_once('=') {
+            Some((name, value)) => session.labels.get(name).is_some_and(|found| found == value),
+            None => session.labels.contains_key(label),
+        })
+    };
+    let mut items: Vec<Session> = api
+        .sessions
+        .list()
+        .into_iter()
+        .filter(|session| state.is_none_or(|state| session.state == state) && query.task_id.is_none_or(|task| session.task_id == task) && has_label(session))
+        .collect();
+    if let Some(after) = after {
+        let position = items.iter().position(|session| session.session_id == after).map_or(items.len(), |position| position + 1);
+        items.drain(..position);
+    }
+    let next_cursor = (items.len() > limit).then(|| items[limit - 1].session_id.to_string());
+    items.truncate(limit);
+    Ok(Json(Page { items, next_cursor }))
+}
+
+/// Show a session.
+#[utoipa::path(get, path = "/v1/worker/sessions/{id}", tag = "sessions", params(("id" = SessionId, Path)),
+    responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn show(State(api): State<Api>, Id(id): Id<SessionId>) -> Result<Json<Session>, ApiError> {
+    Ok(Json(api.sessions.get(id)?.object()))
+}
+
+/// Change a session's limits of time, counted from now, or its labels.
+#[utoipa::path(patch, path = "/v1/worker/sessions/{id}", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionPatch,
+    responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionPatch>) -> Result<Json<Session>, ApiError> {
+    api.sessions.patch(id, request).map(Json)
+}
+
+/// End a session. 200 also when it has ended already.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/end", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionEnd,
+    responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn end(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionEnd>) -> Result<Json<Session>, ApiError> {
+    api.sessions.end(id, request).await.map(Json)
+}
+
+/// Give a session whose container is gone a new one on its kept workspace.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/resume", tag = "sessions", params(("id" = SessionId, Path)),
+    responses((status = 201, body = Session), (status = 200, body = Session, description = "It runs already"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn resume(State(api): State<Api>, Id(id): Id<SessionId>) -> Result<(StatusCode, Json<Session>), ApiError> {
+    created(api.sessions.resume(id).await)
+}
+
+/// Signal everything in the sandbox but process 1. Needs no free process slot inside.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/signal", tag = "sessions", params(("id" = SessionId, Path)), request_body = SignalSession,
+    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn signal(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SignalSession>) -> Result<StatusCode, ApiError> {
+    check_version(request.version)?;
+    let (_, live) = api.sessions.live(id)?;
+    match api.sessions.config.exec_via {
+        ExecVia::Agent => {
+            live.link()?.call(&Request::SignalAll { signal: request.signal.number() }).await?;
+        }
+        ExecVia::Runtime => kill_everything_by_runtime(&live, request.signal.number()),
+    }
+    Ok(StatusCode::NO_CONTENT)
+}

@@ -1,0 +1,110 @@
+//! The worker's configuration, section `[worker]`.
+
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+};
+
+use cynode_api::{ExecVia, Unenforced};
+use cynode_service::{ConfigError, config};
+use serde::Deserialize;
+
+/// What `make up` builds and loads.
+pub const DEFAULT_IMAGE: &str = "localhost/cynode/sba-runner:latest";
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    #[serde(skip)]
+    pub state_dir: PathBuf,
+    pub listen: SocketAddr,
+    pub tls_cert: Option<PathBuf>,
+    pub tls_key: Option<PathBuf>,
+    pub insecure_listen: bool,
+    /// What `image_ref: "default"` means.
+    pub default_image: String,
+    pub exec_via: ExecVia,
+    pub max_sandboxes: usize,
+    pub workspace_grace_seconds: u64,
+    /// Limits that may stay unenforced on this host, by name.
+    pub allow_unenforced: Vec<Unenforced>,
+    /// The agent's binary; looked for beside this program when absent.
+    pub agent_binary: Option<PathBuf>,
+    pub podman: String,
+    /// The socket of a Podman service that somebody else runs.
+    pub podman_socket: Option<PathBuf>,
+    pub podman_root: Option<PathBuf>,
+    pub podman_runroot: Option<PathBuf>,
+    /// A further, read-only image store.
+    pub podman_image_store: Option<PathBuf>,
+    /// The OCI runtime by name; found out when absent.
+    pub oci_runtime: Option<String>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            state_dir: PathBuf::new(),
+            listen: SocketAddr::from(([127, 0, 0, 1], 12_090)),
+            tls_cert: None,
+            tls_key: None,
+            insecure_listen: false,
+            default_image: DEFAULT_IMAGE.to_owned(),
+            exec_via: ExecVia::Agent,
+            max_sandboxes: 200,
+            workspace_grace_seconds: 86_400,
+            allow_unenforced: Vec::new(),
+            agent_binary: None,
+            podman: "podman".to_owned(),
+            podman_socket: None,
+            podman_root: None,
+            podman_runroot: None,
+            podman_image_store: None,
+            oci_runtime: None,
+        }
+    }
+}
+
+impl Config {
+    /// Reads the file, then `CYNODE_WORKER_*`, then the flags.
+    pub fn load(path: Option<&Path>, state_dir: Option<PathBuf>, flags: &[(String, String)]) -> Result<Self, ConfigError> {
+        let mut read: Self = config::load(path, "worker", std::env::vars(), flags.iter().cloned())?;
+        read.state_dir = state_dir.unwrap_or_else(|| config::default_state_dir(rustix::process::geteuid().is_root(), |name| std::env::var(name).ok()));
+        if !read.state_dir.is_absolute() {
+            let working = std::env::current_dir().map_err(|source| ConfigError::Read { path: read.state_dir.clone(), source })?;
+            read.state_dir = working.join(&read.state_dir);
+        }
+        if read.max_sandboxes == 0 || read.max_sandboxes > MAX_SANDBOXES {
+            return Err(ConfigError::Value { key: "worker.max_sandboxes".to_owned(), message: format!("must lie between 1 and {MAX_SANDBOXES}") });
+        }
+        Ok(read)
+    }
+
+    /// Where this worker keeps its own things.
+    #[must_use]
+    pub fn directory(&self) -> PathBuf {
+        self.state_dir.join("worker")
+    }
+
+    /// Podman's program with the arguments that choose its store.
+    #[must_use]
+    pub fn podman_command(&self) -> Vec<String> {
+        let mut command = vec![self.podman.clone()];
+        let mut option = |name: &str, value: Option<String>| {
+            if let Some(value) = value {
+                command.extend([name.to_owned(), value]);
+            }
+        };
+        let text = |path: &Option<PathBuf>| path.as_ref().map(|path| path.display().to_string());
+        option("--root", text(&self.podman_root));
+        option("--runroot", text(&self.podman_runroot));
+        if let Some(store) = &self.podman_image_store {
+            option("--storage-driver", Some("overlay".to_owned()));
+            option("--storage-opt", Some(format!("additionalimagestore={}", store.display())));
+        }
+        command
+    }
+}
+
+/// Above this the range of ids that one worker claims would not suffice for kept workspaces too.
+const MAX_SANDBOXES: usize = 400;

@@ -1,0 +1,281 @@
+//! Running a command by the agent in the sandbox.
+
+use std::{sync::Arc, time::Duration};
+
+use cynode_api::{
+    Bytes, ErrorCode, ExecExit, ExecVia, SignalName, SignalScope,
+    exec_limits::{ABANDONED_MS, DRAIN_MS, GRACE_MS},
+};
+use cynode_sba_proto::{ExecStart, ExecStatus, ExitReport, Frame, MAX_DATA, Reply, Request};
+use cynode_service::ApiError;
+use tokio::{sync::mpsc, time::Instant};
+
+use super::{Exec, Piece, SessionExecs, Stdin, lost_exit};
+use crate::{
+    sandbox::{ANSWER, Channel, LinkError, agent_problem, unavailable, unexpected},
+    sessions::Live,
+};
+
+/// What the worker adds to an exec's own deadline before it doubts the agent.
+const DOUBT: Duration = Duration::from_secs(15);
+
+/// What `start` needs beside the record.
+pub(crate) struct Command {
+    pub(crate) env: Vec<(String, String)>,
+    pub(crate) stdin: Vec<u8>,
+    pub(crate) stdin_open: bool,
+}
+
+/// Starts a command; returns once it runs. From then on it is followed to its end, whoever waits.
+pub(crate) async fn start(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, command: Command) -> Result<(), ApiError> {
+    let begun = match begin(&live, &exec, &command).await {
+        Ok(channel) => channel,
+        Err(error) => {
+            execs.void(&exec, error.clone());
+            return Err(error);
+        }
+    };
+    let stdin = open_stdin(&exec, &command);
+    exec.set_started();
+    if !command.stdin.is_empty() || (!command.stdin_open && stdin.is_some()) {
+        let exec = Arc::clone(&exec);
+        tokio::spawn(async move {
+            for piece in command.stdin.chunks(MAX_DATA) {
+                if !exec.write_stdin(Some(piece.to_vec())).await {
+                    return;
+                }
+            }
+            if !command.stdin_open {
+                exec.write_stdin(None).await;
+            }
+        });
+    }
+    tokio::spawn(follow(live, execs, exec, Some(begun), stdin));
+    Ok(())
+}
+
+async fn begin(live: &Live, exec: &Exec, command: &Command) -> Result<Channel, ApiError> {
+    let link = live.link()?;
+    let request = Request::Exec(ExecStart {
+        exec_id: exec.id(),
+        argv: exec.record.argv.clone(),
+        cwd: exec.record.cwd.clone(),
+        env: command.env.clone(),
+        timeout_ms: exec.record.timeout_ms,
+        grace_ms: GRACE_MS,
+        drain_ms: DRAIN_MS,
+        stdin: wants_stdin(command),
+    });
+    let mut channel = link.open(&request).await.map_err(unavailable)?;
+    match channel.reply(ANSWER).await? {
+        Reply::Started { .. } => Ok(channel),
+        other => Err(unexpected(&format!("{other:?}"))),
+    }
+}
+
+fn wants_stdin(command: &Command) -> bool {
+    command.stdin_open || !command.stdin.is_empty()
+}
+
+fn open_stdin(exec: &Exec, command: &Command) -> Option<mpsc::Receiver<Stdin>> {
+    wants_stdin(command).then(|| {
+        let (sender, receiver) = mpsc::channel(1);
+        *exec.stdin.lock() = Some(sender);
+        receiver
+    })
+}
+
+/// Goes on with the execs of a session after a restart of the worker.
+pub(crate) async fn adopt(live: Arc<Live>, execs: Arc<SessionExecs>) -> Result<(), ApiError> {
+    let known: Vec<ExecStatus> = match live.link()?.call(&Request::Execs).await? {
+        Reply::Execs { execs } => execs,
+        other => return Err(unexpected(&format!("{other:?}"))),
+    };
+    for exec in execs.running() {
+        if known.iter().any(|status| status.exec_id == exec.id()) {
+            exec.set_started();
+            let (sender, receiver) = mpsc::channel(1);
+            *exec.stdin.lock() = Some(sender);
+            tokio::spawn(follow(Arc::clone(&live), Arc::clone(&execs), exec, None, Some(receiver)));
+        } else {
+            // Recorded, but the crash came before it was started.
+            execs.finish(&exec, lost_exit(&exec));
+        }
+    }
+    Ok(())
+}
+
+/// Takes output and exit, whatever happens to the connection, until the exec or its sandbox is gone.
+async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, mut channel: Option<Channel>, mut stdin: Option<mpsc::Receiver<Stdin>>) {
+    let _activity = live.activity();
+    let guard = tokio::spawn(guard(Arc::clone(&live), Arc::clone(&exec))).abort_handle();
+    let exit = loop {
+        let mut current = match channel.take() {
+            Some(channel) => channel,
+            None => match attach(&live, &exec).await {
+                Ok(channel) => channel,
+                Err(error) if error.0.is(ErrorCode::ExecNotFound) => break lost_exit(&exec),
+                Err(_) if live.is_gone() => break lost_exit(&exec),
+                Err(_) => {
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    continue;
+                }
+            },
+        };
+        match pump(&exec, &mut current, &mut stdin).await {
+            Ok(report) => {
+                let exit = translate(&live, &report);
+                execs.finish(&exec, exit);
+                drop(current.send(&Frame::ACK_EXIT).await);
+                guard.abort();
+                return;
+            }
+            Err(error) => tracing::debug!(exec_id = %exec.id(), %error, "An exec's connection broke; attaching again."),
+        }
+    };
+    guard.abort();
+    execs.finish(&exec, exit);
+}
+
+async fn attach(live: &Live, exec: &Exec) -> Result<Channel, ApiError> {
+    let request = Request::Attach { exec_id: exec.id(), after_seq: exec.last_seq() };
+    live.link()?.open(&request).await.map_err(unavailable)
+}
+
+/// Moves output in and standard input out until the exit comes.
+async fn pump(exec: &Exec, channel: &mut Channel, stdin: &mut Option<mpsc::Receiver<Stdin>>) -> Result<ExitReport, LinkError> {
+    let mut writing: Option<tokio::sync::oneshot::Sender<bool>> = None;
+    loop {
+        let frame = tokio::select! {
+            frame = channel.next() => frame?,
+            piece = next_stdin(stdin), if writing.is_none() => {
+                match piece {
+                    Some((Some(data), taken)) => {
+                        channel.send(&Frame::Data(data)).await?;
+                        writing = Some(taken);
+                    }
+                    Some((None, taken)) => {
+                        channel.send(&Frame::End).await?;
+                        let _told = taken.send(true);
+                        *stdin = None;
+                    }
+                    None => *stdin = None,
+                }
+                continue;
+            }
+        };
+        match frame {
+            Frame::Output { stream, seq, at_ms, data } => {
+                let expected = exec.last_seq() + 1;
+                if seq > expected || data.len() > MAX_DATA {
+                    return Err(LinkError::Protocol(format!("output {seq} where {expected} was due")));
+                }
+                exec.make_room().await;
+                // A full disk on the node: the output can't be kept, so the agent keeps it and the program waits.
+                while let Err(error) = exec.keep(&Piece { seq, at_ms, stream, data: data.clone() }) {
+                    tracing::error!(%error, exec_id = %exec.id(), "Keeping output failed; the program waits.");
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                }
+                channel.send(&Frame::Ack(seq)).await?;
+            }
+            Frame::Json(json) => match serde_json::from_slice(&json) {
+                Ok(Reply::Exited(report)) => return Ok(report),
+                Ok(Reply::StdinTaken { .. }) => {
+                    if let Some(taken) = writing.take() {
+                        let _told = taken.send(true);
+                    }
+                }
+                Ok(Reply::StdinClosed) => {
+                    *stdin = None;
+                    exec.stdin.lock().take();
+                    if let Some(taken) = writing.take() {
+                        let _told = taken.send(false);
+                    }
+                }
+                Ok(Reply::Error(error)) => return Err(LinkError::Protocol(agent_problem(error).detail)),
+                Ok(_) | Err(_) => return Err(LinkError::Protocol("an unexpected reply".to_owned())),
+            },
+            _ => return Err(LinkError::Protocol("an unexpected frame".to_owned())),
+        }
+    }
+}
+
+async fn next_stdin(stdin: &mut Option<mpsc::Receiver<Stdin>>) -> Option<Stdin> {
+    match stdin {
+        Some(receiver) => receiver.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+fn translate(live: &Live, report: &ExitReport) -> ExecExit {
+    let killed = report.signal == Some(9) || report.code == Some(137);
+    ExecExit {
+        exit_code: report.code,
+        signal: report.signal.map(SignalName::name_of),
+        timed_out: report.timed_out,
+        oom_killed: killed && !report.timed_out && live.saw_oom_kill(),
+        bytes: Bytes { stdout: report.stdout_bytes, stderr: report.stderr_bytes },
+        duration_ms: report.duration_ms,
+        via: ExecVia::Agent,
+        lost: report.lost,
+    }
+}
+
+/// Ends a foreground exec that nobody waits for, and an exec whose agent does not keep its deadline.
+async fn guard(live: Arc<Live>, exec: Arc<Exec>) {
+    let deadline = (exec.record.timeout_ms > 0).then(|| Instant::now() + Duration::from_millis(exec.record.timeout_ms + GRACE_MS) + DOUBT);
+    tokio::select! {
+        () = until(deadline) => {
+            tracing::warn!(exec_id = %exec.id(), "The agent missed an exec's deadline; killing everything in the sandbox.");
+            drop(kill_tree(&live, &exec).await);
+            tokio::time::sleep(Duration::from_secs(2)).await;
+            if let Ok(link) = live.link() {
+                drop(link.call(&Request::SignalAll { signal: 9 }).await);
+            }
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            // Past this, the container goes; what watches the sandbox sees that.
+            live.kill_container().await;
+        }
+        () = abandoned(&exec) => {
+            tracing::info!(exec_id = %exec.id(), "Nobody waits for this exec any more; ending it.");
+            drop(kill_tree(&live, &exec).await);
+        }
+    }
+}
+
+async fn until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Waits until a foreground exec has had no caller for a while.
+pub(super) async fn abandoned(exec: &Exec) {
+    if exec.record.background {
+        return std::future::pending().await;
+    }
+    let mut changes = exec.changes();
+    loop {
+        if exec.is_watched() {
+            if changes.changed().await.is_err() {
+                return;
+            }
+            continue;
+        }
+        let returned = async {
+            while !exec.is_watched() {
+                if changes.changed().await.is_err() {
+                    return;
+                }
+            }
+        };
+        if tokio::time::timeout(Duration::from_millis(ABANDONED_MS), returned).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn kill_tree(live: &Live, exec: &Exec) -> Result<Reply, ApiError> {
+    live.link()?.call(&Request::Signal { exec_id: exec.id(), signal: SignalName::KILL.number(), scope: SignalScope::Tree }).await
+}

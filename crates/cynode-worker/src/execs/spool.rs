@@ -1,0 +1,275 @@
+//! The kept output of one exec: numbered pieces in segment files, the newest 16 MiB of them.
+//!
+//! What must stay true: a piece is in the file before the agent is told that we have it, so a worker that dies loses
+//! nothing; segments are dropped only from the front. Files are written through the page cache in small pieces, so these
+//! calls do not block for long and are made without leaving the async thread.
+
+use std::{
+    io::{self, Read as _, Seek as _, SeekFrom, Write as _},
+    path::{Path, PathBuf},
+};
+
+use cynode_api::{ExecId, Stream, exec_limits::KEPT_PER_EXEC};
+
+/// One segment. Four of them and the one being written make the kept output at least 16 MiB.
+const SEGMENT: u64 = KEPT_PER_EXEC / 4;
+const HEADER: usize = 21;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    pub(crate) seq: u64,
+    pub(crate) at_ms: u64,
+    pub(crate) stream: Stream,
+    pub(crate) data: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct Segment {
+    first_seq: u64,
+    bytes: u64,
+    path: PathBuf,
+}
+
+#[derive(Debug)]
+pub(crate) struct Spool {
+    directory: PathBuf,
+    exec_id: ExecId,
+    segments: Vec<Segment>,
+    current: Option<fs_err::File>,
+    last_seq: u64,
+}
+
+impl Spool {
+    pub(crate) const fn new(directory: PathBuf, exec_id: ExecId) -> Self {
+        Self { directory, exec_id, segments: Vec::new(), current: None, last_seq: 0 }
+    }
+
+    /// Finds what an earlier worker wrote. A piece that was cut off by its death is cut away: the agent still has it.
+    pub(crate) fn recover(directory: PathBuf, exec_id: ExecId) -> io::Result<Self> {
+        let mut spool = Self::new(directory, exec_id);
+        let prefix = format!("{exec_id}.");
+        let mut found: Vec<u64> = match fs_err::read_dir(&spool.directory) {
+            Ok(entries) => entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.strip_prefix(&prefix)?.parse().ok()).collect(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
+            Err(error) => return Err(error),
+        };
+        found.sort_unstable();
+        for first_seq in found {
+            let path = spool.path(first_seq);
+            let mut file = fs_err::OpenOptions::new().read(true).write(true).open(&path)?;
+            let length = file.metadata()?.len();
+            let mut whole = 0;
+            while let Some((header, data_bytes)) = read_header(&mut file)? {
+                let end = whole + HEADER as u64 + data_bytes;
+                if end > length {
+                    break;
+                }
+                file.seek(SeekFrom::Start(end))?;
+                whole = end;
+                spool.last_seq = header.seq;
+            }
+            file.set_len(whole)?;
+            spool.segments.push(Segment { first_seq, bytes: whole, path });
+        }
+        Ok(spool)
+    }
+
+    fn path(&self, first_seq: u64) -> PathBuf {
+        self.directory.join(format!("{}.{first_seq}", self.exec_id))
+    }
+
+    pub(crate) fn last_seq(&self) -> u64 {
+        self.last_seq
+    }
+
+    /// The first piece that is still kept; one past the last when there is none.
+    pub(crate) fn first_seq(&self) -> u64 {
+        self.segments.first().map_or(self.last_seq + 1, |segment| segment.first_seq)
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.segments.iter().map(|segment| segment.bytes).sum()
+    }
+
+    pub(crate) fn append(&mut self, piece: &Piece) -> io::Result<()> {
+        let full = self.segments.last().is_none_or(|segment| segment.bytes >= SEGMENT);
+        if full || self.current.is_none() {
+            let first_seq = if full { piece.seq } else { self.segments.last().map_or(piece.seq, |segment| segment.first_seq) };
+            let path = self.path(first_seq);
+            self.current = Some(fs_err::OpenOptions::new().create(true).append(true).open(&path)?);
+            if full {
+                self.segments.push(Segment { first_seq, bytes: 0, path });
+            }
+        }
+        let mut record = Vec::with_capacity(HEADER + piece.data.len());
+        record.extend_from_slice(&piece.seq.to_le_bytes());
+        record.extend_from_slice(&piece.at_ms.to_le_bytes());
+        record.push(u8::from(piece.stream == Stream::Stderr));
+        record.extend_from_slice(&u32::try_from(piece.data.len()).unwrap_or(u32::MAX).to_le_bytes());
+        record.extend_from_slice(&piece.data);
+        if let (Some(file), Some(segment)) = (&mut self.current, self.segments.last_mut()) {
+            if let Err(error) = file.write_all(&record) {
+                // What was written of it must not be taken for a piece.
+                drop(file.set_len(segment.bytes));
+                return Err(error);
+            }
+            segment.bytes += record.len() as u64;
+        }
+        self.last_seq = piece.seq;
+        Ok(())
+    }
+
+    /// The oldest segment, when the rest alone keeps enough. The caller drops it when no attached reader needs it.
+    pub(crate) fn droppable(&self) -> Option<u64> {
+        let oldest = self.segments.first()?;
+        (self.segments.len() > 1 && self.bytes() - oldest.bytes >= KEPT_PER_EXEC).then(|| self.segments[1].first_seq)
+    }
+
+    pub(crate) fn drop_oldest(&mut self) {
+        if self.segments.len() > 1 {
+            remove(&self.segments.remove(0).path);
+        }
+    }
+
+    /// Forgets everything.
+    pub(crate) fn clear(&mut self) {
+        self.current = None;
+        for segment in self.segments.drain(..) {
+            remove(&segment.path);
+        }
+    }
+
+    /// A reader at the first kept piece after `seq`.
+    pub(crate) fn read_after(&self, seq: u64) -> SpoolReader {
+        SpoolReader { next_seq: (seq + 1).max(self.first_seq()), file: None }
+    }
+
+    fn segment_of(&self, seq: u64) -> Option<&Segment> {
+        self.segments.iter().rev().find(|segment| segment.first_seq <= seq)
+    }
+}
+
+fn remove(path: &Path) {
+    if let Err(error) = fs_err::remove_file(path) {
+        tracing::warn!(%error, "Removing kept output failed.");
+    }
+}
+
+/// A place in a spool. Holds its own file, so that reading goes on undisturbed while the writer appends.
+#[derive(Debug)]
+pub(crate) struct SpoolReader {
+    next_seq: u64,
+    file: Option<(u64, fs_err::File)>,
+}
+
+impl SpoolReader {
+    pub(crate) fn next_seq(&self) -> u64 {
+        self.next_seq
+    }
+
+    /// The next piece, if it is there.
+    pub(crate) fn next(&mut self, spool: &Spool) -> io::Result<Option<Piece>> {
+        loop {
+            if self.next_seq > spool.last_seq {
+                return Ok(None);
+            }
+            self.next_seq = self.next_seq.max(spool.first_seq());
+            let Some(segment) = spool.segment_of(self.next_seq) else { return Ok(None) };
+            let file = match &mut self.file {
+                Some((first_seq, file)) if *first_seq == segment.first_seq => file,
+                _ => &mut self.file.insert((segment.first_seq, fs_err::File::open(&segment.path)?)).1,
+            };
+            let Some((header, data_bytes)) = read_header(file)? else {
+                // The end of this segment, although the piece should be in it: look again from its start.
+                self.file = None;
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "the kept output has a gap"));
+            };
+            if header.seq < self.next_seq {
+                file.seek_relative(i64::try_from(data_bytes).unwrap_or(i64::MAX))?;
+                continue;
+            }
+            let mut data = vec![0; usize::try_from(data_bytes).unwrap_or(0)];
+            file.read_exact(&mut data)?;
+            self.next_seq = header.seq + 1;
+            return Ok(Some(Piece { data, ..header }));
+        }
+    }
+}
+
+/// A record's header, as a piece without its data, and how many bytes follow. `None` at the end or within a cut header.
+fn read_header(file: &mut fs_err::File) -> io::Result<Option<(Piece, u64)>> {
+    let mut header = [0; HEADER];
+    let mut filled = 0;
+    while filled < HEADER {
+        match file.read(&mut header[filled..])? {
+            0 => return Ok(None),
+            count => filled += count,
+        }
+    }
+    let number = |range: std::ops::Range<usize>| header[range].iter().rev().fold(0_u64, |value, byte| value << 8 | u64::from(*byte));
+    let stream = if header[16] == 0 { Stream::Stdout } else { Stream::Stderr };
+    Ok(Some((Piece { seq: number(0..8), at_ms: number(8..16), stream, data: Vec::new() }, number(17..21))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn piece(seq: u64, size: usize) -> Piece {
+        Piece { seq, at_ms: seq * 10, stream: if seq % 3 == 0 { Stream::Stderr } else { Stream::Stdout }, data: vec![u8::try_from(seq % 251).unwrap_or(0); size] }
+    }
+
+    fn all(spool: &Spool, after: u64) -> Vec<Piece> {
+        let mut reader = spool.read_after(after);
+        std::iter::from_fn(|| reader.next(spool).expect("readable")).collect()
+    }
+
+    #[test]
+    fn what_was_kept_is_read_again_from_any_place() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let mut spool = Spool::new(directory.path().to_owned(), ExecId::generate());
+        let pieces: Vec<Piece> = (1..=50).map(|seq| piece(seq, seq as usize * 7)).collect();
+        for piece in &pieces {
+            spool.append(piece).expect("appends");
+        }
+        for after in [0, 1, 17, 49, 50, 99] {
+            assert_eq!(all(&spool, after), pieces.iter().filter(|piece| piece.seq > after).cloned().collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn only_the_newest_part_is_kept_and_at_least_the_promised_amount() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let mut spool = Spool::new(directory.path().to_owned(), ExecId::generate());
+        for seq in 1..=600 {
+            spool.append(&piece(seq, 64 * 1024)).expect("appends");
+            while spool.droppable().is_some() {
+                spool.drop_oldest();
+            }
+        }
+        assert!(spool.bytes() >= KEPT_PER_EXEC && spool.bytes() < KEPT_PER_EXEC + 2 * SEGMENT, "{}", spool.bytes());
+        let kept = all(&spool, 0);
+        assert_eq!(kept.first().map(|piece| piece.seq), Some(spool.first_seq()));
+        assert!(kept.windows(2).all(|pair| pair[1].seq == pair[0].seq + 1));
+        assert_eq!(kept.last().map(|piece| piece.seq), Some(600));
+    }
+
+    #[test]
+    fn a_piece_cut_off_by_a_crash_is_cut_away_and_can_be_written_again() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let id = ExecId::generate();
+        let mut spool = Spool::new(directory.path().to_owned(), id);
+        for seq in 1..=3 {
+            spool.append(&piece(seq, 100)).expect("appends");
+        }
+        let path = directory.path().join(format!("{id}.1"));
+        let length = fs_err::metadata(&path).expect("there").len();
+        for cut in [1, 50, 100, 110] {
+            fs_err::OpenOptions::new().write(true).open(&path).expect("opens").set_len(length - cut).expect("cuts");
+            let mut recovered = Spool::recover(directory.path().to_owned(), id).expect("recovers");
+            assert_eq!(recovered.last_seq(), 2);
+            recovered.append(&piece(3, 100)).expect("appends");
+            assert_eq!(all(&recovered, 0), (1..=3).map(|seq| piece(seq, 100)).collect::<Vec<_>>());
+        }
+    }
+}

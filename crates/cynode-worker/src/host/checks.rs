@@ -1,0 +1,127 @@
+//! Checks that need no container.
+
+use std::path::{Path, PathBuf};
+
+use rustix::process::{Resource, getrlimit};
+
+use super::{Check, run};
+
+fn is_root() -> bool {
+    rustix::process::geteuid().is_root()
+}
+
+pub(super) fn privileges() -> Check {
+    if is_root() {
+        Check::ok("privileges", "root: each sandbox gets 65,536 ids of its own")
+    } else {
+        Check::problem("privileges", "an ordinary user: rootless sandboxes are not supported yet", "Run it as root.")
+    }
+}
+
+pub(super) fn cgroups() -> Check {
+    let v2 = Path::new("/sys/fs/cgroup/cgroup.controllers").exists();
+    let v1 = ["memory", "pids", "cpu"].iter().all(|name| Path::new("/sys/fs/cgroup").join(name).is_dir());
+    match (v2, v1) {
+        (true, _) => Check::ok("cgroups", "version 2"),
+        (false, true) if Path::new("/sys/fs/cgroup/unified").is_dir() => Check::adapted("cgroups", "hybrid (versions 1 and 2): limits are set in version 1"),
+        (false, true) => Check::adapted("cgroups", "version 1"),
+        (false, false) => Check::problem("cgroups", "the memory, pids and cpu controllers are not all there", "Boot with cgroup v2, or enable these controllers (kernel parameter cgroup_enable=memory)."),
+    }
+}
+
+pub(super) fn choose_cgroup_manager() -> &'static str {
+    if Path::new("/run/systemd/system").is_dir() { "systemd" } else { "cgroupfs" }
+}
+
+pub(super) fn cgroup_manager() -> Check {
+    match choose_cgroup_manager() {
+        "systemd" => Check::ok("cgroup manager", "systemd"),
+        _ => Check::adapted("cgroup manager", "cgroupfs, because systemd does not run here"),
+    }
+}
+
+/// Our ranges must not meet those handed out to users.
+pub(super) fn id_ranges() -> Check {
+    let (first, last) = (u64::from(crate::idrange::FIRST), (1_u64 << 31) - 1);
+    for file in ["/etc/subuid", "/etc/subgid"] {
+        for line in fs_err::read_to_string(file).unwrap_or_default().lines() {
+            let mut parts = line.split(':');
+            let (Some(name), Some(start), Some(count)) = (parts.next(), parts.next().and_then(|text| text.trim().parse::<u64>().ok()), parts.next().and_then(|text| text.trim().parse::<u64>().ok())) else {
+                continue;
+            };
+            if start <= last && start + count > first {
+                return Check::problem("id ranges", format!("{file} gives '{name}' ids from {start} to {}, which sandboxes use", start + count - 1), format!("Give '{name}' a range below {first} in {file}."));
+            }
+        }
+    }
+    if is_root() { Check::ok("id ranges", format!("{first} to {last}, used by nobody else")) } else { Check::ok("id ranges", "not looked at: rootless") }
+}
+
+/// What a sandbox's limits may be at most, since they can't be raised above ours.
+pub(super) fn rlimits() -> (Check, u64) {
+    let hard = |resource| getrlimit(resource).maximum.unwrap_or(u64::MAX);
+    let (nofile, nproc) = (hard(Resource::Nofile), hard(Resource::Nproc));
+    let may_raise = fs_err::read_to_string("/proc/self/status")
+        .unwrap_or_default()
+        .lines()
+        .find_map(|line| line.strip_prefix("CapEff:"))
+        .and_then(|value| u64::from_str_radix(value.trim(), 16).ok())
+        .is_some_and(|capabilities| capabilities & 1 << 24 != 0);
+    let most = if may_raise { nofile.max(1 << 20) } else { nofile };
+    let text = |value: u64| if value == u64::MAX { "unlimited".to_owned() } else { value.to_string() };
+    let check = if nofile < 1_024 {
+        Check::problem("rlimits", format!("the hard limit of open files is {nofile}"), "Raise it: 'ulimit -Hn 4096' before the start, or LimitNOFILE= in the unit.")
+    } else if may_raise {
+        Check::ok("rlimits", format!("nofile {}, nproc {}", text(nofile), text(nproc)))
+    } else {
+        Check::adapted("rlimits", format!("can't be raised here (no CAP_SYS_RESOURCE): sandboxes get explicit ones, at most nofile {} and nproc {}", text(nofile), text(nproc)))
+    };
+    (check, most)
+}
+
+pub(super) fn loop_devices() -> Check {
+    if Path::new("/dev/loop-control").exists() {
+        Check::ok("loop devices", "there")
+    } else {
+        Check::adapted("loop devices", "not there: disk limits of sandboxes can't be enforced by loop mounts")
+    }
+}
+
+const LITTLE: u64 = 5 << 30;
+const TOO_LITTLE: u64 = 1 << 30;
+
+pub(super) fn disk(state_dir: &Path) -> Check {
+    let existing: PathBuf = state_dir.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/")).to_owned();
+    let Ok(stat) = rustix::fs::statvfs(&existing) else {
+        return Check::problem("free disk", format!("{} can't be looked at", existing.display()), "Choose another --state-dir.");
+    };
+    let free = stat.f_bavail * stat.f_frsize;
+    #[expect(clippy::cast_precision_loss, reason = "for people")]
+    let text = format!("{:.1} GiB under {}", free as f64 / (1_u64 << 30) as f64, existing.display());
+    if free < TOO_LITTLE {
+        Check::problem("free disk", text, "Free at least 5 GiB, or choose another --state-dir.")
+    } else if free < LITTLE {
+        Check::adapted("free disk", format!("only {text}"))
+    } else {
+        Check::ok("free disk", text)
+    }
+}
+
+pub(super) fn postgres() -> Check {
+    let mut found: Vec<PathBuf> = fs_err::read_dir("/usr/lib/postgresql").map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path().join("bin/postgres"))).filter(|path| path.is_file()).collect()).unwrap_or_default();
+    found.sort();
+    match found.last() {
+        Some(path) => Check::ok("PostgreSQL", path.display().to_string()),
+        None => match std::env::var_os("PATH").and_then(|path| std::env::split_paths(&path).map(|directory| directory.join("postgres")).find(|path| path.is_file())) {
+            Some(path) => Check::ok("PostgreSQL", path.display().to_string()),
+            None => Check::problem("PostgreSQL", "no server binaries", "Install them: apt-get install postgresql (scripts/setup does it without creating a cluster)."),
+        },
+    }
+}
+
+pub(super) async fn git() -> Check {
+    match run("git", &["--version"]).await {
+        Ok(version) => Check::ok("git", version.trim().trim_start_matches("git version ").to_owned()),
+        Err(error) => Check::problem("git", format!("does not run: {error}"), "Install it: apt-get install git."),
+    }
+}

@@ -1,0 +1,173 @@
+//! What this host can do, found out by trying.
+//!
+//! `cynode doctor` prints it; the worker decides by it at start. Each check says that all is well, what was chosen instead
+//! and why, or what is wrong with the exact fix.
+
+mod checks;
+mod podman;
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{config::Config, process};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    Ok,
+    /// Not as usual here; something else was chosen that works.
+    Adapted,
+    Problem,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Check {
+    pub name: &'static str,
+    pub status: Status,
+    pub detail: String,
+    /// What to do, when there is something to do.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fix: Option<String>,
+}
+
+impl Check {
+    fn ok(name: &'static str, detail: impl Into<String>) -> Self {
+        Self { name, status: Status::Ok, detail: detail.into(), fix: None }
+    }
+
+    fn adapted(name: &'static str, detail: impl Into<String>) -> Self {
+        Self { name, status: Status::Adapted, detail: detail.into(), fix: None }
+    }
+
+    fn problem(name: &'static str, detail: impl Into<String>, fix: impl Into<String>) -> Self {
+        Self { name, status: Status::Problem, detail: detail.into(), fix: Some(fix.into()) }
+    }
+}
+
+/// What the worker does differently on this host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Choice {
+    /// The OCI runtime that ran a container.
+    pub oci_runtime: String,
+    pub cgroup_manager: String,
+    pub max_nofile: u64,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    pub checks: Vec<Check>,
+    /// Absent when no container could be run.
+    pub choice: Option<Choice>,
+}
+
+impl Report {
+    #[must_use]
+    pub fn problems(&self) -> Vec<&Check> {
+        self.checks.iter().filter(|check| check.status == Status::Problem).collect()
+    }
+}
+
+/// Looks at everything.
+pub async fn examine(config: &Config) -> Report {
+    let agent = agent_binary(config);
+    let mut checks = Vec::new();
+    let engine = podman::engine(config).await;
+    checks.push(engine.check.clone());
+    checks.push(checks::privileges());
+    checks.push(checks::cgroups());
+    let (runtime, oci_runtime) = match (&engine.version, &agent) {
+        (Some(_), Ok(agent)) => podman::oci_runtime(config, agent).await,
+        (None, _) => (Check::problem("OCI runtime", "can't be tried without Podman", podman::INSTALL), None),
+        (_, Err(error)) => (Check::problem("OCI runtime", format!("can't be tried without the agent: {error}"), AGENT_FIX), None),
+    };
+    checks.push(runtime);
+    checks.push(checks::cgroup_manager());
+    checks.push(match &agent {
+        Ok(path) => Check::ok("agent", path.display().to_string()),
+        Err(error) => Check::problem("agent", error.clone(), AGENT_FIX),
+    });
+    checks.push(checks::id_ranges());
+    let (rlimits, max_nofile) = checks::rlimits();
+    checks.push(rlimits);
+    checks.extend(podman::store(&engine));
+    checks.push(podman::default_image(config, engine.version.is_some()).await);
+    checks.push(checks::loop_devices());
+    checks.push(checks::disk(&config.state_dir));
+    checks.push(checks::postgres());
+    checks.push(checks::git().await);
+    let choice = oci_runtime.map(|oci_runtime| Choice { oci_runtime, cgroup_manager: checks::choose_cgroup_manager().to_owned(), max_nofile });
+    Report { checks, choice }
+}
+
+const AGENT_FIX: &str = "Build it with 'cargo xtask sba', or name it in worker.agent_binary.";
+
+/// The agent's binary: as configured, else beside this program.
+pub(crate) fn agent_binary(config: &Config) -> Result<PathBuf, String> {
+    if let Some(path) = &config.agent_binary {
+        return if path.is_file() { Ok(path.clone()) } else { Err(format!("worker.agent_binary: {} is not a file", path.display())) };
+    }
+    let program = std::env::current_exe().map_err(|error| format!("where this program lies is unknown: {error}"))?;
+    let directory = program.parent().unwrap_or(Path::new("/"));
+    // A build tree keeps the static one apart from the one that its tests are linked with.
+    let places = [directory.join("../sba/cynode-sba"), directory.join("cynode-sba"), directory.join("../lib/cynode/cynode-sba"), PathBuf::from("/usr/lib/cynode/cynode-sba")];
+    places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| format!("cynode-sba is not beside {} nor in any usual place", program.display()))
+}
+
+#[derive(Serialize, Deserialize)]
+struct Remembered {
+    key: String,
+    choice: Choice,
+}
+
+/// The choice for this host. What was found since the last boot with the same Podman still holds, so a worker that
+/// restarts does not try again.
+pub(crate) async fn choose(config: &Config) -> Result<Choice, Report> {
+    let memory = config.directory().join("host.json");
+    let key = key(config).await;
+    let remembered = fs_err::read(&memory).ok().and_then(|bytes| serde_json::from_slice::<Remembered>(&bytes).ok());
+    if let Some(Remembered { choice, .. }) = remembered.filter(|remembered| remembered.key == key && !key.is_empty()) {
+        return Ok(choice);
+    }
+    let report = examine(config).await;
+    for check in &report.checks {
+        match check.status {
+            Status::Ok => tracing::debug!(check = check.name, detail = check.detail, "Checked the host."),
+            Status::Adapted => tracing::info!(check = check.name, detail = check.detail, "Adapted to the host."),
+            Status::Problem => tracing::warn!(check = check.name, detail = check.detail, fix = check.fix, "The host has a problem."),
+        }
+    }
+    match &report.choice {
+        Some(choice) => {
+            if let Ok(bytes) = serde_json::to_vec(&Remembered { key, choice: choice.clone() }) {
+                drop(cynode_service::files::replace(&memory, &bytes));
+            }
+            Ok(choice.clone())
+        }
+        None => Err(report),
+    }
+}
+
+/// What the choice depends on: the boot, Podman, and what the operator set.
+async fn key(config: &Config) -> String {
+    let boot = fs_err::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    match run(&config.podman, &["--version"]).await {
+        Ok(version) => format!("{} {} {:?}", boot.trim(), version.trim(), config.oci_runtime),
+        Err(_) => String::new(),
+    }
+}
+
+/// Runs a program to its end, within half a minute; its output, or what it complained of.
+async fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
+    let mut command = process::command(program);
+    command.args(arguments).stdin(std::process::Stdio::null()).kill_on_drop(true);
+    match tokio::time::timeout(std::time::Duration::from_secs(30), command.output()).await {
+        Err(_) => Err("it did not answer within 30 s".to_owned()),
+        Ok(Err(error)) => Err(error.to_string()),
+        Ok(Ok(output)) if output.status.success() => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
+        Ok(Ok(output)) => {
+            let text = String::from_utf8_lossy(&output.stderr);
+            Err(text.trim().lines().last().unwrap_or("it failed without a word").to_owned())
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! Ids on the host for sandboxes: each workspace has a block of 65,536, so that no two sandboxes share an owner.
+//!
+//! As root a worker claims one of a few ranges above what systemd hands out and below 2³¹; the claim names the state
+//! directory, and a range whose owner's directory is gone is free again. The block belongs to the workspace, not to the
+//! container, because files keep their owner when a workspace is mounted again.
+
+use std::{
+    collections::BTreeSet,
+    io,
+    path::{Path, PathBuf},
+};
+
+use parking_lot::Mutex;
+use rustix::fs::{FlockOperation, flock};
+
+use crate::runtime::IdMap;
+
+pub(crate) const FIRST: u32 = 0x7000_0000;
+pub(crate) const BLOCK: u32 = 65_536;
+const BLOCKS: u32 = 512;
+const RANGES: u32 = 8;
+/// Uid and gid of the sandbox's user, inside.
+pub(crate) const AGENT_ID: u32 = 1_000;
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("can't claim a range of ids under {path}")]
+    Claim { path: PathBuf, source: io::Error },
+    #[error("all {RANGES} ranges of ids are claimed by other workers on this host ({0} names them)")]
+    AllClaimed(PathBuf),
+}
+
+#[derive(Debug)]
+pub(crate) struct IdBlocks {
+    first: u32,
+    used: Mutex<BTreeSet<u32>>,
+}
+
+impl IdBlocks {
+    /// Claims a range for the worker of `state_dir`, the same one as before when it had one.
+    pub(crate) fn claim(registry: &Path, state_dir: &Path) -> Result<Self, Error> {
+        let failed = |source| Error::Claim { path: registry.to_owned(), source };
+        fs_err::create_dir_all(registry).map_err(failed)?;
+        let lock = fs_err::OpenOptions::new().create(true).truncate(false).write(true).open(registry.join("lock")).map_err(failed)?;
+        flock(&lock, FlockOperation::LockExclusive).map_err(|error| failed(error.into()))?;
+        let mut free = None;
+        for range in 0..RANGES {
+            let owner = fs_err::read_to_string(registry.join(range.to_string())).unwrap_or_default();
+            if Path::new(owner.trim()) == state_dir {
+                return Ok(Self::at(range));
+            }
+            let is_free = owner.trim().is_empty() || !Path::new(owner.trim()).join("worker").is_dir();
+            if is_free && free.is_none() {
+                free = Some(range);
+            }
+        }
+        let range = free.ok_or_else(|| Error::AllClaimed(registry.to_owned()))?;
+        fs_err::write(registry.join(range.to_string()), state_dir.display().to_string()).map_err(failed)?;
+        Ok(Self::at(range))
+    }
+
+    fn at(range: u32) -> Self {
+        Self { first: FIRST + range * BLOCKS * BLOCK, used: Mutex::default() }
+    }
+
+    /// Marks a block as used, as the journal says.
+    pub(crate) fn reserve(&self, block: u32) {
+        self.used.lock().insert(block);
+    }
+
+    /// A block that nobody uses; `None` when all are taken.
+    pub(crate) fn take(&self) -> Option<u32> {
+        let mut used = self.used.lock();
+        let block = (0..BLOCKS).map(|index| self.first + index * BLOCK).find(|block| !used.contains(block))?;
+        used.insert(block);
+        Some(block)
+    }
+
+    pub(crate) fn give_back(&self, block: u32) {
+        self.used.lock().remove(&block);
+    }
+
+    #[must_use]
+    pub(crate) const fn map(block: u32) -> IdMap {
+        IdMap { first: block, count: BLOCK }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_workers_get_ranges_that_do_not_meet_and_keep_them() {
+        let registry = tempfile::tempdir().expect("a directory");
+        let (one, two) = (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory"));
+        for state in [&one, &two] {
+            fs_err::create_dir(state.path().join("worker")).expect("a directory");
+        }
+        let first = IdBlocks::claim(registry.path(), one.path()).expect("a range");
+        let second = IdBlocks::claim(registry.path(), two.path()).expect("a range");
+        assert_ne!(first.first, second.first);
+        assert_eq!(IdBlocks::claim(registry.path(), one.path()).expect("a range").first, first.first);
+        drop(one);
+        let third = tempfile::tempdir().expect("a directory");
+        assert_eq!(IdBlocks::claim(registry.path(), third.path()).expect("the freed range").first, first.first);
+    }
+
+    #[test]
+    fn a_block_is_used_once_until_it_is_given_back() {
+        let registry = tempfile::tempdir().expect("a directory");
+        let blocks = IdBlocks::claim(registry.path(), Path::new("/nowhere")).expect("a range");
+        let all: BTreeSet<u32> = std::iter::from_fn(|| blocks.take()).collect();
+        assert_eq!(all.len(), BLOCKS as usize);
+        assert!(all.iter().all(|block| u64::from(*block) + u64::from(BLOCK) <= 1 << 31));
+        blocks.give_back(*all.first().expect("blocks"));
+        assert_eq!(blocks.take(), all.first().copied());
+    }
+}

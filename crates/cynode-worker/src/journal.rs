@@ -1,0 +1,179 @@
+//! What a worker must find again after any crash: its identity, its sessions and their containers, its workspaces.
+//!
+//! One file per thing, replaced atomically. A file that can't be read is set aside and reported, never silently dropped.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+use cynode_api::{NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId, WorkspaceDisposal, WorkspaceId};
+use cynode_service::files;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use time::OffsetDateTime;
+
+use crate::sandbox::InitProcess;
+
+/// A session as it is on disk.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SessionRecord {
+    pub(crate) request: SessionCreate,
+    pub(crate) session: Session,
+    pub(crate) sandbox_id: SandboxId,
+    pub(crate) image_id: String,
+    /// The environment that the image brings, cleaned.
+    pub(crate) image_env: Vec<(String, String)>,
+    /// The first id of its block on the host.
+    pub(crate) id_block: u32,
+    pub(crate) idle_timeout_seconds: u64,
+    pub(crate) init: Option<InitProcess>,
+    /// Set when it is to end: how the workspace is disposed of.
+    pub(crate) disposal: Option<WorkspaceDisposal>,
+}
+
+impl SessionRecord {
+    pub(crate) fn container(&self) -> String {
+        container_name(self.sandbox_id)
+    }
+
+    /// Whether it may have a container.
+    pub(crate) fn is_live(&self) -> bool {
+        matches!(self.session.state, SessionState::Creating | SessionState::Running | SessionState::Ending)
+    }
+}
+
+pub(crate) fn container_name(sandbox_id: SandboxId) -> String {
+    format!("cynode-{sandbox_id}")
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct WorkspaceRecord {
+    pub(crate) workspace_id: WorkspaceId,
+    pub(crate) task_id: TaskId,
+    pub(crate) id_block: u32,
+    /// When it is deleted unless a session has it; absent when it is kept until it is asked for.
+    #[serde(with = "time::serde::rfc3339::option")]
+    pub(crate) delete_at: Option<OffsetDateTime>,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct NodeRecord {
+    node_id: NodeId,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Journal {
+    directory: PathBuf,
+}
+
+impl Journal {
+    pub(crate) fn open(directory: PathBuf) -> io::Result<Self> {
+        for name in ["sessions", "sandboxes", "workspaces", "trash"] {
+            fs_err::create_dir_all(directory.join(name))?;
+        }
+        Ok(Self { directory })
+    }
+
+    /// This worker's id, made at its first start.
+    pub(crate) fn node_id(&self) -> io::Result<NodeId> {
+        let path = self.directory.join("node.json");
+        if let Some(NodeRecord { node_id }) = read(&path)? {
+            return Ok(node_id);
+        }
+        let node_id = NodeId::generate();
+        write(&path, &NodeRecord { node_id })?;
+        Ok(node_id)
+    }
+
+    pub(crate) fn session_directory(&self, id: SessionId) -> PathBuf {
+        self.directory.join("sessions").join(id.to_string())
+    }
+
+    pub(crate) fn sandbox_directory(&self, id: SandboxId) -> PathBuf {
+        self.directory.join("sandboxes").join(id.to_string())
+    }
+
+    pub(crate) fn workspace_directory(&self, id: WorkspaceId) -> PathBuf {
+        self.directory.join("workspaces").join(id.to_string())
+    }
+
+    pub(crate) fn trash(&self) -> PathBuf {
+        self.directory.join("trash")
+    }
+
+    pub(crate) fn write_session(&self, record: &SessionRecord) -> io::Result<()> {
+        let directory = self.session_directory(record.session.session_id);
+        fs_err::create_dir_all(&directory)?;
+        write(&directory.join("session.json"), record)
+    }
+
+    pub(crate) fn sessions(&self) -> io::Result<Vec<SessionRecord>> {
+        self.records("sessions", "session.json")
+    }
+
+    pub(crate) fn write_workspace(&self, record: &WorkspaceRecord) -> io::Result<()> {
+        let directory = self.workspace_directory(record.workspace_id);
+        fs_err::create_dir_all(&directory)?;
+        write(&directory.join("workspace.json"), record)
+    }
+
+    pub(crate) fn workspace(&self, id: WorkspaceId) -> io::Result<Option<WorkspaceRecord>> {
+        read(&self.workspace_directory(id).join("workspace.json"))
+    }
+
+    pub(crate) fn workspaces(&self) -> io::Result<Vec<WorkspaceRecord>> {
+        self.records("workspaces", "workspace.json")
+    }
+
+    pub(crate) fn sandboxes(&self) -> io::Result<Vec<SandboxId>> {
+        Ok(names(&self.directory.join("sandboxes"))?.iter().filter_map(|name| name.parse().ok()).collect())
+    }
+
+    fn records<T: DeserializeOwned>(&self, kind: &str, file: &str) -> io::Result<Vec<T>> {
+        let directory = self.directory.join(kind);
+        let mut found = Vec::new();
+        for name in names(&directory)? {
+            // A directory without its record: the crash came between the two. Nothing refers to it.
+            match read(&directory.join(&name).join(file))? {
+                Some(record) => found.push(record),
+                None if directory.join(&name).join(file).with_extension("unreadable").exists() => {}
+                None => self.discard(&directory.join(&name))?,
+            }
+        }
+        Ok(found)
+    }
+
+    /// Moves a directory to the trash, at once and whole; the files go later.
+    pub(crate) fn discard(&self, path: &Path) -> io::Result<()> {
+        match fs_err::rename(path, self.trash().join(uuid::Uuid::now_v7().to_string())) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        }
+    }
+}
+
+fn names(directory: &Path) -> io::Result<Vec<String>> {
+    fs_err::read_dir(directory)?.filter_map(|entry| entry.map(|entry| entry.file_name().into_string().ok()).transpose()).collect()
+}
+
+fn write(path: &Path, record: &impl Serialize) -> io::Result<()> {
+    files::replace(path, &serde_json::to_vec(record)?)
+}
+
+/// Reads a record; `None` when there is none. One that can't be parsed is set aside.
+fn read<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
+    let bytes = match fs_err::read(path) {
+        Ok(bytes) => bytes,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    match serde_json::from_slice(&bytes) {
+        Ok(record) => Ok(Some(record)),
+        Err(error) => {
+            let aside = path.with_extension("unreadable");
+            tracing::error!(path = %path.display(), aside = %aside.display(), %error, "A journal file can't be read; it is set aside.");
+            fs_err::rename(path, aside)?;
+            Ok(None)
+        }
+    }
+}

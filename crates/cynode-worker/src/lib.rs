@@ -1,0 +1,204 @@
+//! The worker: sandboxes on one node, behind the Worker API.
+//!
+//! One exec, from a caller to the process and back: `api/execs.rs` takes the request, `execs/` records it and speaks to
+//! the agent through `sandbox/`, whose output it keeps in `execs/spool.rs`; `sessions/` makes and ends the containers
+//! through `runtime/`, and writes every step into `journal.rs` first.
+#![forbid(unsafe_code)]
+#![recursion_limit = "256"]
+
+mod api;
+mod config;
+mod execs;
+pub mod host;
+mod idrange;
+mod journal;
+mod process;
+pub mod runtime;
+mod sandbox;
+mod sessions;
+mod tree;
+
+use std::{
+    path::{Path, PathBuf},
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
+
+use cynode_service::{
+    admin, auth,
+    files::read_or_create_token,
+    listen::{self, ListenError, Tls},
+    shutdown,
+};
+use rustix::fs::{FlockOperation, flock};
+use sha2::{Digest as _, Sha256};
+
+pub use api::openapi;
+pub use config::{Config, DEFAULT_IMAGE};
+use journal::Journal;
+use runtime::{Podman, PodmanOptions, Runtime, ServiceOptions};
+use sessions::{Means, Sessions};
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("another worker uses the state directory {0}")]
+    Locked(PathBuf),
+    #[error("{what}")]
+    State { what: String, source: std::io::Error },
+    #[error("no container can be run on this host: {0}; 'cynode doctor' says more")]
+    Host(String),
+    #[error("{0}")]
+    Agent(String),
+    #[error(transparent)]
+    Ids(#[from] idrange::Error),
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    #[error(transparent)]
+    Runtime(#[from] runtime::Error),
+}
+
+fn state(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Error {
+    let what = what.into();
+    move |source| Error::State { what, source }
+}
+
+/// A state directory that is ours alone while this lives.
+#[derive(Debug)]
+struct Held {
+    journal: Journal,
+    _lock: fs_err::File,
+}
+
+fn hold(config: &Config) -> Result<Held, Error> {
+    let directory = config.directory();
+    fs_err::create_dir_all(&directory).map_err(state("making the state directory"))?;
+    fs_err::set_permissions(&directory, std::os::unix::fs::PermissionsExt::from_mode(0o700)).map_err(state("closing the state directory"))?;
+    let lock = fs_err::OpenOptions::new().create(true).truncate(false).write(true).open(directory.join("lock")).map_err(state("opening the lock"))?;
+    flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|_| Error::Locked(config.state_dir.clone()))?;
+    let journal = Journal::open(directory).map_err(state("opening the journal"))?;
+    Ok(Held { journal, _lock: lock })
+}
+
+fn podman(config: &Config, choice: &host::Choice) -> Arc<dyn Runtime> {
+    let mut command = config.podman_command();
+    command.extend(["--runtime", &choice.oci_runtime, "--cgroup-manager", &choice.cgroup_manager, "--events-backend", "none"].map(str::to_owned));
+    Arc::new(Podman::new(PodmanOptions {
+        socket: config.podman_socket.clone(),
+        service: ServiceOptions { command, directory: config.directory().join("podman") },
+        oci_runtime: Some(choice.oci_runtime.clone()),
+    }))
+}
+
+/// Runs a worker until it is told to stop.
+pub async fn run(config: Config) -> Result<(), Error> {
+    let held = hold(&config)?;
+    let agent_binary = store_agent(&config)?;
+    let choice = host::choose(&config).await.map_err(|report| Error::Host(report.problems().iter().map(|check| format!("{}: {}", check.name, check.detail)).collect::<Vec<_>>().join("; ")))?;
+    let runtime = podman(&config, &choice);
+    let ids = idrange::IdBlocks::claim(Path::new(ID_REGISTRY), &config.state_dir)?;
+    let node_id = held.journal.node_id().map_err(state("reading the node's id"))?;
+    let token = read_or_create_token(&config.state_dir.join("worker.token")).map_err(state("reading the token"))?;
+    let tls = Tls { cert: config.tls_cert.clone(), key: config.tls_key.clone(), insecure: config.insecure_listen };
+    let bound = listen::bind(config.listen, &tls).await?;
+    let stop = shutdown::on_signals().map_err(state("watching signals"))?;
+    let url = bound.url();
+    cynode_service::files::replace(&config.directory().join("url"), url.as_bytes()).map_err(state("writing the address"))?;
+
+    let means = Means { runtime: Arc::clone(&runtime), journal: held.journal.clone(), node_id, ids, agent_binary, max_nofile: choice.max_nofile, config };
+    let sessions = Sessions::new(means).map_err(state("reading the journal"))?;
+    let api = api::Api { sessions: Arc::clone(&sessions), stop: stop.clone(), end_sandboxes: Arc::default() };
+    let end_sandboxes = Arc::clone(&api.end_sandboxes);
+    let readiness: admin::Readiness = {
+        let sessions = Arc::clone(&sessions);
+        Arc::new(move || {
+            let sessions = Arc::clone(&sessions);
+            Box::pin(async move { readiness(&sessions).await })
+        })
+    };
+    let router = api::router(api, auth::Token::new(&token), readiness);
+    tokio::spawn({
+        let sessions = Arc::clone(&sessions);
+        async move { sessions.reconcile().await }
+    });
+    let timekeeper = tokio::spawn(Arc::clone(&sessions).keep_time(stop.clone()));
+    tracing::info!(%url, %node_id, "The worker serves.");
+    listen::serve(bound, router, stop).await.map_err(state("serving"))?;
+    drop(timekeeper.await);
+    if end_sandboxes.load(Ordering::SeqCst) {
+        let ended = sessions.end_all("the worker was stopped").await;
+        tracing::info!(ended, "Ended all sandboxes.");
+    }
+    runtime.close().await;
+    Ok(())
+}
+
+/// Where workers on one host agree on their ranges of ids.
+const ID_REGISTRY: &str = "/run/cynode/ids";
+
+async fn readiness(sessions: &Sessions) -> Result<(), String> {
+    if !sessions.is_settled() {
+        return Err("taking up what an earlier worker left".to_owned());
+    }
+    match tokio::time::timeout(Duration::from_secs(5), sessions.runtime.version()).await {
+        Ok(Ok(_)) => Ok(()),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err("the container runtime does not answer".to_owned()),
+    }
+}
+
+/// Copies the agent's binary into this worker's own store, by its hash: a build beside a running worker changes nothing,
+/// and sandboxes keep the binary that they were started with.
+fn store_agent(config: &Config) -> Result<PathBuf, Error> {
+    let source = host::agent_binary(config).map_err(Error::Agent)?;
+    let bytes = fs_err::read(&source).map_err(state("reading the agent's binary"))?;
+    let directory = config.directory().join("agents").join(execs::hex(&Sha256::digest(&bytes)));
+    let path = directory.join("cynode-sba");
+    if !path.is_file() {
+        let stored = fs_err::create_dir_all(&directory).and_then(|()| {
+            let staged = directory.join(format!(".{}", uuid::Uuid::new_v4().simple()));
+            fs_err::write(&staged, &bytes)?;
+            // Runnable by the sandbox's user, readable by nobody inside.
+            fs_err::set_permissions(&staged, std::os::unix::fs::PermissionsExt::from_mode(0o711))?;
+            fs_err::rename(&staged, &path)
+        });
+        stored.map_err(state("storing the agent's binary"))?;
+    }
+    Ok(path)
+}
+
+/// What a cleanup removed.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CleanupReport {
+    pub containers: usize,
+}
+
+impl std::fmt::Display for CleanupReport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.containers {
+            0 => f.write_str("nothing was left"),
+            1 => f.write_str("removed 1 container"),
+            count => write!(f, "removed {count} containers"),
+        }
+    }
+}
+
+/// Ends everything that belongs to a state directory whose worker does not run.
+pub async fn cleanup(config: &Config) -> Result<CleanupReport, Error> {
+    if !config.directory().join("node.json").is_file() {
+        return Ok(CleanupReport::default());
+    }
+    let held = hold(config)?;
+    let node_id = held.journal.node_id().map_err(state("reading the node's id"))?;
+    let choice = host::choose(config).await.map_err(|report| Error::Host(report.problems().iter().map(|check| check.detail.clone()).collect::<Vec<_>>().join("; ")))?;
+    let runtime = podman(config, &choice);
+    let containers = runtime.list(cynode_api::LABEL_NODE_ID, &node_id.to_string()).await?;
+    for container in &containers {
+        runtime.remove(&container.name).await?;
+    }
+    for id in held.journal.sandboxes().map_err(state("reading the journal"))? {
+        held.journal.discard(&held.journal.sandbox_directory(id)).map_err(state("removing sockets"))?;
+    }
+    runtime.close().await;
+    tree::remove(&held.journal.trash()).map_err(state("emptying the trash"))?;
+    Ok(CleanupReport { containers: containers.len() })
+}

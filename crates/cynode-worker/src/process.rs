@@ -1,0 +1,94 @@
+//! Processes of the host: one way to start them, and facts about them from `/proc`.
+
+use tokio::process::Command;
+
+/// The one place that starts host programs.
+#[expect(clippy::disallowed_methods, reason = "the one place")]
+pub(crate) fn command(program: &str) -> Command {
+    let mut command = Command::new(program);
+    // A remote engine's address in the operator's environment must not turn our calls elsewhere.
+    for name in ["CONTAINER_HOST", "DOCKER_HOST", "CONTAINER_CONNECTION"] {
+        command.env_remove(name);
+    }
+    command
+}
+
+/// When a process started, in clock ticks since boot: with its id this names it for as long as the machine runs.
+pub(crate) fn start_time(pid: i32) -> Option<u64> {
+    stat_field(pid, 19)
+}
+
+/// A field of `/proc/<pid>/stat`, counted from the state (0) on.
+fn stat_field(pid: i32, index: usize) -> Option<u64> {
+    let stat = fs_err::read(format!("/proc/{pid}/stat")).ok()?;
+    let end = stat.iter().rposition(|byte| *byte == b')')?;
+    let mut fields = std::str::from_utf8(&stat[end + 1..]).ok()?.split_ascii_whitespace();
+    let state = fields.next()?;
+    if index == 0 || state == "Z" || state == "X" {
+        return None;
+    }
+    fields.nth(index - 1)?.parse().ok()
+}
+
+/// Sends a signal; a process that is gone is fine.
+pub(crate) fn kill(pid: i32, signal: i32) {
+    if let (Some(pid), Some(signal)) = (rustix::process::Pid::from_raw(pid), rustix::process::Signal::from_named_raw(signal)) {
+        let _gone = rustix::process::kill_process(pid, signal);
+    }
+}
+
+/// Signals every process of the session that `leader` leads: a terminal's shell and its jobs.
+pub(crate) fn signal_session(leader: i32, signal: i32) {
+    let Ok(directory) = fs_err::read_dir("/proc") else { return };
+    for pid in directory.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok()) {
+        if pid == leader || stat_field(pid, 3) == u64::try_from(leader).ok() {
+            kill(pid, signal);
+        }
+    }
+}
+
+/// A process in some container, seen from the host.
+#[derive(Debug)]
+pub(crate) struct Inside {
+    pub(crate) pid: i32,
+    pub(crate) parent: i32,
+}
+
+/// All processes in the pid namespace of `init`, itself left out.
+pub(crate) fn in_namespace_of(init: i32) -> Vec<Inside> {
+    let Ok(namespace) = fs_err::read_link(format!("/proc/{init}/ns/pid")) else { return Vec::new() };
+    let Ok(directory) = fs_err::read_dir("/proc") else { return Vec::new() };
+    directory
+        .filter_map(|entry| {
+            let pid: i32 = entry.ok()?.file_name().to_str()?.parse().ok()?;
+            (pid != init && fs_err::read_link(format!("/proc/{pid}/ns/pid")).ok()? == namespace).then_some(())?;
+            Some(Inside { pid, parent: i32::try_from(stat_field(pid, 1)?).ok()? })
+        })
+        .collect()
+}
+
+/// Whether a process's initial environment holds this variable.
+pub(crate) fn has_env(pid: i32, name_and_value: &str) -> bool {
+    fs_err::read(format!("/proc/{pid}/environ")).is_ok_and(|environ| environ.split(|byte| *byte == 0).any(|variable| variable == name_and_value.as_bytes()))
+}
+
+/// Whether a process's initial environment has a variable of this name.
+pub(crate) fn has_mark(pid: i32, name: &str) -> bool {
+    let prefix = format!("{name}=");
+    fs_err::read(format!("/proc/{pid}/environ")).is_ok_and(|environ| environ.split(|byte| *byte == 0).any(|variable| variable.starts_with(prefix.as_bytes())))
+}
+
+/// How often the kernel killed something in this process's memory cgroup because of its limit.
+pub(crate) fn oom_kills(pid: i32) -> Option<u64> {
+    let cgroups = fs_err::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    let file = cgroups
+        .lines()
+        .find_map(|line| {
+            let mut parts = line.splitn(3, ':');
+            let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
+            controllers.split(',').any(|name| name == "memory").then(|| format!("/sys/fs/cgroup/memory{path}/memory.oom_control"))
+        })
+        .or_else(|| cgroups.lines().find_map(|line| line.strip_prefix("0::")).map(|path| format!("/sys/fs/cgroup{path}/memory.events")))?;
+    let text = fs_err::read_to_string(file).ok()?;
+    text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
+}

@@ -1,0 +1,92 @@
+//! The libpod calls that the Docker-compatible API has no words for: creating a container with explicit id maps.
+
+use cynode_api::Limits;
+use serde_json::{Value, json};
+
+use super::{Mount, Spec};
+
+/// Largest `nproc` sent. The pids limit of the cgroup is what binds; this one only must be there, because an operator's
+/// `containers.conf` with unequal soft and hard values is swapped by Podman's API.
+const NPROC: u64 = 4_096;
+
+/// The container as libpod's `SpecGenerator`. Everything that an image could set is set here.
+pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>) -> Value {
+    let Limits { memory_bytes, cpus, pids, nofile, .. } = spec.limits;
+    let map = json!([{ "container_id": 0, "host_id": spec.ids.first, "size": spec.ids.count }]);
+    let rlimit = |name: &str, value: u64| json!({ "type": name, "soft": value, "hard": value });
+    let tmpfs = |target: &str, bytes: u64, exec: bool| {
+        let mut options = vec![format!("size={bytes}"), "mode=1777".to_owned(), "nosuid".to_owned(), "nodev".to_owned()];
+        if !exec {
+            options.push("noexec".to_owned());
+        }
+        json!({ "type": "tmpfs", "source": "tmpfs", "destination": target, "options": options })
+    };
+    let mut mounts = vec![tmpfs("/tmp", memory_bytes / 2, true), tmpfs("/run", 16 << 20, false), tmpfs("/dev/shm", (memory_bytes / 4).min(64 << 20), false)];
+    mounts.extend(spec.mounts.iter().map(bind));
+    let mut body = json!({
+        "name": spec.name,
+        "image": spec.image_id,
+        "labels": spec.labels,
+        "entrypoint": [],
+        "command": spec.argv,
+        "user": "1000:1000",
+        "groups": [],
+        "env": spec.env.iter().cloned().collect::<std::collections::BTreeMap<_, _>>(),
+        "unsetenvall": true,
+        "env_host": false,
+        "httpproxy": false,
+        "work_dir": "/",
+        "hostname": "sandbox",
+        "userns": { "nsmode": "private" },
+        "idmappings": { "HostUIDMapping": false, "HostGIDMapping": false, "UIDMap": map, "GIDMap": map },
+        "netns": { "nsmode": "none" },
+        "ipcns": { "nsmode": "none" },
+        "pidns": { "nsmode": "private" },
+        "utsns": { "nsmode": "private" },
+        "cgroupns": { "nsmode": "private" },
+        "privileged": false,
+        "cap_drop": ["ALL"],
+        "cap_add": [],
+        "no_new_privileges": true,
+        "read_only_filesystem": true,
+        "read_write_tmpfs": false,
+        "image_volume_mode": "ignore",
+        "mounts": mounts,
+        "healthconfig": { "Test": ["NONE"] },
+        "stop_signal": 9,
+        "stop_timeout": 0,
+        "restart_policy": "no",
+        "log_configuration": { "driver": "none" },
+        "use_image_hosts": true,
+        "use_image_resolve_conf": true,
+        "terminal": false,
+        "stdin": false,
+        "init": false,
+        "systemd": "false",
+        "sdnotifyMode": "ignore",
+        "umask": "0022",
+        "resource_limits": {
+            "memory": { "limit": memory_bytes, "swap": memory_bytes },
+            "pids": { "limit": pids },
+            "cpu": { "period": CPU_PERIOD, "quota": cpu_quota(cpus) },
+        },
+        "r_limits": [rlimit("nofile", nofile), rlimit("nproc", NPROC.min(u64::from(pids) * 4)), rlimit("core", 0)],
+    });
+    if let Some(name) = oci_runtime {
+        body["oci_runtime"] = json!(name);
+    }
+    body
+}
+
+fn bind(mount: &Mount) -> Value {
+    let mut options = vec!["bind", "nosuid", "nodev", "private"];
+    options.push(if mount.read_only { "ro" } else { "rw" });
+    json!({ "type": "bind", "source": mount.source, "destination": mount.target, "options": options })
+}
+
+const CPU_PERIOD: u64 = 100_000;
+
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss, reason = "validated to lie between 0.01 and 1024")]
+fn cpu_quota(cpus: f64) -> u64 {
+    (cpus * CPU_PERIOD as f64).round().max(1_000.0) as u64
+}

@@ -1,0 +1,137 @@
+//! The container runtime, behind one trait: Podman here, a fake for tests, others later.
+//!
+//! What must stay true: every call has a deadline; an image's own configuration decides nothing about how a sandbox
+//! runs; removing what is gone already is success.
+
+mod fake;
+mod libpod;
+mod podman;
+mod service;
+
+use std::{collections::BTreeMap, path::PathBuf, pin::Pin, time::Duration};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use cynode_api::{Limits, Stream};
+use futures_util::Stream as FuturesStream;
+use tokio::io::AsyncWrite;
+
+pub use fake::{Fake, FakeImage, Fault};
+pub use podman::{Podman, PodmanOptions};
+pub use service::ServiceOptions;
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("no such container, image or exec: {0}")]
+    NotFound(String),
+    #[error("the name {0} is taken")]
+    NameInUse(String),
+    #[error("the container runtime did not answer '{call}' within {} s", limit.as_secs())]
+    Timeout { call: &'static str, limit: Duration },
+    #[error("the container runtime can't be reached: {0}")]
+    Unavailable(String),
+    #[error("the container runtime refused '{call}': {message}")]
+    Refused { call: &'static str, message: String },
+}
+
+/// An image as the runtime knows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Image {
+    /// The id that pins it.
+    pub id: String,
+    pub digest: Option<String>,
+    pub labels: BTreeMap<String, String>,
+    pub env: Vec<(String, String)>,
+}
+
+/// A block of ids on the host that stands for the ids from 0 on inside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IdMap {
+    pub first: u32,
+    pub count: u32,
+}
+
+#[derive(Clone, Debug)]
+pub struct Mount {
+    pub source: PathBuf,
+    pub target: String,
+    pub read_only: bool,
+}
+
+/// A sandbox's container, complete: what is not here is off.
+#[derive(Clone, Debug)]
+pub struct Spec {
+    pub name: String,
+    pub labels: BTreeMap<String, String>,
+    pub image_id: String,
+    pub argv: Vec<String>,
+    pub env: Vec<(String, String)>,
+    pub ids: IdMap,
+    pub mounts: Vec<Mount>,
+    pub limits: Limits,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Container {
+    pub id: String,
+    pub name: String,
+    pub running: bool,
+    /// Of its process 1, on the host; 0 when it does not run.
+    pub pid: i32,
+    pub exit_code: Option<i64>,
+    pub labels: BTreeMap<String, String>,
+}
+
+#[derive(Clone, Debug, Default)]
+pub struct ExecSpec {
+    pub argv: Vec<String>,
+    pub env: Vec<(String, String)>,
+    pub cwd: String,
+    pub stdin: bool,
+    /// Columns and rows of a terminal.
+    pub tty: Option<(u16, u16)>,
+}
+
+/// Output of a runtime exec, in the order in which it came. With a terminal all of it is `Stdout`.
+pub type ExecOutput = Pin<Box<dyn FuturesStream<Item = Result<(Stream, Bytes), Error>> + Send>>;
+
+pub struct RuntimeExec {
+    pub id: String,
+    pub input: Pin<Box<dyn AsyncWrite + Send>>,
+    pub output: ExecOutput,
+}
+
+impl std::fmt::Debug for RuntimeExec {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RuntimeExec").field("id", &self.id).finish_non_exhaustive()
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RuntimeExecState {
+    pub running: bool,
+    pub exit_code: Option<i64>,
+    /// On the host; 0 when unknown.
+    pub pid: i32,
+}
+
+#[async_trait]
+pub trait Runtime: Send + Sync + std::fmt::Debug {
+    /// Name and version, for people. Fails when the runtime does not answer.
+    async fn version(&self) -> Result<String, Error>;
+    async fn image(&self, reference: &str) -> Result<Image, Error>;
+    /// Fails with `NameInUse` when a container has this name: the name is the once-only gate.
+    async fn create(&self, spec: &Spec) -> Result<String, Error>;
+    async fn start(&self, name: &str) -> Result<(), Error>;
+    async fn inspect(&self, name: &str) -> Result<Container, Error>;
+    /// All containers that carry this label with this value, running or not.
+    async fn list(&self, label: &str, value: &str) -> Result<Vec<Container>, Error>;
+    async fn kill(&self, name: &str, signal: &str) -> Result<(), Error>;
+    /// Kills it when it runs, and removes it. One that is not there counts as removed.
+    async fn remove(&self, name: &str) -> Result<(), Error>;
+    async fn exec(&self, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error>;
+    async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, Error>;
+    async fn exec_resize(&self, id: &str, columns: u16, rows: u16) -> Result<(), Error>;
+    /// Ends what serves this worker alone (a private service); containers live on.
+    async fn close(&self);
+}

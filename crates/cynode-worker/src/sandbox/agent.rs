@@ -1,0 +1,132 @@
+//! Requests to the agent, typed.
+
+use std::time::Duration;
+
+use cynode_api::{ErrorCode, Problem};
+use cynode_sba_proto::{AgentError, Frame, MAX_DATA, Reply, Request, encode, encode_message};
+use cynode_service::ApiError;
+use tokio::io::AsyncWriteExt as _;
+
+use super::link::{AgentLink, Greeted, LinkError};
+
+/// Longest text of a hostile agent that is passed on.
+const MAX_MESSAGE: usize = 4_096;
+/// Longest JSON body of an agent's answer: a full list of long paths.
+const MAX_BODY: usize = 64 * 1024 * 1024;
+/// How long an answer may take where the operation itself has no limit of its own.
+pub(crate) const ANSWER: Duration = Duration::from_secs(30);
+
+/// A connection with a request on it.
+#[derive(Debug)]
+pub(crate) struct Channel(Greeted);
+
+impl AgentLink {
+    /// Writes a request on a parked connection, which belongs to it from then on.
+    pub(crate) async fn open(&self, request: &Request) -> Result<Channel, LinkError> {
+        let mut bytes = Vec::new();
+        encode_message(request, &mut bytes);
+        // A connection may break between the check and the write while a worker and its agent find each other again.
+        for _ in 0..3 {
+            let mut connection = self.take().await?;
+            if connection.stream.write_all(&bytes).await.is_ok() {
+                return Ok(Channel(connection));
+            }
+        }
+        Err(LinkError::Gone)
+    }
+
+    /// A request with one reply.
+    pub(crate) async fn call(&self, request: &Request) -> Result<Reply, ApiError> {
+        let mut channel = self.open(request).await.map_err(unavailable)?;
+        channel.reply(ANSWER).await
+    }
+}
+
+impl Channel {
+    pub(crate) async fn next(&mut self) -> Result<Frame, LinkError> {
+        self.0.read().await
+    }
+
+    pub(crate) async fn send(&mut self, frame: &Frame) -> Result<(), LinkError> {
+        let mut bytes = Vec::new();
+        encode(frame, &mut bytes);
+        self.0.stream.write_all(&bytes).await.map_err(|_| LinkError::Gone)
+    }
+
+    /// The next control message; a refusal of the agent is an error.
+    pub(crate) async fn reply(&mut self, limit: Duration) -> Result<Reply, ApiError> {
+        let frame = tokio::time::timeout(limit, self.next()).await.map_err(|_| ApiError::new(ErrorCode::AgentUnavailable, "the agent did not answer in time"))?;
+        match frame.map_err(unavailable)? {
+            Frame::Json(json) => match serde_json::from_slice(&json) {
+                Ok(Reply::Error(error)) => Err(agent_problem(error).into()),
+                Ok(reply) => Ok(reply),
+                Err(error) => Err(unavailable(LinkError::Protocol(error.to_string()))),
+            },
+            _ => Err(unexpected("data instead of a reply")),
+        }
+    }
+
+    /// The next piece of a body; `None` at its end.
+    pub(crate) async fn data(&mut self, limit: Duration) -> Result<Option<Vec<u8>>, ApiError> {
+        let frame = tokio::time::timeout(limit, self.next()).await.map_err(|_| ApiError::new(ErrorCode::AgentUnavailable, "the agent stopped sending"))?;
+        match frame.map_err(unavailable)? {
+            Frame::Data(data) => Ok(Some(data)),
+            Frame::End => Ok(None),
+            Frame::Json(json) => match serde_json::from_slice(&json) {
+                Ok(Reply::Error(error)) => Err(agent_problem(error).into()),
+                _ => Err(unexpected("a reply instead of data")),
+            },
+            _ => Err(unexpected("output instead of data")),
+        }
+    }
+
+    /// A `Body` reply with the JSON that follows it.
+    pub(crate) async fn body<T: serde::de::DeserializeOwned>(&mut self, limit: Duration) -> Result<T, ApiError> {
+        match self.reply(limit).await? {
+            Reply::Body => {}
+            other => return Err(unexpected(&format!("{other:?}"))),
+        }
+        let mut bytes = Vec::new();
+        while let Some(piece) = self.data(ANSWER).await? {
+            if bytes.len() + piece.len() > MAX_BODY {
+                return Err(unexpected("a body without end"));
+            }
+            bytes.extend_from_slice(&piece);
+        }
+        serde_json::from_slice(&bytes).map_err(|error| unavailable(LinkError::Protocol(error.to_string())))
+    }
+
+    /// Sends bytes in pieces that the agent takes. An agent that stops reading answers with an error, which counts.
+    pub(crate) async fn send_data(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
+        for piece in bytes.chunks(MAX_DATA) {
+            self.send(&Frame::Data(piece.to_vec())).await?;
+        }
+        Ok(())
+    }
+}
+
+/// An agent that can't be reached, as a caller sees it.
+#[expect(clippy::needless_pass_by_value, reason = "used in map_err")]
+pub(crate) fn unavailable(error: LinkError) -> ApiError {
+    ApiError::new(ErrorCode::AgentUnavailable, error.to_string())
+}
+
+pub(crate) fn unexpected(what: &str) -> ApiError {
+    unavailable(LinkError::Protocol(format!("unexpected {}", what.chars().take(200).collect::<String>())))
+}
+
+/// A refusal of the agent. Its text is of hostile origin: cut, and never taken for more than text.
+pub(crate) fn agent_problem(error: AgentError) -> Problem {
+    let AgentError { code, mut message, errno, rejects } = error;
+    if message.len() > MAX_MESSAGE {
+        message = message.chars().take(MAX_MESSAGE / 4).collect();
+    }
+    let mut problem = Problem::new(code, message);
+    if let Some(errno) = errno.filter(|errno| errno.len() <= 32) {
+        problem = problem.with("errno", errno);
+    }
+    if code == ErrorCode::PatchRejected {
+        problem = problem.with("rejects", serde_json::to_value(rejects).unwrap_or_default());
+    }
+    problem
+}

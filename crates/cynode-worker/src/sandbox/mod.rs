@@ -1,0 +1,8 @@
+//! One sandbox seen from the host: its control socket, the agent behind it, its container's process.
+
+mod agent;
+mod link;
+
+pub(crate) use agent::{Channel, agent_problem};
+pub(crate) use agent::{ANSWER, unavailable, unexpected};
+pub(crate) use link::{AgentLink, InitProcess, LinkError};

@@ -1,0 +1,224 @@
+//! Ending a session, losing one, taking one up again.
+
+use std::sync::Arc;
+
+use cynode_api::{ErrorCode, SandboxId, Session, SessionEnd, SessionId, SessionState, WorkspaceDisposal, session_limits::MAX_REASON_BYTES};
+use cynode_service::ApiError;
+use time::OffsetDateTime;
+
+use super::{Created, Entry, Live, Sessions, check_version, journal_error, validate};
+
+/// Why and how a session ends.
+#[derive(Clone, Debug)]
+pub(crate) struct Ending {
+    pub(crate) reason: String,
+    pub(crate) workspace: Disposal,
+}
+
+/// What becomes of the workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Disposal {
+    Delete,
+    Keep,
+    /// For the grace period, so that the session can be resumed.
+    KeepForAWhile,
+}
+
+impl Sessions {
+    /// Ends a session. One that has ended already stays as it ended.
+    pub(crate) async fn end(self: &Arc<Self>, id: SessionId, request: SessionEnd) -> Result<Session, ApiError> {
+        check_version(request.version)?;
+        let reason = request.reason.unwrap_or_else(|| "ended by the caller".to_owned());
+        if reason.len() > MAX_REASON_BYTES {
+            return Err(ApiError::invalid(format!("reason: more than {MAX_REASON_BYTES} bytes")));
+        }
+        let entry = self.get(id)?;
+        let workspace = match request.workspace.unwrap_or_default() {
+            WorkspaceDisposal::Delete => Disposal::Delete,
+            WorkspaceDisposal::Keep => Disposal::Keep,
+        };
+        self.end_entry(&entry, Ending { reason, workspace }).await?;
+        Ok(entry.object())
+    }
+
+    pub(crate) async fn end_entry(self: &Arc<Self>, entry: &Arc<Entry>, ending: Ending) -> Result<(), ApiError> {
+        // Runs to its end even when the caller goes away.
+        let (sessions, entry) = (Arc::clone(self), Arc::clone(entry));
+        let ended = tokio::spawn(async move { sessions.run_end(&entry, ending).await }).await;
+        ended.map_err(|_| ApiError::new(ErrorCode::Internal, "ending the session was interrupted"))?
+    }
+
+    async fn run_end(self: &Arc<Self>, entry: &Arc<Entry>, ending: Ending) -> Result<(), ApiError> {
+        let _step = entry.step.lock().await;
+        match entry.state() {
+            SessionState::Ended => return Ok(()),
+            SessionState::Failed => return Ok(()),
+            _ => {}
+        }
+        self.update(entry, |record| {
+            record.session.state = SessionState::Ending;
+            record.session.end_reason.get_or_insert(ending.reason);
+            record.disposal = Some(if ending.workspace == Disposal::Delete { WorkspaceDisposal::Delete } else { WorkspaceDisposal::Keep });
+        })
+        .map_err(|error| journal_error(&error))?;
+        if ending.workspace == Disposal::KeepForAWhile {
+            self.keep_workspace(entry.record().session.workspace_id, true).map_err(|error| journal_error(&error))?;
+        }
+        self.finish_end(entry).await
+    }
+
+    /// The second half of an end, which a restarted worker does too. The step's lock is held.
+    pub(super) async fn finish_end(&self, entry: &Arc<Entry>) -> Result<(), ApiError> {
+        let record = entry.record();
+        if let Some(live) = entry.live.lock().take() {
+            live.close();
+        }
+        self.remove_sandbox(record.sandbox_id).await?;
+        entry.execs.lose_all();
+        let disposed = match record.disposal.unwrap_or_default() {
+            WorkspaceDisposal::Delete => self.delete_workspace(record.session.workspace_id),
+            WorkspaceDisposal::Keep => Ok(()),
+        };
+        disposed.and_then(|()| self.journal.discard(&self.journal.session_directory(record.session.session_id).join("execs"))).map_err(|error| journal_error(&error))?;
+        self.update(entry, |record| {
+            record.session.state = SessionState::Ended;
+            record.session.ended_at = Some(OffsetDateTime::now_utc());
+            record.init = None;
+        })
+        .map_err(|error| journal_error(&error))?;
+        self.empty_trash();
+        Ok(())
+    }
+
+    /// Ends every session that lives, keeping the workspaces for a while; says how many there were.
+    pub(crate) async fn end_all(self: &Arc<Self>, reason: &str) -> usize {
+        let entries: Vec<Arc<Entry>> = self.known.lock().values().filter(|entry| entry.record.lock().is_live()).cloned().collect();
+        let mut ending = tokio::task::JoinSet::new();
+        for entry in entries {
+            let (sessions, reason) = (Arc::clone(self), reason.to_owned());
+            ending.spawn(async move { sessions.end_entry(&entry, Ending { reason, workspace: Disposal::KeepForAWhile }).await });
+        }
+        ending.join_all().await.into_iter().filter(Result::is_ok).count()
+    }
+
+    /// Removes container and sockets. What is gone already is fine.
+    async fn remove_sandbox(&self, id: SandboxId) -> Result<(), ApiError> {
+        self.runtime.remove(&crate::journal::container_name(id)).await.map_err(|error| ApiError::from(super::runtime_problem(&error)))?;
+        crate::tree::remove(&self.journal.sandbox_directory(id)).map_err(|error| ApiError::new(ErrorCode::Internal, format!("removing the sandbox's sockets: {error}")))
+    }
+
+    /// As `remove_sandbox`, where nothing can be done about a failure but to try again later.
+    pub(super) async fn clear_sandbox(&self, id: SandboxId) {
+        if let Err(error) = self.remove_sandbox(id).await {
+            tracing::error!(sandbox_id = %id, error = %error.0, "Removing a sandbox failed; the next reconciliation tries again.");
+        }
+    }
+
+    /// Deletes what was thrown away, in the background.
+    pub(super) fn empty_trash(&self) {
+        let trash = self.journal.trash();
+        tokio::task::spawn_blocking(move || {
+            let Ok(entries) = fs_err::read_dir(&trash) else { return };
+            for entry in entries.flatten() {
+                // Two at once may work on the same tree; what the other took is gone.
+                if let Err(error) = crate::tree::remove(&entry.path())
+                    && error.kind() != std::io::ErrorKind::NotFound
+                {
+                    tracing::warn!(path = %entry.path().display(), %error, "Emptying the trash failed; it is tried again.");
+                }
+            }
+        });
+    }
+
+    /// Watches a live container: when it goes away by itself, the session is lost.
+    pub(super) fn watch(self: &Arc<Self>, entry: &Arc<Entry>, live: Arc<Live>) {
+        let (sessions, entry) = (Arc::clone(self), Arc::clone(entry));
+        tokio::spawn(async move {
+            loop {
+                match live.link() {
+                    Ok(link) => {
+                        tokio::select! {
+                            () = link.absent() => {}
+                            () = tokio::time::sleep(std::time::Duration::from_secs(5)) => {}
+                        }
+                    }
+                    Err(_) => tokio::time::sleep(std::time::Duration::from_secs(1)).await,
+                }
+                if live.is_closed() {
+                    return;
+                }
+                if !live.init.is_alive() {
+                    sessions.lose(&entry, "the sandbox's process 1 ended").await;
+                    return;
+                }
+            }
+        });
+    }
+
+    /// The container is gone and nobody asked for that.
+    pub(super) async fn lose(&self, entry: &Arc<Entry>, reason: &str) {
+        let _step = entry.step.lock().await;
+        let record = entry.record();
+        if !matches!(record.session.state, SessionState::Running | SessionState::Creating) {
+            return;
+        }
+        tracing::warn!(session_id = %record.session.session_id, reason, "A session is lost.");
+        metrics::counter!("cynode_sessions_lost_total").increment(1);
+        if let Some(live) = entry.live.lock().take() {
+            live.close();
+        }
+        self.clear_sandbox(record.sandbox_id).await;
+        entry.execs.lose_all();
+        let kept = self.keep_workspace(record.session.workspace_id, true);
+        let written = kept.and_then(|()| {
+            self.update(entry, |record| {
+                record.session.state = SessionState::Lost;
+                record.session.end_reason = Some(reason.to_owned());
+                record.session.ended_at = Some(OffsetDateTime::now_utc());
+                record.init = None;
+            })
+        });
+        if let Err(error) = written {
+            tracing::error!(%error, "Recording a lost session failed.");
+        }
+    }
+
+    /// Gives a session that was lost, expired or stopped a new container on its old workspace.
+    pub(crate) async fn resume(self: &Arc<Self>, id: SessionId) -> Result<Created, ApiError> {
+        self.wait_until_settled().await;
+        let entry = self.get(id)?;
+        {
+            let _step = entry.step.lock().await;
+            let record = entry.record();
+            match record.session.state {
+                SessionState::Running | SessionState::Creating => return Ok(Created::Existing(entry.object())),
+                SessionState::Lost | SessionState::Ended => {}
+                state => return Err(ApiError::new(ErrorCode::NotResumable, format!("session {id} is {state}"))),
+            }
+            if self.live_count() >= self.config.max_sandboxes {
+                return Err(ApiError::new(ErrorCode::NoCapacity, format!("{} sandboxes run on this node already", self.config.max_sandboxes)));
+            }
+            let reference = cynode_api::WorkspaceRef::Workspace(record.session.workspace_id);
+            let workspace = self.workspace(&reference, record.session.task_id, id).map_err(|error| {
+                if error.0.is(ErrorCode::WorkspaceNotFound) { ApiError::new(ErrorCode::NotResumable, format!("the workspace of session {id} is gone")) } else { error }
+            })?;
+            self.keep_workspace(workspace.workspace_id, false).map_err(|error| journal_error(&error))?;
+            let lifetime = record.request.max_lifetime_seconds.unwrap_or(cynode_api::session_limits::DEFAULT_LIFETIME_SECONDS);
+            let now = OffsetDateTime::now_utc();
+            self.update(&entry, |record| {
+                record.sandbox_id = SandboxId::generate();
+                record.disposal = None;
+                record.session.state = SessionState::Creating;
+                record.session.end_reason = None;
+                record.session.ended_at = None;
+                record.session.expires_at = validate::after(now, lifetime);
+            })
+            .map_err(|error| journal_error(&error))?;
+        }
+        self.bring_up(&entry).await;
+        match entry.state() {
+            SessionState::Running => Ok(Created::New(entry.object())),
+            _ => Err(entry.failure.lock().clone().unwrap_or_else(|| ApiError::new(ErrorCode::NotRunning, "the session was ended meanwhile"))),
+        }
+    }
+}

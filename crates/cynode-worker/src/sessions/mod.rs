@@ -1,0 +1,236 @@
+//! Sessions: sandboxes that stay.
+//!
+//! Each session is a record in the journal and, while it runs, a live container. Every step of its life is written down
+//! before it is done, and each step can be done again: after a crash the reconciler takes each session up where it was.
+
+mod create;
+mod end;
+mod environment;
+mod life;
+mod live;
+mod reconcile;
+mod validate;
+mod workspace;
+
+use std::{
+    collections::HashMap,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use cynode_api::{ErrorCode, NodeId, Problem, Session, SessionId, SessionPatch, SessionState};
+use cynode_service::ApiError;
+use parking_lot::Mutex;
+use time::OffsetDateTime;
+use tokio::sync::watch;
+
+use crate::{
+    config::Config,
+    execs::SessionExecs,
+    idrange::IdBlocks,
+    journal::{Journal, SessionRecord},
+    runtime::{self, Runtime},
+};
+
+pub(crate) use create::Created;
+pub(crate) use end::Ending;
+pub(crate) use environment::exec_environment;
+pub(crate) use live::{Activity, Live};
+pub(crate) use validate::{check_env, check_labels, check_version};
+
+/// How long a caller of create waits before it is answered with `creating`.
+const CREATE_WAIT: Duration = Duration::from_secs(60);
+
+#[derive(Debug)]
+pub(crate) struct Sessions {
+    pub(crate) config: Config,
+    pub(crate) node_id: NodeId,
+    pub(crate) runtime: Arc<dyn Runtime>,
+    journal: Journal,
+    ids: IdBlocks,
+    /// The agent's binary in this worker's own store, by its hash.
+    agent_binary: PathBuf,
+    /// The most open files that this host lets a sandbox have.
+    max_nofile: u64,
+    known: Mutex<HashMap<SessionId, Arc<Entry>>>,
+    /// Held from the look for a session's id to its admission: of two callers at once, one creates.
+    gate: tokio::sync::Mutex<()>,
+    /// Set once the reconciler has seen to everything that an earlier worker left.
+    settled: watch::Sender<bool>,
+}
+
+/// What a worker brings to its sessions.
+#[derive(Debug)]
+pub(crate) struct Means {
+    pub(crate) config: Config,
+    pub(crate) runtime: Arc<dyn Runtime>,
+    pub(crate) journal: Journal,
+    pub(crate) node_id: NodeId,
+    pub(crate) ids: IdBlocks,
+    pub(crate) agent_binary: PathBuf,
+    pub(crate) max_nofile: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Entry {
+    record: Mutex<SessionRecord>,
+    live: Mutex<Option<Arc<Live>>>,
+    pub(crate) execs: Arc<SessionExecs>,
+    state: watch::Sender<SessionState>,
+    last_activity: Mutex<Instant>,
+    /// Held while the session's container is made or removed: one such step at a time.
+    step: tokio::sync::Mutex<()>,
+    /// Why creation failed, for the caller who waits.
+    failure: Mutex<Option<ApiError>>,
+}
+
+impl Entry {
+    fn new(record: SessionRecord, execs: SessionExecs) -> Arc<Self> {
+        Arc::new(Self {
+            state: watch::Sender::new(record.session.state),
+            record: Mutex::new(record),
+            live: Mutex::new(None),
+            execs: Arc::new(execs),
+            last_activity: Mutex::new(Instant::now()),
+            step: tokio::sync::Mutex::new(()),
+            failure: Mutex::new(None),
+        })
+    }
+
+    pub(crate) fn record(&self) -> SessionRecord {
+        self.record.lock().clone()
+    }
+
+    fn state(&self) -> SessionState {
+        *self.state.borrow()
+    }
+
+    pub(crate) fn touch(&self) {
+        *self.last_activity.lock() = Instant::now();
+    }
+
+    fn idle_for(&self) -> Duration {
+        let active = self.live.lock().as_ref().is_some_and(|live| live.is_active());
+        if active { Duration::ZERO } else { self.last_activity.lock().elapsed() }
+    }
+
+    /// The session as callers see it.
+    pub(crate) fn object(&self) -> Session {
+        let record = self.record();
+        let mut session = record.session;
+        session.running_execs = self.execs.running_count();
+        if session.state == SessionState::Running {
+            let idle_for = time::Duration::try_from(self.idle_for()).unwrap_or_default();
+            let left = time::Duration::seconds(i64::try_from(record.idle_timeout_seconds).unwrap_or(i64::MAX)).saturating_sub(idle_for);
+            session.idle_expires_at = OffsetDateTime::now_utc().saturating_add(left).min(session.expires_at);
+        }
+        session
+    }
+}
+
+impl Sessions {
+    pub(crate) fn new(means: Means) -> std::io::Result<Arc<Self>> {
+        let Means { config, runtime, journal, node_id, ids, agent_binary, max_nofile } = means;
+        let mut known = HashMap::new();
+        for workspace in journal.workspaces()? {
+            ids.reserve(workspace.id_block);
+        }
+        for record in journal.sessions()? {
+            let execs = SessionExecs::open(&journal.session_directory(record.session.session_id))?;
+            known.insert(record.session.session_id, Entry::new(record, execs));
+        }
+        Ok(Arc::new(Self { config, node_id, runtime, journal, ids, agent_binary, max_nofile, known: Mutex::new(known), gate: tokio::sync::Mutex::new(()), settled: watch::Sender::new(false) }))
+    }
+
+    /// The session, whatever its state.
+    pub(crate) fn get(&self, id: SessionId) -> Result<Arc<Entry>, ApiError> {
+        self.known.lock().get(&id).cloned().ok_or_else(|| ApiError::new(ErrorCode::SessionNotFound, format!("no session {id} on this node")))
+    }
+
+    /// The session with its container, for a call into it.
+    pub(crate) fn live(&self, id: SessionId) -> Result<(Arc<Entry>, Arc<Live>), ApiError> {
+        let entry = self.get(id)?;
+        match entry.state() {
+            SessionState::Running => {}
+            SessionState::Ending | SessionState::Ended => return Err(ApiError::new(ErrorCode::SessionEnded, format!("session {id} has ended"))),
+            state => return Err(ApiError::new(ErrorCode::NotRunning, format!("session {id} is {state}"))),
+        }
+        entry.touch();
+        let live = entry.live.lock().clone().ok_or_else(|| ApiError::new(ErrorCode::NotRunning, format!("session {id} is being taken up again after a restart of the worker")))?;
+        Ok((entry, live))
+    }
+
+    pub(crate) fn list(&self) -> Vec<Session> {
+        let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
+        let mut sessions: Vec<Session> = entries.iter().map(|entry| entry.object()).collect();
+        sessions.sort_by_key(|session| (session.created_at, session.session_id));
+        sessions
+    }
+
+    fn live_count(&self) -> usize {
+        self.known.lock().values().filter(|entry| entry.record.lock().is_live()).count()
+    }
+
+    pub(crate) async fn wait_until_settled(&self) {
+        drop(self.settled.subscribe().wait_for(|settled| *settled).await);
+    }
+
+    pub(crate) fn is_settled(&self) -> bool {
+        *self.settled.borrow()
+    }
+
+    /// Changes a record: written down first, then seen.
+    fn update(&self, entry: &Entry, change: impl FnOnce(&mut SessionRecord)) -> std::io::Result<()> {
+        let mut record = entry.record.lock();
+        let mut changed = record.clone();
+        change(&mut changed);
+        self.journal.write_session(&changed)?;
+        let state = changed.session.state;
+        *record = changed;
+        drop(record);
+        entry.state.send_replace(state);
+        Ok(())
+    }
+
+    pub(crate) fn patch(&self, id: SessionId, patch: SessionPatch) -> Result<Session, ApiError> {
+        check_version(patch.version)?;
+        let entry = self.get(id)?;
+        if !matches!(entry.state(), SessionState::Running | SessionState::Creating) {
+            return Err(ApiError::new(ErrorCode::SessionEnded, format!("session {id} is {}", entry.state())));
+        }
+        if let Some(labels) = &patch.labels {
+            check_labels(labels)?;
+        }
+        let lifetime = patch.max_lifetime_seconds.map(validate::lifetime).transpose()?;
+        let idle = patch.idle_timeout_seconds.map(validate::idle).transpose()?;
+        self.update(&entry, |record| {
+            if let Some(seconds) = lifetime {
+                record.session.expires_at = validate::after(OffsetDateTime::now_utc(), seconds);
+            }
+            if let Some(seconds) = idle {
+                record.idle_timeout_seconds = seconds;
+            }
+            if let Some(labels) = patch.labels {
+                record.session.labels = labels;
+            }
+        })
+        .map_err(|error| journal_error(&error))?;
+        entry.touch();
+        Ok(entry.object())
+    }
+}
+
+fn journal_error(error: &std::io::Error) -> ApiError {
+    let code = if error.kind() == std::io::ErrorKind::StorageFull { ErrorCode::NoSpace } else { ErrorCode::Internal };
+    ApiError::new(code, format!("writing the journal: {error}"))
+}
+
+/// A runtime's failure as a caller sees it.
+pub(crate) fn runtime_problem(error: &runtime::Error) -> Problem {
+    let code = match error {
+        runtime::Error::Timeout { .. } | runtime::Error::Unavailable(_) => ErrorCode::RuntimeUnavailable,
+        runtime::Error::NotFound(_) | runtime::Error::NameInUse(_) | runtime::Error::Refused { .. } => ErrorCode::Internal,
+    };
+    Problem::new(code, error.to_string())
+}

@@ -1,0 +1,139 @@
+//! After a start: what should run, and what does.
+//!
+//! Idempotent, takes no input but the journal and the runtime's own list, and may be cut off anywhere: the next start does
+//! it again. Nothing is done by guess: a container of ours that no session wants goes, a session whose process still runs
+//! is adopted by the recorded process, before the runtime is even asked.
+
+use std::{collections::HashSet, sync::Arc, time::Duration};
+
+use cynode_api::{ExecVia, LABEL_NODE_ID, SessionState};
+
+use super::{Entry, Live, Sessions};
+use crate::{
+    execs::{Leftovers, adopt_by_agent},
+    journal::container_name,
+    sandbox::AgentLink,
+};
+
+/// An agent that is alive connects within moments; under load this is generous.
+const ADOPT_WAIT: Duration = Duration::from_secs(30);
+
+impl Sessions {
+    /// Takes up all that an earlier worker left. Returns when everything is in order.
+    pub(crate) async fn reconcile(self: &Arc<Self>) {
+        let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
+        // Running sessions first: they only need their sockets back.
+        let mut adopting = tokio::task::JoinSet::new();
+        for entry in entries.iter().filter(|entry| entry.state() == SessionState::Running) {
+            let (sessions, entry) = (Arc::clone(self), Arc::clone(entry));
+            adopting.spawn(async move { sessions.adopt(&entry).await });
+        }
+        adopting.join_all().await;
+        self.remove_strangers().await;
+        let mut rest = tokio::task::JoinSet::new();
+        for entry in entries {
+            let sessions = Arc::clone(self);
+            match entry.state() {
+                SessionState::Creating => {
+                    rest.spawn(async move { sessions.bring_up(&entry).await });
+                }
+                SessionState::Ending => {
+                    rest.spawn(async move {
+                        let _step = entry.step.lock().await;
+                        if let Err(error) = sessions.finish_end(&entry).await {
+                            tracing::error!(error = %error.0, "Finishing an end failed; it is tried again.");
+                        }
+                    });
+                }
+                _ => {}
+            }
+        }
+        rest.join_all().await;
+        self.sweep_directories();
+        self.empty_trash();
+        self.settled.send_replace(true);
+    }
+
+    async fn adopt(self: &Arc<Self>, entry: &Arc<Entry>) {
+        let record = entry.record();
+        let Some(init) = record.init.filter(|init| init.is_alive()) else {
+            return self.lose(entry, "its container was gone when the worker started").await;
+        };
+        let directory = self.journal.sandbox_directory(record.sandbox_id);
+        let link = match self.config.exec_via {
+            ExecVia::Runtime => None,
+            ExecVia::Agent => match AgentLink::listen(&directory, Some(init)) {
+                Ok(link) => Some(link),
+                Err(error) => {
+                    tracing::error!(%error, "Opening a control socket again failed.");
+                    return self.lose(entry, "its control socket could not be opened again").await;
+                }
+            },
+        };
+        let live = Live::new(record.container(), init, Arc::clone(&self.runtime), link);
+        if let Ok(link) = live.link() {
+            if !link.present(ADOPT_WAIT).await {
+                live.kill_container().await;
+                return self.lose(entry, "its agent did not come back").await;
+            }
+            if let Err(error) = adopt_by_agent(Arc::clone(&live), Arc::clone(&entry.execs)).await {
+                tracing::error!(error = %error.0, "Taking up a session's execs failed.");
+                entry.execs.lose_all();
+            }
+        } else {
+            Leftovers::end(&live, &entry.execs);
+        }
+        *entry.live.lock() = Some(Arc::clone(&live));
+        entry.touch();
+        self.watch(entry, live);
+        tracing::info!(session_id = %record.session.session_id, "Adopted a session.");
+    }
+
+    /// Removes containers of this node that no session wants. Tries until the runtime answers.
+    async fn remove_strangers(&self) {
+        let containers = loop {
+            match self.runtime.list(LABEL_NODE_ID, &self.node_id.to_string()).await {
+                Ok(containers) => break containers,
+                Err(error) => {
+                    tracing::error!(%error, "Listing containers failed; trying again.");
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                }
+            }
+        };
+        let wanted: HashSet<String> = self.known.lock().values().filter(|entry| entry.live.lock().is_some()).map(|entry| entry.record.lock().container()).collect();
+        for container in containers.into_iter().filter(|container| !wanted.contains(&container.name)) {
+            tracing::info!(container = container.name, session_id = ?Self::session_of(&container.labels), "Removing a container that no session wants.");
+            if let Err(error) = self.runtime.remove(&container.name).await {
+                tracing::error!(container = container.name, %error, "Removing it failed.");
+            }
+        }
+    }
+
+    /// Removes directories of sandboxes that no session has, and workspaces that a crash left between two writes.
+    fn sweep_directories(&self) {
+        let (sandboxes, workspaces): (HashSet<_>, HashSet<_>) = self
+            .known
+            .lock()
+            .values()
+            .map(|entry| {
+                let record = entry.record.lock();
+                (record.is_live().then_some(record.sandbox_id), record.session.workspace_id)
+            })
+            .unzip();
+        for id in self.journal.sandboxes().unwrap_or_default() {
+            if !sandboxes.contains(&Some(id))
+                && let Err(error) = self.journal.discard(&self.journal.sandbox_directory(id))
+            {
+                tracing::warn!(container = container_name(id), %error, "Removing a sandbox's directory failed.");
+            }
+        }
+        // A workspace that no session ever got: the crash came right after it was made. Kept ones belong to a session's
+        // record, or were kept on purpose and carry no date; only those younger than any record can be such leftovers.
+        for workspace in self.journal.workspaces().unwrap_or_default() {
+            let empty = fs_err::read_dir(self.journal.workspace_directory(workspace.workspace_id).join("data")).is_err();
+            if !workspaces.contains(&workspace.workspace_id) && empty {
+                drop(self.delete_workspace(workspace.workspace_id));
+            }
+        }
+    }
+}

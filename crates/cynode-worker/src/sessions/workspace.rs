@@ -1,0 +1,85 @@
+//! Workspaces: the files of a session on the host, owned by the ids of its sandbox.
+//!
+//! The host makes the directories and hands them over; while a sandbox lives it opens nothing below them by name.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+use cynode_api::{ErrorCode, SessionId, TaskId, WorkspaceId, WorkspaceRef};
+use cynode_service::ApiError;
+use rustix::fs::{AtFlags, CWD, Gid, Uid};
+use time::OffsetDateTime;
+
+use super::{Sessions, journal_error, validate};
+use crate::{idrange::AGENT_ID, journal::WorkspaceRecord};
+
+impl Sessions {
+    /// The workspace that a request names, or a new one, with its block of ids.
+    pub(super) fn workspace(&self, reference: &WorkspaceRef, task_id: TaskId, for_session: SessionId) -> Result<WorkspaceRecord, ApiError> {
+        match reference {
+            WorkspaceRef::New => {
+                let id_block = self.ids.take().ok_or_else(|| ApiError::new(ErrorCode::NoCapacity, "every block of ids is used by a session or a kept workspace"))?;
+                let record = WorkspaceRecord { workspace_id: WorkspaceId::generate(), task_id, id_block, delete_at: None };
+                self.journal.write_workspace(&record).map_err(|error| {
+                    self.ids.give_back(id_block);
+                    journal_error(&error)
+                })?;
+                Ok(record)
+            }
+            WorkspaceRef::Workspace(id) => {
+                let record = self.journal.workspace(*id).map_err(|error| journal_error(&error))?;
+                // One of another task looks like none.
+                let record = record.filter(|record| record.task_id == task_id).ok_or_else(|| ApiError::new(ErrorCode::WorkspaceNotFound, format!("no workspace {id} is kept for this task")))?;
+                if self.known.lock().values().any(|entry| {
+                    let other = entry.record.lock();
+                    other.session.workspace_id == *id && other.session.session_id != for_session && other.is_live()
+                }) {
+                    return Err(ApiError::new(ErrorCode::WorkspaceInUse, format!("workspace {id} is mounted in another session")));
+                }
+                Ok(record)
+            }
+        }
+    }
+
+    /// Makes sure that the directories are there and belong to the sandbox's user.
+    pub(super) fn prepare_workspace(&self, id: WorkspaceId, id_block: u32) -> io::Result<(PathBuf, PathBuf)> {
+        let data = self.journal.workspace_directory(id).join("data");
+        fs_err::create_dir_all(&data)?;
+        let (workspace, home) = (data.join("workspace"), data.join("home"));
+        for directory in [&workspace, &home] {
+            hand_over(directory, id_block + AGENT_ID)?;
+        }
+        Ok((workspace, home))
+    }
+
+    /// Keeps a workspace: for a while, or until it is asked for.
+    pub(super) fn keep_workspace(&self, id: WorkspaceId, for_a_while: bool) -> io::Result<()> {
+        if let Some(mut record) = self.journal.workspace(id)? {
+            record.delete_at = for_a_while.then(|| validate::after(OffsetDateTime::now_utc(), self.config.workspace_grace_seconds));
+            self.journal.write_workspace(&record)?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn delete_workspace(&self, id: WorkspaceId) -> io::Result<()> {
+        if let Some(record) = self.journal.workspace(id)? {
+            self.journal.discard(&self.journal.workspace_directory(id))?;
+            self.ids.give_back(record.id_block);
+        }
+        Ok(())
+    }
+}
+
+/// Makes a directory that belongs to `owner`. One that is there already stays as it is: hostile code may have put
+/// anything in it, and its owner never changes.
+fn hand_over(directory: &Path, owner: u32) -> io::Result<()> {
+    match fs_err::create_dir(directory) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(error),
+    }
+    rustix::fs::chownat(CWD, directory, Some(Uid::from_raw(owner)), Some(Gid::from_raw(owner)), AtFlags::SYMLINK_NOFOLLOW)?;
+    Ok(())
+}

@@ -1,0 +1,90 @@
+//! Trees as tar streams, both ways.
+//!
+//! Both sides run on a blocking thread and meet the HTTP body over a short channel, so that nothing larger than a few
+//! pieces is ever in memory.
+
+mod pack;
+#[cfg(test)]
+mod tests;
+mod unpack;
+
+use std::io::{self, Read, Write};
+
+use bytes::{Bytes, BytesMut};
+use tokio::sync::mpsc;
+
+pub use pack::{pack_file, pack_tree};
+pub use unpack::{Error as UnpackError, unpack};
+
+const PIECE: usize = 64 * 1024;
+const PIECES: usize = 16;
+
+/// The two ends of a stream of pieces. An error in it means that it was not whole.
+pub fn channel() -> (mpsc::Sender<io::Result<Bytes>>, mpsc::Receiver<io::Result<Bytes>>) {
+    mpsc::channel(PIECES)
+}
+
+/// Writes into the channel from a blocking thread.
+#[derive(Debug)]
+pub struct PieceWriter {
+    to: mpsc::Sender<io::Result<Bytes>>,
+    piece: BytesMut,
+}
+
+impl PieceWriter {
+    pub fn new(to: mpsc::Sender<io::Result<Bytes>>) -> Self {
+        Self { to, piece: BytesMut::with_capacity(PIECE) }
+    }
+
+    /// Ends the stream as broken.
+    pub fn fail(self, error: &io::Error) {
+        // The reader may be gone already.
+        drop(self.to.blocking_send(Err(io::Error::new(error.kind(), error.to_string()))));
+    }
+}
+
+impl Write for PieceWriter {
+    fn write(&mut self, data: &[u8]) -> io::Result<usize> {
+        let count = data.len().min(PIECE - self.piece.len());
+        self.piece.extend_from_slice(&data[..count]);
+        if self.piece.len() == PIECE {
+            self.flush()?;
+        }
+        Ok(count)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        if self.piece.is_empty() {
+            return Ok(());
+        }
+        let piece = std::mem::replace(&mut self.piece, BytesMut::with_capacity(PIECE)).freeze();
+        self.to.blocking_send(Ok(piece)).map_err(|_| io::ErrorKind::BrokenPipe.into())
+    }
+}
+
+/// Reads from the channel on a blocking thread.
+#[derive(Debug)]
+pub struct PieceReader {
+    from: mpsc::Receiver<io::Result<Bytes>>,
+    piece: Bytes,
+}
+
+impl PieceReader {
+    pub fn new(from: mpsc::Receiver<io::Result<Bytes>>) -> Self {
+        Self { from, piece: Bytes::new() }
+    }
+}
+
+impl Read for PieceReader {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        while self.piece.is_empty() {
+            match self.from.blocking_recv() {
+                Some(piece) => self.piece = piece?,
+                None => return Ok(0),
+            }
+        }
+        let count = buffer.len().min(self.piece.len());
+        buffer[..count].copy_from_slice(&self.piece.split_to(count));
+        Ok(count)
+    }
+}

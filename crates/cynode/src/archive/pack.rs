@@ -1,0 +1,108 @@
+//! A local tree as a tar stream: files, directories and symbolic links with their modes, nothing else.
+
+use std::{
+    io::{self, Read, Write},
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+};
+
+use tar::{Builder, EntryType, Header};
+
+/// The sandbox's own user. Who owns a file here is nobody's business there.
+const OWNER: u64 = 1000;
+
+#[derive(Debug, Default)]
+pub struct Packed {
+    /// What was left out, and why.
+    pub skipped: Vec<String>,
+}
+
+/// All that is below `root`, by names relative to it.
+pub fn pack_tree(root: &Path, to: &mut impl Write) -> io::Result<Packed> {
+    let mut builder = Builder::new(to);
+    let mut packed = Packed::default();
+    // Directories still to be read, deepest last; no recursion, so that depth costs no stack.
+    let mut directories = vec![PathBuf::new()];
+    while let Some(relative) = directories.pop() {
+        let directory = root.join(&relative);
+        let mut entries = fs_err::read_dir(&directory)?.collect::<io::Result<Vec<_>>>()?;
+        entries.sort_by_key(fs_err::DirEntry::file_name);
+        for entry in entries {
+            let path = entry.path();
+            let name = relative.join(entry.file_name());
+            let metadata = fs_err::symlink_metadata(&path)?;
+            let kind = metadata.file_type();
+            let mut header = header(&metadata);
+            if kind.is_dir() {
+                header.set_entry_type(EntryType::Directory);
+                header.set_size(0);
+                builder.append_data(&mut header, &name, io::empty())?;
+                directories.push(name);
+            } else if kind.is_symlink() {
+                header.set_entry_type(EntryType::Symlink);
+                header.set_size(0);
+                builder.append_link(&mut header, &name, fs_err::read_link(&path)?)?;
+            } else if kind.is_file() {
+                append_file(&mut builder, &path, &name)?;
+            } else {
+                packed.skipped.push(format!("{}: not a file, directory or link", path.display()));
+            }
+        }
+    }
+    builder.into_inner()?;
+    Ok(packed)
+}
+
+/// One file as an archive of one entry.
+pub fn pack_file(path: &Path, name: &Path, to: &mut impl Write) -> io::Result<()> {
+    let mut builder = Builder::new(to);
+    append_file(&mut builder, path, name)?;
+    builder.into_inner()?;
+    Ok(())
+}
+
+fn append_file(builder: &mut Builder<impl Write>, path: &Path, name: &Path) -> io::Result<()> {
+    // It was a file a moment ago; a pipe that took its place must not hold us.
+    let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
+    let file = fs_err::OpenOptions::from_options(std::fs::OpenOptions::new().read(true).custom_flags(flags).clone()).open(path)?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(io::Error::other(format!("{} changed while it was copied", path.display())));
+    }
+    let mut header = header(&metadata);
+    header.set_entry_type(EntryType::Regular);
+    header.set_size(metadata.len());
+    builder.append_data(&mut header, name, Exactly { from: file, left: metadata.len(), path })
+}
+
+fn header(metadata: &std::fs::Metadata) -> Header {
+    let mut header = Header::new_gnu();
+    header.set_mode(metadata.mode() & 0o777);
+    header.set_uid(OWNER);
+    header.set_gid(OWNER);
+    header.set_mtime(u64::try_from(metadata.mtime()).unwrap_or(0));
+    header
+}
+
+/// Reads as many bytes as the header promised. A file that grew is cut there; one that shrank is an error, because the
+/// archive would be broken.
+struct Exactly<'a> {
+    from: fs_err::File,
+    left: u64,
+    path: &'a Path,
+}
+
+impl Read for Exactly<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.left == 0 || buffer.is_empty() {
+            return Ok(0);
+        }
+        let most = usize::try_from(self.left).map_or(buffer.len(), |left| left.min(buffer.len()));
+        let count = self.from.read(&mut buffer[..most])?;
+        if count == 0 {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("{} shrank while it was copied", self.path.display())));
+        }
+        self.left -= count as u64;
+        Ok(count)
+    }
+}

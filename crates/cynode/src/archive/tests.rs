@@ -1,0 +1,287 @@
+use std::{
+    ffi::OsStr,
+    os::unix::{ffi::OsStrExt, fs::PermissionsExt},
+    path::{Path, PathBuf},
+};
+
+use proptest::prelude::*;
+use tar::{Builder, EntryType, Header};
+
+use super::{UnpackError, pack_file, pack_tree, unpack, unpack::Unpacked};
+
+/// A directory with a target in it, and what lies beside the target.
+struct Place {
+    _temporary: tempfile::TempDir,
+    root: PathBuf,
+}
+
+impl Place {
+    fn new() -> Self {
+        let temporary = tempfile::tempdir().expect("temporary directory");
+        let root = temporary.path().to_owned();
+        fs_err::create_dir(root.join("target")).expect("target");
+        fs_err::write(root.join("outside"), "untouched").expect("outside");
+        Self { _temporary: temporary, root }
+    }
+
+    fn target(&self) -> PathBuf {
+        self.root.join("target")
+    }
+
+    fn unpack(&self, archive: &[u8]) -> Result<Unpacked, UnpackError> {
+        unpack(archive, &self.target(), |_| {})
+    }
+
+    /// Nothing beside the target has come or changed.
+    fn is_untouched(&self) -> bool {
+        let names: Vec<_> = fs_err::read_dir(&self.root).expect("root").map(|entry| entry.expect("entry").file_name()).collect();
+        names.len() == 2 && fs_err::read_to_string(self.root.join("outside")).expect("outside") == "untouched"
+    }
+}
+
+/// An entry whose name the library would refuse to write.
+fn raw(kind: EntryType, name: &[u8], link: &[u8], data: &[u8]) -> Vec<u8> {
+    let mut header = Header::new_gnu();
+    let old = header.as_old_mut();
+    old.name[..name.len()].copy_from_slice(name);
+    old.linkname[..link.len()].copy_from_slice(link);
+    header.set_entry_type(kind);
+    header.set_mode(0o6755);
+    header.set_size(data.len() as u64);
+    header.set_cksum();
+    let mut bytes = header.as_bytes().to_vec();
+    bytes.extend_from_slice(data);
+    bytes.resize(bytes.len().next_multiple_of(512), 0);
+    bytes
+}
+
+fn archive(entries: &[Vec<u8>]) -> Vec<u8> {
+    let mut bytes = entries.concat();
+    bytes.extend_from_slice(&[0; 1024]);
+    bytes
+}
+
+fn file(name: &[u8]) -> Vec<u8> {
+    raw(EntryType::Regular, name, b"", b"evil")
+}
+
+fn symlink(name: &[u8], target: &[u8]) -> Vec<u8> {
+    raw(EntryType::Symlink, name, target, b"")
+}
+
+#[test]
+fn names_that_lead_out_end_the_copy() {
+    for name in ["/etc/evil", "../evil", "a/../../evil", "a/..", "..", "./../evil"] {
+        let place = Place::new();
+        let result = place.unpack(&archive(&[file(name.as_bytes())]));
+        assert!(matches!(result, Err(UnpackError::Refused { .. })), "{name}: {result:?}");
+        assert!(place.is_untouched(), "{name}");
+    }
+}
+
+#[test]
+fn a_long_name_that_leads_out_ends_the_copy_too() {
+    let long = [b"a/".repeat(60), b"../".repeat(61), b"evil".to_vec()].concat();
+    let gnu = archive(&[raw(EntryType::GNULongName, b"././@LongLink", b"", &[&long[..], b"\0"].concat()), file(b"innocent")]);
+    let record = format!(" path={}\n", String::from_utf8_lossy(&long));
+    let pax = format!("{}{record}", record.len() + 3);
+    let pax = archive(&[raw(EntryType::XHeader, b"pax", b"", pax.as_bytes()), file(b"innocent")]);
+    for bytes in [gnu, pax] {
+        let place = Place::new();
+        let result = place.unpack(&bytes);
+        assert!(matches!(result, Err(UnpackError::Refused { .. })), "{result:?}");
+        assert!(place.is_untouched());
+    }
+}
+
+#[test]
+fn links_that_point_outside_are_left_out() {
+    for (name, target) in [("l", "/etc/passwd"), ("l", "../outside"), ("d/l", "../../outside"), ("l", ".."), ("l", "d/../../outside"), ("l", "x/..")] {
+        let place = Place::new();
+        let unpacked = place.unpack(&archive(&[symlink(name.as_bytes(), target.as_bytes())])).expect("unpacked");
+        assert_eq!(unpacked.skipped_count, 1, "{name} -> {target}");
+        assert!(fs_err::symlink_metadata(place.target().join(name)).is_err(), "{name} -> {target}");
+    }
+}
+
+#[test]
+fn nothing_is_written_through_a_link() {
+    // One made by the archive, which points inside, and one that was there before, which points outside.
+    let place = Place::new();
+    let result = place.unpack(&archive(&[raw(EntryType::Directory, b"d", b"", b""), symlink(b"l", b"d"), file(b"l/evil")]));
+    assert!(matches!(result, Err(UnpackError::Refused { .. })), "{result:?}");
+    let place = Place::new();
+    std::os::unix::fs::symlink(&place.root, place.target().join("up")).expect("link");
+    let result = place.unpack(&archive(&[file(b"up/evil")]));
+    assert!(matches!(result, Err(UnpackError::Refused { .. })), "{result:?}");
+    assert!(place.is_untouched());
+    // A directory entry must not pass through a link either.
+    let result = place.unpack(&archive(&[raw(EntryType::Directory, b"up", b"", b"")]));
+    assert!(result.is_err(), "{result:?}");
+}
+
+#[test]
+fn a_file_takes_the_place_of_a_link_and_does_not_follow_it() {
+    let place = Place::new();
+    std::os::unix::fs::symlink(place.root.join("outside"), place.target().join("f")).expect("link");
+    place.unpack(&archive(&[file(b"f")])).expect("unpacked");
+    assert!(place.is_untouched());
+    assert_eq!(fs_err::read_to_string(place.target().join("f")).expect("file"), "evil");
+}
+
+#[test]
+fn hard_links_and_special_files_are_left_out() {
+    let place = Place::new();
+    let entries = [
+        raw(EntryType::Link, b"h", b"../outside", b""),
+        raw(EntryType::Link, b"h2", b"/etc/passwd", b""),
+        raw(EntryType::Char, b"c", b"", b""),
+        raw(EntryType::Block, b"b", b"", b""),
+        raw(EntryType::Fifo, b"p", b"", b""),
+        raw(EntryType::GNUSparse, b"s", b"", b""),
+        file(b"good"),
+    ];
+    let unpacked = place.unpack(&archive(&entries)).expect("unpacked");
+    assert_eq!((unpacked.skipped_count, unpacked.files), (6, 1));
+    let names: Vec<_> = fs_err::read_dir(place.target()).expect("target").map(|entry| entry.expect("entry").file_name()).collect();
+    assert_eq!(names, ["good"]);
+}
+
+#[test]
+fn set_id_bits_are_dropped() {
+    let place = Place::new();
+    place.unpack(&archive(&[file(b"f"), raw(EntryType::Directory, b"d", b"", b"")])).expect("unpacked");
+    for name in ["f", "d"] {
+        assert_eq!(fs_err::metadata(place.target().join(name)).expect("there").permissions().mode() & 0o7777, 0o755, "{name}");
+    }
+}
+
+#[test]
+fn endless_headers_are_not_held_in_memory() {
+    for kind in [EntryType::GNULongName, EntryType::GNULongLink, EntryType::XHeader] {
+        let place = Place::new();
+        let result = place.unpack(&archive(&[raw(kind, b"x", b"", &vec![b'a'; 1 << 20]), file(b"f")]));
+        assert!(matches!(result, Err(UnpackError::Refused { .. } | UnpackError::Read(_))), "{kind:?}: {result:?}");
+    }
+}
+
+#[test]
+fn an_archive_that_stops_in_a_file_is_an_error() {
+    let place = Place::new();
+    let mut bytes = raw(EntryType::Regular, b"f", b"", &[7; 2000]);
+    bytes.truncate(1024);
+    assert!(matches!(place.unpack(&bytes), Err(UnpackError::Read(_))));
+}
+
+fn sample(root: &Path) {
+    fs_err::create_dir_all(root.join("a/b")).expect("directories");
+    fs_err::write(root.join("a/run.sh"), "#!/bin/sh\n").expect("file");
+    fs_err::set_permissions(root.join("a/run.sh"), PermissionsExt::from_mode(0o750)).expect("mode");
+    fs_err::write(root.join("a/b").join("n".repeat(200)), vec![1; 100_000]).expect("long name");
+    fs_err::write(root.join(OsStr::from_bytes(b"odd\xff")), "").expect("odd name");
+    std::os::unix::fs::symlink("b", root.join("a/link")).expect("link");
+    std::os::unix::fs::symlink("../a", root.join("a/up")).expect("link");
+    fs_err::create_dir(root.join("readonly")).expect("directory");
+    fs_err::write(root.join("readonly/f"), "x").expect("file");
+    fs_err::set_permissions(root.join("readonly"), PermissionsExt::from_mode(0o555)).expect("mode");
+}
+
+#[test]
+fn a_tree_comes_back_with_its_modes_and_links() {
+    let place = Place::new();
+    let source = tempfile::tempdir().expect("temporary directory");
+    sample(source.path());
+    let mut bytes = Vec::new();
+    assert!(pack_tree(source.path(), &mut bytes).expect("packed").skipped.is_empty());
+    let fresh = place.target().join("fresh");
+    let unpacked = unpack(&bytes[..], &fresh, |_| {}).expect("unpacked");
+    assert_eq!((unpacked.files, unpacked.skipped_count), (4, 0));
+    assert_eq!(fs_err::metadata(fresh.join("a/run.sh")).expect("there").permissions().mode() & 0o777, 0o750);
+    assert_eq!(fs_err::metadata(fresh.join("readonly")).expect("there").permissions().mode() & 0o777, 0o555);
+    assert_eq!(fs_err::read(fresh.join("a/b").join("n".repeat(200))).expect("there"), vec![1; 100_000]);
+    assert_eq!(fs_err::read_link(fresh.join("a/up")).expect("link"), Path::new("../a"));
+    assert!(fs_err::metadata(fresh.join(OsStr::from_bytes(b"odd\xff"))).is_ok());
+    // Again over what is there.
+    fs_err::set_permissions(fresh.join("readonly"), PermissionsExt::from_mode(0o755)).expect("mode");
+    unpack(&bytes[..], &fresh, |_| {}).expect("unpacked again");
+}
+
+#[test]
+fn one_file_is_an_archive_of_one_entry() {
+    let place = Place::new();
+    let mut bytes = Vec::new();
+    pack_file(&place.root.join("outside"), Path::new("name"), &mut bytes).expect("packed");
+    assert_eq!(place.unpack(&bytes).expect("unpacked").files, 1);
+    assert_eq!(fs_err::read_to_string(place.target().join("name")).expect("file"), "untouched");
+}
+
+#[test]
+fn sockets_and_pipes_are_not_packed() {
+    let source = tempfile::tempdir().expect("temporary directory");
+    let _socket = std::os::unix::net::UnixListener::bind(source.path().join("s")).expect("socket");
+    let packed = pack_tree(source.path(), &mut Vec::new()).expect("packed");
+    assert_eq!(packed.skipped.len(), 1);
+}
+
+fn kinds() -> impl Strategy<Value = EntryType> {
+    prop::sample::select(vec![
+        EntryType::Regular,
+        EntryType::Directory,
+        EntryType::Symlink,
+        EntryType::Link,
+        EntryType::Fifo,
+        EntryType::GNULongName,
+        EntryType::GNULongLink,
+    ])
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+    #[test]
+    fn no_archive_writes_outside(entries in prop::collection::vec((kinds(), "[ab./]{1,9}", "[ab./]{0,9}"), 1..8)) {
+        let place = Place::new();
+        let entries: Vec<Vec<u8>> = entries.iter().map(|(kind, name, link)| raw(*kind, name.as_bytes(), link.as_bytes(), match kind {
+            EntryType::Regular => b"evil",
+            EntryType::GNULongName | EntryType::GNULongLink => link.as_bytes(),
+            _ => b"",
+        })).collect();
+        // Refused or not: only what is outside counts.
+        drop(place.unpack(&archive(&entries)));
+        prop_assert!(place.is_untouched());
+        // And no link that was made leads out.
+        let mut directories = vec![place.target()];
+        while let Some(directory) = directories.pop() {
+            for entry in fs_err::read_dir(&directory).expect("directory") {
+                let path = entry.expect("entry").path();
+                let metadata = fs_err::symlink_metadata(&path).expect("there");
+                if metadata.is_symlink() {
+                    if let Ok(real) = fs_err::canonicalize(&path) {
+                        let root = fs_err::canonicalize(place.target()).expect("target");
+                        prop_assert!(real.starts_with(root), "{} -> {}", path.display(), real.display());
+                    }
+                } else if metadata.is_dir() {
+                    directories.push(path);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_that_are_no_archive_do_no_harm(bytes in prop::collection::vec(any::<u8>(), 0..3000)) {
+        let place = Place::new();
+        drop(place.unpack(&bytes));
+        prop_assert!(place.is_untouched());
+    }
+}
+
+#[test]
+fn the_library_still_writes_what_we_read() {
+    let mut builder = Builder::new(Vec::new());
+    let mut header = Header::new_gnu();
+    header.set_size(2);
+    header.set_mode(0o600);
+    builder.append_data(&mut header, Path::new("./x/y"), &b"hi"[..]).expect("appended");
+    let place = Place::new();
+    place.unpack(&builder.into_inner().expect("archive")).expect("unpacked");
+    assert_eq!(fs_err::read_to_string(place.target().join("x/y")).expect("file"), "hi");
+}

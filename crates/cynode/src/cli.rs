@@ -1,0 +1,326 @@
+//! The command line.
+
+use std::{ffi::OsString, path::PathBuf, time::Duration};
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use cynode_api::{NetworkPolicy, SessionId, SessionState, TaskId, WorkspaceRef};
+
+use crate::parse;
+
+#[derive(Debug, Parser)]
+#[command(name = "cynode", version, about = "Sandboxes for AI agents, on your own machines", disable_help_subcommand = true)]
+pub struct Cli {
+    #[command(flatten)]
+    pub globals: Globals,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct Globals {
+    /// How results are printed
+    #[arg(long, global = true, value_enum, default_value_t, value_name = "FORMAT")]
+    pub output: Format,
+    /// Where CyNode keeps its state [default: /var/lib/cynode as root, else ~/.local/state/cynode]
+    #[arg(long, global = true, env = "CYNODE_STATE_DIR", value_name = "DIR")]
+    pub state_dir: Option<PathBuf>,
+    /// Configuration file (TOML)
+    #[arg(long, global = true, env = "CYNODE_CONFIG", value_name = "FILE")]
+    pub config: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    #[default]
+    Table,
+    Json,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Start CyNode on this machine
+    Up(Up),
+    /// Stop CyNode on this machine and end its sandboxes
+    Down(Down),
+    /// Say whether CyNode runs here and how it is
+    Status,
+    /// Check what this machine can do
+    Doctor(Settings),
+    /// Work with sandboxes that stay
+    Session {
+        #[command(subcommand)]
+        command: Session,
+    },
+    /// Print a completion script for a shell
+    Completions { shell: clap_complete::Shell },
+    /// Run the worker role; `up` starts it
+    #[command(hide = true)]
+    Worker(Worker),
+}
+
+/// Settings of the worker that a flag can give.
+#[derive(Clone, Debug, Default, Args)]
+pub struct Settings {
+    /// Address of the Worker API [default: 127.0.0.1:12090]
+    #[arg(long, value_name = "ADDR")]
+    pub worker_listen: Option<String>,
+    /// Listen beyond loopback without TLS
+    #[arg(long)]
+    pub insecure_listen: bool,
+    /// Any other worker setting, as in the configuration file; may be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = parse::key_value)]
+    pub set: Vec<(String, String)>,
+}
+
+impl Settings {
+    /// As the configuration takes them.
+    #[must_use]
+    pub fn overrides(&self) -> Vec<(String, String)> {
+        let own = |(key, value): &(String, String)| (key.strip_prefix("worker.").unwrap_or(key).to_owned(), value.clone());
+        let mut overrides: Vec<_> = self.set.iter().map(own).collect();
+        overrides.extend(self.worker_listen.iter().map(|address| ("listen".to_owned(), address.clone())));
+        overrides.extend(self.insecure_listen.then(|| ("insecure_listen".to_owned(), "true".to_owned())));
+        overrides
+    }
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct Up {
+    /// Start in the background and return when it is ready
+    #[arg(long, short)]
+    pub detach: bool,
+    #[command(flatten)]
+    pub settings: Settings,
+    /// This is the background process of `--detach`
+    #[arg(long, hide = true, conflicts_with = "detach")]
+    pub background: bool,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct Down {
+    /// Leave the sandboxes running for the next `up`
+    #[arg(long)]
+    pub keep_sessions: bool,
+    #[command(flatten)]
+    pub settings: Settings,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct Worker {
+    #[command(flatten)]
+    pub settings: Settings,
+    /// End with the process that has this id
+    #[arg(long, value_name = "PID")]
+    pub parent: Option<i32>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Session {
+    /// Create a session and print its id
+    Create(Box<Create>),
+    /// Run a command in a session
+    Exec(Exec),
+    /// Open a terminal in a session
+    Shell(Shell),
+    /// List sessions
+    List(List),
+    /// Show one session
+    Show { id: SessionId },
+    /// End sessions
+    End(End),
+    /// Give a lost or ended session a new container over its workspace
+    Resume { id: SessionId },
+    /// Copy files into or out of a session
+    Cp(Cp),
+}
+
+#[derive(Debug, Args)]
+pub struct Create {
+    /// Task that the session belongs to [default: a new id]
+    #[arg(long, value_name = "UUID")]
+    pub task: Option<TaskId>,
+    /// Id of the session; the same id with the same options is the same session [default: a new id]
+    #[arg(long, value_name = "UUID")]
+    pub id: Option<SessionId>,
+    /// Image
+    #[arg(long, value_name = "REF", default_value = "default")]
+    pub image: String,
+    /// `new`, or `workspace:UUID` that an earlier session of the same task kept
+    #[arg(long, value_name = "REF")]
+    pub workspace: Option<WorkspaceRef>,
+    /// Environment variable; may be repeated
+    #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
+    pub env: Vec<(String, String)>,
+    /// Memory, such as 512m or 2g
+    #[arg(long, value_name = "SIZE", value_parser = parse::size)]
+    pub memory: Option<u64>,
+    /// Processors, such as 1.5
+    #[arg(long, value_name = "N", value_parser = parse::cpus)]
+    pub cpus: Option<f64>,
+    /// Processes
+    #[arg(long, value_name = "N")]
+    pub pids: Option<u32>,
+    /// Disk, such as 10g
+    #[arg(long, value_name = "SIZE", value_parser = parse::size)]
+    pub disk: Option<u64>,
+    /// Open files per process
+    #[arg(long, value_name = "N")]
+    pub nofile: Option<u64>,
+    /// Network [default: restricted]
+    #[arg(long, value_enum)]
+    pub network: Option<Network>,
+    /// Longest life, such as 24h
+    #[arg(long, value_name = "TIME", value_parser = parse::duration)]
+    pub lifetime: Option<Duration>,
+    /// End after so long without activity, such as 30m
+    #[arg(long, value_name = "TIME", value_parser = parse::duration)]
+    pub idle: Option<Duration>,
+    /// Allow `session shell`
+    #[arg(long)]
+    pub pty: bool,
+    /// Label; may be repeated
+    #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
+    pub label: Vec<(String, String)>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub enum Network {
+    None,
+    Restricted,
+}
+
+impl From<Network> for NetworkPolicy {
+    fn from(network: Network) -> Self {
+        match network {
+            Network::None => Self::None,
+            Network::Restricted => Self::Restricted,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub struct Exec {
+    pub id: SessionId,
+    /// Directory to run in [default: /workspace]
+    #[arg(long, short = 'w', value_name = "DIR")]
+    pub cwd: Option<String>,
+    /// Environment variable; may be repeated
+    #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
+    pub env: Vec<(String, String)>,
+    /// End the command after this time [default: 10m; with --detach none]
+    #[arg(long, short, value_name = "TIME", value_parser = parse::duration)]
+    pub timeout: Option<Duration>,
+    /// Forward standard input
+    #[arg(long, short = 'i')]
+    pub stdin: bool,
+    /// Start in the background and print the exec's id
+    #[arg(long, short, conflicts_with = "stdin")]
+    pub detach: bool,
+    /// Print control characters as they are, also to a terminal
+    #[arg(long)]
+    pub raw: bool,
+    /// The command and its arguments
+    #[arg(required = true, trailing_var_arg = true, value_name = "CMD")]
+    pub command: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct Shell {
+    pub id: SessionId,
+    /// Command to run instead of a shell
+    #[arg(trailing_var_arg = true, value_name = "CMD")]
+    pub command: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct List {
+    /// Only sessions in this state
+    #[arg(long)]
+    pub state: Option<SessionState>,
+    /// Only sessions of this task
+    #[arg(long, value_name = "UUID")]
+    pub task: Option<TaskId>,
+    /// Only sessions with this label; may be repeated
+    #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
+    pub label: Vec<(String, String)>,
+}
+
+#[derive(Debug, Args)]
+pub struct End {
+    #[arg(required_unless_present = "all", conflicts_with = "all")]
+    pub ids: Vec<SessionId>,
+    /// Every session
+    #[arg(long)]
+    pub all: bool,
+    /// Why, for the record
+    #[arg(long)]
+    pub reason: Option<String>,
+    /// Keep the files for a later session
+    #[arg(long)]
+    pub keep_workspace: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(after_help = "One side is ID:PATH, the other a local path or '-' for standard input or output.\nRelative paths in a session start at /workspace.")]
+pub struct Cp {
+    /// Copy directories and what is in them
+    #[arg(long, short)]
+    pub recursive: bool,
+    /// Print control characters as they are, also to a terminal
+    #[arg(long)]
+    pub raw: bool,
+    #[arg(value_name = "SRC")]
+    pub source: OsString,
+    #[arg(value_name = "DST")]
+    pub target: OsString,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: &str = "01890000-0000-7000-8000-000000000001";
+
+    fn exec(arguments: &[&str]) -> Exec {
+        let cli = Cli::try_parse_from(["cynode", "session", "exec", ID].iter().chain(arguments)).expect("valid");
+        match cli.command {
+            Command::Session { command: Session::Exec(exec) } => exec,
+            other => panic!("not exec: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        <Cli as clap::CommandFactory>::command().debug_assert();
+    }
+
+    #[test]
+    fn what_follows_the_command_belongs_to_it() {
+        let with_dashes = exec(&["--cwd", "/tmp", "-e", "A=b=c", "--", "ls", "-la", "--output", "json"]);
+        assert_eq!(with_dashes.command, ["ls", "-la", "--output", "json"]);
+        assert_eq!((with_dashes.cwd.as_deref(), &with_dashes.env[..]), (Some("/tmp"), &[("A".to_owned(), "b=c".to_owned())][..]));
+        assert_eq!(exec(&["ls", "-la", "--raw"]).command, ["ls", "-la", "--raw"]);
+        assert_eq!(exec(&["--", "--odd"]).command, ["--odd"]);
+    }
+
+    #[test]
+    fn global_flags_are_good_after_the_command() {
+        let cli = Cli::try_parse_from(["cynode", "session", "list", "--output", "json", "--state", "running"]).expect("valid");
+        assert_eq!(cli.globals.output, Format::Json);
+    }
+
+    #[test]
+    fn end_needs_ids_or_all() {
+        assert!(Cli::try_parse_from(["cynode", "session", "end"]).is_err());
+        assert!(Cli::try_parse_from(["cynode", "session", "end", "--all"]).is_ok());
+        assert!(Cli::try_parse_from(["cynode", "session", "end", ID, "--all"]).is_err());
+        assert!(Cli::try_parse_from(["cynode", "session", "end", ID, ID]).is_ok());
+    }
+
+    #[test]
+    fn settings_become_overrides_without_their_section() {
+        let settings = Settings { worker_listen: Some("127.0.0.1:1".into()), insecure_listen: true, set: vec![("worker.pool_size".into(), "2".into())] };
+        let expected = [("pool_size", "2"), ("listen", "127.0.0.1:1"), ("insecure_listen", "true")].map(|(key, value)| (key.to_owned(), value.to_owned()));
+        assert_eq!(settings.overrides(), expected);
+    }
+}

@@ -1,0 +1,106 @@
+//! Which CyNode a command talks to: `CYNODE_URL` and `CYNODE_TOKEN`, else the files of the state directory.
+
+use cynode_client::{Surface, WorkerClient};
+
+use crate::{
+    cli::Globals,
+    failure::{Failure, UNREACHABLE},
+    state::{Endpoints, StateDir},
+};
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Target {
+    url: String,
+    token: String,
+    surface: Surface,
+}
+
+pub fn client(globals: &Globals) -> Result<WorkerClient, Failure> {
+    let state = StateDir::new(globals)?;
+    let environment = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let target = find(environment("CYNODE_URL"), environment("CYNODE_TOKEN"), &state)?;
+    Ok(WorkerClient::for_surface(&target.url, &target.token, target.surface)?)
+}
+
+fn find(url: Option<String>, token: Option<String>, state: &StateDir) -> Result<Target, Failure> {
+    let local = state.endpoints()?.as_ref().and_then(preferred);
+    match (url, token, local) {
+        (Some(url), Some(token), local) => {
+            let surface = local.filter(|local| local.url == url).map_or(Surface::Worker, |local| local.surface);
+            Ok(Target { url, token, surface })
+        }
+        // The token on disk is for the address on disk, and goes nowhere else.
+        (Some(url), None, Some(local)) if same(&url, &local.url) => on_disk(local, state),
+        (Some(_), None, _) => Err(Failure::usage("CYNODE_URL is set but CYNODE_TOKEN is not").remedy("Set both, or neither.")),
+        (None, Some(token), Some(local)) => Ok(Target { token, ..local }),
+        (None, None, Some(local)) => on_disk(local, state),
+        (None, _, None) => Err(Failure::new(UNREACHABLE, "unreachable", format!("CyNode is not running here (state directory {})", state.path().display()))
+            .remedy("Start it with 'cynode up', or set CYNODE_URL and CYNODE_TOKEN.")),
+    }
+}
+
+fn same(one: &str, other: &str) -> bool {
+    one.trim_end_matches('/') == other.trim_end_matches('/')
+}
+
+/// The orchestrator when there is one, else the worker. The token comes later.
+fn preferred(endpoints: &Endpoints) -> Option<Target> {
+    let target = |url: &String, surface| Target { url: url.clone(), token: String::new(), surface };
+    endpoints.api.as_ref().map(|url| target(url, Surface::User)).or_else(|| endpoints.worker.as_ref().map(|url| target(url, Surface::Worker)))
+}
+
+fn on_disk(target: Target, state: &StateDir) -> Result<Target, Failure> {
+    let name = match target.surface {
+        Surface::User => "admin.token",
+        Surface::Worker => "worker.token",
+    };
+    let token = state.token(name)?.ok_or_else(|| {
+        Failure::new(UNREACHABLE, "unreachable", format!("{} is missing", state.path().join(name).display()))
+            .remedy("Start CyNode again with 'cynode up', or set CYNODE_TOKEN.")
+    })?;
+    Ok(Target { token, ..target })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state(api: bool) -> (tempfile::TempDir, StateDir) {
+        let directory = tempfile::tempdir().expect("temporary directory");
+        let globals = Globals { output: crate::cli::Format::Table, state_dir: Some(directory.path().to_owned()), config: None };
+        let state = StateDir::new(&globals).expect("state");
+        fs_err::write(directory.path().join("worker.token"), "w\n").expect("token");
+        fs_err::write(directory.path().join("admin.token"), "a\n").expect("token");
+        let endpoints = Endpoints { version: 1, api: api.then(|| "http://api:1".into()), worker: Some("http://worker:1".into()), pid: 1 };
+        state.write_endpoints(&endpoints).expect("endpoints");
+        (directory, state)
+    }
+
+    fn found(url: Option<&str>, token: Option<&str>, state: &StateDir) -> Result<(String, String), u8> {
+        find(url.map(Into::into), token.map(Into::into), state).map(|target| (target.url, target.token)).map_err(|failure| failure.exit)
+    }
+
+    #[test]
+    fn the_environment_wins_over_the_files_and_the_orchestrator_over_the_worker() {
+        let (_directory, worker) = state(false);
+        assert_eq!(found(None, None, &worker), Ok(("http://worker:1".into(), "w".into())));
+        assert_eq!(found(None, Some("mine"), &worker), Ok(("http://worker:1".into(), "mine".into())));
+        assert_eq!(found(Some("http://far:1"), Some("mine"), &worker), Ok(("http://far:1".into(), "mine".into())));
+        let (_directory, api) = state(true);
+        assert_eq!(found(None, None, &api), Ok(("http://api:1".into(), "a".into())));
+    }
+
+    #[test]
+    fn the_token_on_disk_is_not_sent_to_another_address() {
+        let (_directory, state) = state(false);
+        assert_eq!(found(Some("http://far:1"), None, &state), Err(crate::failure::USAGE));
+        assert_eq!(found(Some("http://worker:1/"), None, &state), Ok(("http://worker:1".into(), "w".into())));
+    }
+
+    #[test]
+    fn without_files_nothing_is_reachable() {
+        let (directory, state) = state(false);
+        fs_err::remove_file(directory.path().join("endpoints.json")).expect("removed");
+        assert_eq!(found(None, None, &state), Err(UNREACHABLE));
+    }
+}

@@ -1,0 +1,66 @@
+//! `doctor`: what this machine can do, what was adapted to it, and what must be put right.
+
+use std::process::ExitCode;
+
+use serde::Deserialize;
+
+use crate::{
+    cli::{Format, Globals, Settings},
+    failure::Failure,
+    output::{self, Colour},
+    roles, sanitize,
+};
+
+#[derive(Debug, Deserialize)]
+struct Report {
+    checks: Vec<Check>,
+}
+
+#[derive(Debug, Deserialize)]
+struct Check {
+    name: String,
+    status: String,
+    detail: String,
+    #[serde(default)]
+    fix: Option<String>,
+}
+
+impl Check {
+    fn is_problem(&self) -> bool {
+        self.status.eq_ignore_ascii_case("problem")
+    }
+}
+
+pub async fn run(globals: &Globals, settings: &Settings) -> Result<ExitCode, Failure> {
+    let config = roles::worker_config(globals, settings)?;
+    let value = roles::examine(&config).await?;
+    let report = Report::deserialize(&value).map_err(|error| Failure::internal(format!("the report can't be read: {error}")))?;
+    match globals.output {
+        Format::Json => output::json(&value)?,
+        Format::Table => print(&report)?,
+    }
+    Ok(if report.checks.iter().any(Check::is_problem) { ExitCode::from(1) } else { ExitCode::SUCCESS })
+}
+
+fn print(report: &Report) -> Result<(), Failure> {
+    let width = report.checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
+    for check in &report.checks {
+        let word = format!("{:<8}", check.status.to_lowercase());
+        let colour = match check.status.to_lowercase().as_str() {
+            "ok" => Colour::Green,
+            "adapted" => Colour::Yellow,
+            _ => Colour::Red,
+        };
+        output::line(&format!("{}  {:<width$}  {}", output::paint(&word, colour), sanitize::line(&check.name), sanitize::line(&check.detail)))?;
+        if let Some(fix) = &check.fix {
+            output::line(&format!("{:10}{:width$}  fix: {}", "", "", sanitize::line(fix)))?;
+        }
+    }
+    let problems = report.checks.iter().filter(|check| check.is_problem()).count();
+    output::note(&match problems {
+        0 => "this machine can run CyNode".to_owned(),
+        1 => "1 problem must be put right first".to_owned(),
+        n => format!("{n} problems must be put right first"),
+    });
+    Ok(())
+}

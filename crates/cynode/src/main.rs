@@ -1,0 +1,69 @@
+//! `cynode`: starts and stops CyNode on this machine, and is the client of a running one.
+#![forbid(unsafe_code)]
+#![allow(unreachable_pub, reason = "a binary has no outside")]
+
+mod archive;
+mod cli;
+mod connect;
+mod doctor;
+mod down;
+mod failure;
+mod output;
+mod parse;
+mod roles;
+mod sanitize;
+mod session;
+mod state;
+mod status;
+mod up;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::{
+    cli::{Cli, Command},
+    failure::Failure,
+};
+
+fn main() -> ExitCode {
+    // Only fails when one is installed already, and then that one counts.
+    drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return failure::usage(&error),
+    };
+    match run(cli) {
+        Ok(code) => code,
+        Err(failure) => failure.report(),
+    }
+}
+
+fn run(cli: Cli) -> Result<ExitCode, Failure> {
+    let mut builder = match cli.command {
+        Command::Worker(_) => tokio::runtime::Builder::new_multi_thread(),
+        // The rest waits for others. `up` also needs its children started by the main thread: they end with that thread.
+        _ => tokio::runtime::Builder::new_current_thread(),
+    };
+    let runtime = builder.enable_all().build()?;
+    let result = runtime.block_on(Box::pin(dispatch(cli)));
+    // A read of the terminal can't be cancelled; don't wait for it.
+    runtime.shutdown_background();
+    result
+}
+
+async fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
+    let globals = cli.globals;
+    match cli.command {
+        Command::Up(args) => up::run(&globals, args).await,
+        Command::Down(args) => down::run(&globals, &args).await,
+        Command::Status => status::run(&globals).await,
+        Command::Doctor(args) => doctor::run(&globals, &args).await,
+        Command::Session { command } => session::run(&globals, command).await,
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut <Cli as clap::CommandFactory>::command(), "cynode", &mut std::io::stdout());
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Worker(args) => roles::run_worker(&globals, args).await,
+    }
+}

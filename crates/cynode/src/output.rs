@@ -1,0 +1,126 @@
+//! What is printed: data to stdout, the rest to stderr, progress only where somebody watches.
+
+use std::{
+    io::{self, IsTerminal, Write},
+    time::Duration,
+};
+
+use serde::Serialize;
+
+use crate::sanitize;
+
+/// One line of data.
+pub fn line(text: &str) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    writeln!(stdout, "{text}")?;
+    stdout.flush()
+}
+
+/// One JSON document.
+pub fn json(value: &(impl Serialize + ?Sized)) -> io::Result<()> {
+    line(&serde_json::to_string_pretty(value)?)
+}
+
+/// Rows under a header, without lines. Cells may hold what a sandbox chose.
+pub fn table<const N: usize>(header: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> io::Result<()> {
+    let mut table = comfy_table::Table::new();
+    table.load_style(comfy_table::presets::NOTHING).set_header(header);
+    for row in rows {
+        table.add_row(row.map(|cell| sanitize::line(&cell)));
+    }
+    for index in 0..N {
+        if let Some(column) = table.column_mut(index) {
+            column.set_padding((0, 2));
+        }
+    }
+    line(&table.trim_fmt())
+}
+
+/// A word to the person, on stderr. A closed stderr is no reason to stop.
+pub fn note(text: &str) {
+    drop(writeln!(io::stderr().lock(), "{text}"));
+}
+
+#[derive(Clone, Copy, Debug)]
+pub enum Colour {
+    Green,
+    Yellow,
+    Red,
+}
+
+/// The text in a colour when stdout is a terminal that may have colours.
+pub fn paint(text: &str, colour: Colour) -> String {
+    if !io::stdout().is_terminal() || std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty()) {
+        return text.to_owned();
+    }
+    let number = match colour {
+        Colour::Red => 31,
+        Colour::Green => 32,
+        Colour::Yellow => 33,
+    };
+    format!("\x1b[{number}m{text}\x1b[0m")
+}
+
+/// A spinner on stderr, when that is a terminal. Gone when dropped.
+#[derive(Debug)]
+pub struct Progress(indicatif::ProgressBar);
+
+impl Progress {
+    pub fn start(message: impl Into<String>) -> Self {
+        if !io::stderr().is_terminal() {
+            return Self(indicatif::ProgressBar::hidden());
+        }
+        let bar = indicatif::ProgressBar::new_spinner().with_message(message.into());
+        bar.enable_steady_tick(Duration::from_millis(120));
+        Self(bar)
+    }
+
+    pub fn say(&self, message: impl Into<String>) {
+        self.0.set_message(sanitize::line(&message.into()));
+    }
+
+    pub fn bytes(&self, what: &str, bytes: u64) {
+        self.0.set_message(format!("{what} {}", size(bytes)));
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}
+
+/// `1.5 GiB`.
+pub fn size(bytes: u64) -> String {
+    let mut unit = 0;
+    let mut whole = bytes;
+    let mut tenths = 0;
+    while whole >= 1024 {
+        tenths = whole % 1024 * 10 / 1024;
+        whole /= 1024;
+        unit += 1;
+    }
+    let name = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"][unit];
+    if tenths == 0 { format!("{whole} {name}") } else { format!("{whole}.{tenths} {name}") }
+}
+
+/// A span of time in its largest unit: `3h`.
+pub fn span(seconds: i64) -> String {
+    match seconds.max(0) {
+        s @ 0..=119 => format!("{s}s"),
+        s @ 120..=7199 => format!("{}m", s / 60),
+        s @ 7200..=172_799 => format!("{}h", s / 3600),
+        s => format!("{}d", s / 86_400),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_spans_are_short() {
+        assert_eq!([size(0), size(1023), size(1536), size(10 << 30), size(u64::MAX)], ["0 B", "1023 B", "1.5 KiB", "10 GiB", "15.9 EiB"]);
+        assert_eq!([span(-5), span(90), span(3600), span(86_400), span(200_000)], ["0s", "90s", "60m", "24h", "2d"]);
+    }
+}

@@ -1,0 +1,95 @@
+//! Values as people write them: sizes, times, `KEY=VALUE`.
+
+use std::time::Duration;
+
+/// `512m`, `2g`, `10GiB`, `1048576`: units of 1024.
+pub fn size(text: &str) -> Result<u64, String> {
+    let bad = || format!("'{text}' is not a size; write it like 512m, 2g or a number of bytes");
+    let lower = text.to_ascii_lowercase();
+    let digits = lower.find(|c: char| !c.is_ascii_digit()).unwrap_or(lower.len());
+    let (number, unit) = lower.split_at(digits);
+    let shift = match unit.strip_suffix("ib").or_else(|| unit.strip_suffix('b')).unwrap_or(unit) {
+        "" if unit != "ib" => 0,
+        "k" => 10,
+        "m" => 20,
+        "g" => 30,
+        "t" => 40,
+        _ => return Err(bad()),
+    };
+    let number: u64 = number.parse().map_err(|_| bad())?;
+    number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).ok_or_else(bad)
+}
+
+/// `24h`, `30m`, `1h30m`, `90s`, `500ms`, `2d`; a bare number is seconds.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let bad = || format!("'{text}' is not a time; write it like 90s, 30m, 24h or 1h30m");
+    if let Ok(seconds) = text.parse::<u64>() {
+        return if seconds == 0 { Err(bad()) } else { Ok(Duration::from_secs(seconds)) };
+    }
+    let mut rest = text;
+    let mut total = Duration::ZERO;
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit()).ok_or_else(bad)?;
+        let (number, after) = rest.split_at(digits);
+        let (unit, after) = after.split_at(after.find(|c: char| c.is_ascii_digit()).unwrap_or(after.len()));
+        let number: u64 = number.parse().map_err(|_| bad())?;
+        let millis = match unit {
+            "ms" => Some(number),
+            "s" => number.checked_mul(1_000),
+            "m" => number.checked_mul(60_000),
+            "h" => number.checked_mul(3_600_000),
+            "d" => number.checked_mul(86_400_000),
+            _ => None,
+        };
+        total = millis.and_then(|millis| total.checked_add(Duration::from_millis(millis))).ok_or_else(bad)?;
+        rest = after;
+    }
+    if total.is_zero() { Err(bad()) } else { Ok(total) }
+}
+
+pub fn cpus(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|cpus: &f64| cpus.is_finite() && *cpus > 0.0)
+        .ok_or_else(|| format!("'{text}' is not a number of processors; write it like 2 or 0.5"))
+}
+
+pub fn key_value(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => Ok((key.to_owned(), value.to_owned())),
+        _ => Err(format!("'{text}' is not KEY=VALUE")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_in_units_of_1024() {
+        for (text, bytes) in [("1", 1), ("512m", 512 << 20), ("2g", 2 << 30), ("2GiB", 2 << 30), ("10kb", 10 << 10), ("1T", 1 << 40), ("7b", 7)] {
+            assert_eq!(size(text), Ok(bytes), "{text}");
+        }
+        for text in ["", "g", "-1", "1.5g", "2x", "0", "1ib", "99999999999999999999", "99999999999t", "1 g"] {
+            assert!(size(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn times_add_up() {
+        for (text, millis) in [("24h", 86_400_000), ("1h30m", 5_400_000), ("90", 90_000), ("500ms", 500), ("2d", 172_800_000), ("1m1s1ms", 61_001)] {
+            assert_eq!(duration(text), Ok(Duration::from_millis(millis)), "{text}");
+        }
+        for text in ["", "m", "1.5h", "-3s", "5x", "0", "0s", "10m5", "99999999999999999999s", "9999999999999999999d"] {
+            assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_value_may_hold_equals_signs_and_a_key_must_not_be_empty() {
+        assert_eq!(key_value("A=b=c"), Ok(("A".into(), "b=c".into())));
+        assert_eq!(key_value("A="), Ok(("A".into(), String::new())));
+        assert!(key_value("=x").is_err());
+        assert!(key_value("A").is_err());
+    }
+}

@@ -1,0 +1,69 @@
+//! The one place where the binary meets the roles' own crates.
+
+use std::{
+    net::{Ipv4Addr, Ipv6Addr},
+    process::ExitCode,
+};
+
+use cynode_service::listen::ListenError;
+use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
+
+use crate::{
+    cli::{Globals, Settings, Worker},
+    failure::{Failure, USAGE},
+    state::StateDir,
+};
+
+/// The worker's configuration, read whole before anything starts.
+pub fn worker_config(globals: &Globals, settings: &Settings) -> Result<cynode_worker::Config, Failure> {
+    let state = StateDir::new(globals)?;
+    cynode_worker::Config::load(globals.config.as_deref(), Some(state.path().to_owned()), &settings.overrides())
+        .map_err(|error| Failure::new(USAGE, "config", chain(&error)).remedy("Correct the configuration: file, then CYNODE_WORKER_*, then flags."))
+}
+
+/// The worker's address for those on this machine.
+pub fn worker_url(config: &cynode_worker::Config) -> String {
+    let mut address = config.listen;
+    if address.ip().is_unspecified() {
+        address.set_ip(if address.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
+    }
+    format!("{}://{address}", if config.tls_cert.is_some() { "https" } else { "http" })
+}
+
+/// The worker role, until it is told to stop.
+pub async fn run_worker(globals: &Globals, args: Worker) -> Result<ExitCode, Failure> {
+    if let Some(parent) = args.parent {
+        end_with(parent)?;
+    }
+    let config = worker_config(globals, &args.settings)?;
+    cynode_service::telemetry::init();
+    match cynode_worker::run(config).await {
+        Ok(()) => Ok(ExitCode::SUCCESS),
+        Err(cynode_worker::Error::Listen(error)) if !matches!(error, ListenError::Bind { .. }) => Err(Failure::new(USAGE, "config", chain(&error))),
+        Err(error) => Err(Failure::internal(chain(&error)).remedy("Run 'cynode doctor' to see what this machine lacks.")),
+    }
+}
+
+/// Removes what a worker left behind that is no longer running. Says what it did.
+pub async fn cleanup(config: &cynode_worker::Config) -> Result<String, Failure> {
+    let report =
+        cynode_worker::cleanup(config).await.map_err(|error| Failure::internal(chain(&error)).remedy("Run 'cynode doctor', then 'cynode down' again."))?;
+    Ok(report.to_string())
+}
+
+/// What this machine can do, as the JSON of the worker's report.
+pub async fn examine(config: &cynode_worker::Config) -> Result<serde_json::Value, Failure> {
+    let report = cynode_worker::host::examine(config).await;
+    serde_json::to_value(report).map_err(|error| Failure::internal(error.to_string()))
+}
+
+/// Asks the kernel to send SIGTERM when the supervisor is gone, so that a killed `up` leaves no worker that nobody watches.
+/// Sandboxes go on: the next worker adopts them.
+fn end_with(parent: i32) -> Result<(), Failure> {
+    set_parent_process_death_signal(Some(Signal::TERM)).map_err(std::io::Error::from)?;
+    if getppid().map(Pid::as_raw_pid) == Some(parent) { Ok(()) } else { Err(Failure::internal("the supervisor ended before its worker began")) }
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    cynode_service::telemetry::Chain(error).to_string()
+}

@@ -1,0 +1,404 @@
+//! `session cp`: files and trees into and out of a session, with the manners of `cp`.
+
+use std::{
+    ffi::{OsStr, OsString},
+    io,
+    os::unix::{
+        ffi::{OsStrExt, OsStringExt},
+        fs::MetadataExt,
+    },
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use cynode_api::{API_VERSION, ErrorCode, ExportFormat, ExportRequest, FileType, MkdirRequest, SessionId, file_limits};
+use cynode_client::{Body, FileBody, PutOptions, WorkerClient};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use super::stdio;
+use crate::{
+    archive::{self, PieceReader, PieceWriter},
+    cli::Cp,
+    failure::{Failure, INTERNAL, USAGE},
+    output::{self, Progress},
+};
+
+/// One side of a copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Place {
+    /// `ID:PATH`.
+    Session(SessionId, PathBuf),
+    Local(PathBuf),
+    /// `-`.
+    Stdio,
+}
+
+impl Place {
+    fn parse(text: &OsStr) -> Self {
+        const ID: usize = 36;
+        let bytes = text.as_bytes();
+        if bytes == b"-" {
+            return Self::Stdio;
+        }
+        if bytes.get(ID) == Some(&b':')
+            && let Some(id) = std::str::from_utf8(&bytes[..ID]).ok().and_then(|id| id.parse().ok())
+        {
+            let path = OsString::from_vec(bytes[ID + 1..].to_vec());
+            return Self::Session(id, if path.is_empty() { PathBuf::from(".") } else { path.into() });
+        }
+        Self::Local(text.into())
+    }
+}
+
+pub async fn run(client: &WorkerClient, args: &Cp) -> Result<ExitCode, Failure> {
+    match (Place::parse(&args.source), Place::parse(&args.target)) {
+        (Place::Session(..), Place::Session(..)) => {
+            Err(Failure::usage("both sides are in a session").remedy("Copy to a local file first, or run cp in the session."))
+        }
+        (Place::Session(id, path), target) => Remote { client, id, path }.download(target, args).await,
+        (source, Place::Session(id, path)) => Remote { client, id, path }.upload(source, args).await,
+        _ => Err(Failure::usage("neither side is in a session").remedy("Write one side as ID:PATH.")),
+    }?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// A path in a session.
+struct Remote<'a> {
+    client: &'a WorkerClient,
+    id: SessionId,
+    path: PathBuf,
+}
+
+impl Remote<'_> {
+    /// What is there; `None` when nothing is.
+    async fn kind(&self, path: &Path) -> Result<Option<FileType>, Failure> {
+        match self.client.head_file(self.id, path).await {
+            Ok(info) => Ok(Some(info.kind.unwrap_or(FileType::File))),
+            Err(error) => match error.status() {
+                Some(404) => {
+                    // A missing session looks the same without a body.
+                    self.client.get_session(self.id).await?;
+                    Ok(None)
+                }
+                // Stat of something that has no content.
+                Some(409) => match self.client.get_file(self.id, path).await {
+                    Err(error) if error.is(ErrorCode::NotAFile) => Ok(Some(FileType::Dir)),
+                    Err(error) => Err(error.into()),
+                    Ok(_) => Ok(Some(FileType::File)),
+                },
+                // The same again with a body that says why.
+                _ => Err(self.client.get_file(self.id, path).await.err().unwrap_or(error).into()),
+            },
+        }
+    }
+
+    /// Like `cp`: into the target when it is a directory, else in its place.
+    async fn upload(&self, source: Place, args: &Cp) -> Result<(), Failure> {
+        let is_dir = ends_in_slash(&self.path) || self.kind(&self.path).await? == Some(FileType::Dir);
+        let source = match source {
+            Place::Local(path) => path,
+            _ if is_dir => return Err(Failure::usage("standard input needs a file name to go to").remedy("Add a name to the path in the session.")),
+            _ => return self.upload_stdin().await,
+        };
+        let metadata = fs_err::metadata(&source).map_err(|error| local(&error))?;
+        let target = if is_dir { into_dir(&self.path, &source) } else { self.path.clone() };
+        if metadata.is_file() {
+            return self.upload_file(&source, &target, &metadata).await;
+        }
+        if !metadata.is_dir() {
+            return Err(Failure::usage(format!("{} is not a file or directory", source.display())));
+        }
+        if !args.recursive {
+            return Err(needs_recursive(&source));
+        }
+        self.upload_tree(&source, &target).await
+    }
+
+    async fn upload_stdin(&self) -> Result<(), Failure> {
+        let (to, from) = archive::channel();
+        let reader = tokio::spawn(async move {
+            let mut stdin = tokio::io::stdin();
+            loop {
+                let mut piece = bytes::BytesMut::with_capacity(64 * 1024);
+                let read = stdin.read_buf(&mut piece).await;
+                let at_end = matches!(read, Ok(0) | Err(_));
+                let sent = match read {
+                    Ok(0) => break,
+                    Ok(_) => to.send(Ok(piece.freeze())).await,
+                    Err(error) => to.send(Err(error)).await,
+                };
+                if at_end || sent.is_err() {
+                    break;
+                }
+            }
+        });
+        let progress = Progress::start("copying");
+        let put = self.client.put_file(self.id, &self.path, body(from, progress), &PutOptions::default()).await;
+        reader.abort();
+        put?;
+        Ok(())
+    }
+
+    async fn upload_file(&self, source: &Path, target: &Path, metadata: &std::fs::Metadata) -> Result<(), Failure> {
+        let mode = metadata.mode() & 0o777;
+        let large = metadata.len() > file_limits::MAX_PUT_BYTES;
+        let (to, from) = archive::channel();
+        let progress = Progress::start("copying");
+        let path = source.to_owned();
+        if !large {
+            let reader = tokio::task::spawn_blocking(move || feed(PieceWriter::new(to), |writer| io::copy(&mut fs_err::File::open(&path)?, writer).map(drop)));
+            let options = PutOptions { mode: Some(mode), ..PutOptions::default() };
+            let sent = self.client.put_file(self.id, target, body(from, progress), &options).await.map(drop);
+            return joined(reader.await, sent).map(drop);
+        }
+        // Too large for one PUT: an archive of one entry has no such limit.
+        let (parent, name) = split(target)?;
+        self.mkdir(&parent).await?;
+        let reader = tokio::task::spawn_blocking(move || feed(PieceWriter::new(to), |writer| archive::pack_file(&path, &name, writer)));
+        let sent = self.client.import(self.id, &parent, body(from, progress)).await;
+        joined(reader.await, sent).map(drop)
+    }
+
+    async fn upload_tree(&self, source: &Path, target: &Path) -> Result<(), Failure> {
+        self.mkdir(target).await?;
+        let (to, from) = archive::channel();
+        let progress = Progress::start("copying");
+        let root = source.to_owned();
+        let packer = tokio::task::spawn_blocking(move || feed(PieceWriter::new(to), |writer| archive::pack_tree(&root, writer)));
+        let sent = self.client.import(self.id, target, body(from, progress)).await;
+        let packed = joined(packer.await, sent)?;
+        left_out(&packed.skipped, packed.skipped.len() as u64)
+    }
+
+    async fn mkdir(&self, path: &Path) -> Result<(), Failure> {
+        let path = utf8(path)?;
+        Ok(self.client.make_dir(self.id, &MkdirRequest { version: Some(API_VERSION), path, parents: true }).await?)
+    }
+
+    async fn download(&self, target: Place, args: &Cp) -> Result<(), Failure> {
+        if args.recursive && self.kind(&self.path).await? == Some(FileType::Dir) {
+            return match target {
+                Place::Local(target) => self.download_tree(&target).await,
+                _ => Err(Failure::usage("a directory can't go to standard output").remedy("Name a local directory.")),
+            };
+        }
+        let file = match self.client.get_file(self.id, &self.path).await {
+            Err(error) if error.is(ErrorCode::NotAFile) && self.kind(&self.path).await? == Some(FileType::Dir) => return Err(needs_recursive(&self.path)),
+            file => file?,
+        };
+        match target {
+            Place::Local(target) if target.is_dir() => save(file, &into_dir(&target, &self.path)).await,
+            Place::Local(target) if ends_in_slash(&target) => Err(Failure::usage(format!("{} is not a directory", target.display()))),
+            Place::Local(target) => save(file, &target).await,
+            _ => show(file, args.raw).await,
+        }
+    }
+
+    async fn download_tree(&self, target: &Path) -> Result<(), Failure> {
+        let target = if target.is_dir() { into_dir(target, &self.path) } else { target.to_owned() };
+        let request = ExportRequest { version: Some(API_VERSION), format: ExportFormat::Tar, base: None, path: Some(utf8(&self.path)?) };
+        let mut tar = self.client.export(self.id, &request).await?;
+        let (to, from) = archive::channel();
+        let unpacker = tokio::task::spawn_blocking(move || archive::unpack(PieceReader::new(from), &target, |_| {}));
+        let progress = Progress::start("copying");
+        let mut total = 0;
+        let received = loop {
+            match tar.chunk().await {
+                Ok(Some(piece)) => {
+                    total += piece.len() as u64;
+                    progress.bytes("copying", total);
+                    // An unpacker that has seen the end, or given up, reads no more.
+                    if to.send(Ok(piece)).await.is_err() {
+                        break Ok(());
+                    }
+                }
+                Ok(None) => break Ok(()),
+                Err(error) => {
+                    drop(to.send(Err(io::Error::other(error.chain()))).await);
+                    break Err(error);
+                }
+            }
+        };
+        drop(to);
+        let unpacked = unpacker.await.map_err(|error| Failure::internal(error.to_string()))?;
+        received?;
+        let unpacked = unpacked.map_err(|error| match error {
+            archive::UnpackError::Refused { .. } => Failure::new(INTERNAL, "unsafe_archive", error.to_string())
+                .remedy("The session holds something that must not be copied here; copy single files."),
+            archive::UnpackError::Target(error) => local(&error),
+            _ => Failure::internal(error.to_string()),
+        })?;
+        left_out(&unpacked.skipped, unpacked.skipped_count)
+    }
+}
+
+/// Runs a producer into the channel; a failure ends the stream as broken, so that nobody takes the half for the whole.
+fn feed<T>(mut writer: PieceWriter, produce: impl FnOnce(&mut PieceWriter) -> io::Result<T>) -> io::Result<T> {
+    let produced = produce(&mut writer).and_then(|value| io::Write::flush(&mut writer).map(|()| value));
+    if let Err(error) = &produced {
+        writer.fail(error);
+    }
+    produced
+}
+
+/// The local error when reading failed by itself, else what the other side said.
+fn joined<T>(reader: Result<io::Result<T>, tokio::task::JoinError>, sent: Result<(), cynode_client::Error>) -> Result<T, Failure> {
+    match (reader.map_err(|error| Failure::internal(error.to_string()))?, sent) {
+        (Err(error), _) if error.kind() != io::ErrorKind::BrokenPipe => Err(local(&error)),
+        (_, Err(error)) => Err(error.into()),
+        (result, Ok(())) => result.map_err(|error| local(&error)),
+    }
+}
+
+fn body(mut from: tokio::sync::mpsc::Receiver<io::Result<bytes::Bytes>>, progress: Progress) -> Body {
+    let mut total = 0;
+    Body::wrap_stream(futures_util::stream::poll_fn(move |context| {
+        let piece = from.poll_recv(context);
+        if let std::task::Poll::Ready(Some(Ok(piece))) = &piece {
+            total += piece.len() as u64;
+            progress.bytes("copying", total);
+        }
+        piece
+    }))
+}
+
+/// Writes beside the target and renames over it, so that a broken copy leaves what was there.
+async fn save(mut file: FileBody, target: &Path) -> Result<(), Failure> {
+    let mode = file.info.mode.unwrap_or(0o644) & 0o777;
+    let existing = fs_err::metadata(target).ok();
+    if existing.as_ref().is_some_and(|existing| !existing.is_file()) {
+        // A device or a pipe is written to, not replaced.
+        let mut out = fs_err::tokio::OpenOptions::new().write(true).open(target).await.map_err(|error| local(&error))?;
+        return copy(&mut file, &mut out).await;
+    }
+    let target = if existing.is_some() { fs_err::canonicalize(target).map_err(|error| local(&error))? } else { target.to_owned() };
+    let (parent, name) = split(&target)?;
+    let mut staged = OsString::from(".");
+    staged.push(name);
+    staged.push(format!(".cynode-{}", uuid::Uuid::new_v4().simple()));
+    let staged = parent.join(staged);
+    let mut out = fs_err::tokio::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&staged).await.map_err(|error| local(&error))?;
+    let copied = copy(&mut file, &mut out).await.and_then(|()| {
+        fs_err::set_permissions(&staged, std::os::unix::fs::PermissionsExt::from_mode(mode))
+            .and_then(|()| fs_err::rename(&staged, &target))
+            .map_err(|error| local(&error))
+    });
+    if copied.is_err() {
+        drop(fs_err::remove_file(&staged));
+    }
+    copied
+}
+
+async fn copy(file: &mut FileBody, out: &mut (impl tokio::io::AsyncWrite + Unpin)) -> Result<(), Failure> {
+    let progress = Progress::start("copying");
+    let mut total = 0;
+    while let Some(piece) = file.chunk().await? {
+        out.write_all(&piece).await?;
+        total += piece.len() as u64;
+        progress.bytes("copying", total);
+    }
+    Ok(out.flush().await?)
+}
+
+async fn show(mut file: FileBody, raw: bool) -> Result<(), Failure> {
+    let mut stdout = stdio::stdout(raw);
+    while let Some(piece) = file.chunk().await? {
+        stdout.write(&piece).await?;
+    }
+    Ok(stdout.finish().await?)
+}
+
+fn left_out(named: &[String], count: u64) -> Result<(), Failure> {
+    if count == 0 {
+        return Ok(());
+    }
+    for skipped in named {
+        output::note(&format!("left out: {}", crate::sanitize::line(skipped)));
+    }
+    Err(Failure::new(INTERNAL, "partial_copy", format!("{count} entries were left out; the rest is copied")))
+}
+
+fn ends_in_slash(path: &Path) -> bool {
+    path.as_os_str().as_bytes().ends_with(b"/")
+}
+
+/// The name of `source` in `directory`. A source without a name of its own (`.`, `..`, `/`) stands for what is in it.
+fn into_dir(directory: &Path, source: &Path) -> PathBuf {
+    // `a/.` is what is in `a`; the library would take it for `a`.
+    let last = source.as_os_str().as_bytes().rsplit(|byte| *byte == b'/').find(|part| !part.is_empty());
+    match last {
+        None | Some(b"." | b"..") => directory.to_owned(),
+        Some(name) => directory.join(OsStr::from_bytes(name)),
+    }
+}
+
+fn split(path: &Path) -> Result<(PathBuf, PathBuf), Failure> {
+    let name = path.file_name().ok_or_else(|| Failure::usage(format!("{} has no file name", path.display())))?;
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    Ok((parent.to_owned(), name.into()))
+}
+
+fn utf8(path: &Path) -> Result<String, Failure> {
+    path.to_str().map(ToOwned::to_owned).ok_or_else(|| Failure::usage(format!("{} is not UTF-8, which copying a directory needs", path.display())))
+}
+
+fn needs_recursive(path: &Path) -> Failure {
+    Failure::usage(format!("{} is a directory", path.display())).remedy("Add -r to copy it and what is in it.")
+}
+
+/// A failure on this side's files is the person's to put right.
+fn local(error: &io::Error) -> Failure {
+    match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory | io::ErrorKind::AlreadyExists => {
+            Failure::new(USAGE, "local_file", error.to_string())
+        }
+        _ => Failure::from(io::Error::new(error.kind(), error.to_string())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: &str = "01890000-0000-7000-8000-000000000001";
+
+    #[test]
+    fn a_side_is_in_a_session_only_with_a_whole_id() {
+        let id: SessionId = ID.parse().expect("id");
+        let parse = |text: &str| Place::parse(OsStr::new(text));
+        assert_eq!(parse(&format!("{ID}:a/b:c")), Place::Session(id, "a/b:c".into()));
+        assert_eq!(parse(&format!("{ID}:")), Place::Session(id, ".".into()));
+        assert_eq!(parse(&format!("{ID}:/etc/x")), Place::Session(id, "/etc/x".into()));
+        assert_eq!(parse("-"), Place::Stdio);
+        for local in ["./a:b", "host:path", ID, "x", &format!("./{ID}:a"), "01890000-0000-7000-8000-00000000000x:a"] {
+            assert_eq!(parse(local), Place::Local(local.into()));
+        }
+        assert_eq!(Place::parse(OsStr::from_bytes(&[ID.as_bytes(), b":\xff"].concat())), Place::Session(id, OsStr::from_bytes(b"\xff").into()));
+    }
+
+    #[test]
+    fn a_directory_as_target_takes_the_name_of_the_source() {
+        for (directory, source, expected) in
+            [("d", "a/b.txt", "d/b.txt"), ("d/", "b", "d/b"), ("d", "a/", "d/a"), ("d", "a/.", "d/"), ("d", ".", "d"), ("d", "/", "d"), ("d", "..", "d")]
+        {
+            assert_eq!(into_dir(Path::new(directory), Path::new(source)), Path::new(expected), "{directory} {source}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_producer_that_fails_ends_the_stream_as_broken() {
+        let (to, mut from) = archive::channel();
+        let failed = tokio::task::spawn_blocking(move || {
+            feed(PieceWriter::new(to), |writer| {
+                io::Write::write_all(writer, b"half")?;
+                Err::<(), _>(io::Error::other("no more"))
+            })
+        });
+        let mut pieces = Vec::new();
+        while let Some(piece) = from.recv().await {
+            pieces.push(piece.is_ok());
+        }
+        assert_eq!(pieces.last(), Some(&false));
+        assert!(failed.await.expect("joined").is_err());
+    }
+}

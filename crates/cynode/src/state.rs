@@ -1,0 +1,188 @@
+//! The state directory as `up`, `down` and the client commands share it: who runs, where it listens.
+
+use std::{
+    io::{self, Write},
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+};
+
+use fs_err::os::unix::fs::OpenOptionsExt;
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+
+use crate::{cli::Globals, failure::Failure};
+
+/// `endpoints.json`: there while everything is ready. Roles that don't run are absent.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Endpoints {
+    pub version: u32,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub worker: Option<String>,
+    pub pid: u32,
+}
+
+/// The paths below a state directory.
+#[derive(Clone, Debug)]
+pub struct StateDir(PathBuf);
+
+impl StateDir {
+    pub fn new(globals: &Globals) -> Result<Self, Failure> {
+        let path = globals
+            .state_dir
+            .clone()
+            .unwrap_or_else(|| cynode_service::config::default_state_dir(rustix::process::geteuid().is_root(), |name| std::env::var(name).ok()));
+        Ok(Self(std::path::absolute(path)?))
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+
+    pub fn log(&self, name: &str) -> PathBuf {
+        self.0.join("log").join(name)
+    }
+
+    /// Makes the directory and its `log`, for the owner only.
+    pub fn create(&self) -> io::Result<()> {
+        let path = self.0.join("log");
+        std::fs::DirBuilder::new()
+            .mode(0o700)
+            .recursive(true)
+            .create(&path)
+            .map_err(|error| io::Error::new(error.kind(), format!("can't make {}: {error}", path.display())))
+    }
+
+    pub fn endpoints(&self) -> io::Result<Option<Endpoints>> {
+        match fs_err::read(self.endpoints_path()) {
+            Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes).map_err(|error| io::Error::other(format!("{}: {error}", self.endpoints_path().display())))?)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    pub fn write_endpoints(&self, endpoints: &Endpoints) -> io::Result<()> {
+        let mut text = serde_json::to_vec(endpoints)?;
+        text.push(b'\n');
+        cynode_service::files::replace(&self.endpoints_path(), &text)
+    }
+
+    pub fn remove_endpoints(&self) {
+        // Gone already is as good.
+        drop(fs_err::remove_file(self.endpoints_path()));
+    }
+
+    /// A token file's one line.
+    pub fn token(&self, name: &str) -> io::Result<Option<String>> {
+        match fs_err::read_to_string(self.0.join(name)) {
+            Ok(text) => Ok(Some(text.trim().to_owned())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    fn endpoints_path(&self) -> PathBuf {
+        self.0.join("endpoints.json")
+    }
+
+    fn lock_path(&self) -> PathBuf {
+        self.0.join("up.lock")
+    }
+}
+
+/// One `up` per state directory. The kernel frees it when its holder is gone, however it went.
+#[derive(Debug)]
+pub struct Lock {
+    _file: fs_err::File,
+}
+
+#[derive(Debug)]
+pub enum Locked {
+    Ours(Lock),
+    /// Another process has it; its id, when it can be read.
+    Theirs(Option<u32>),
+}
+
+impl Lock {
+    pub fn acquire(state: &StateDir) -> io::Result<Locked> {
+        let path = state.lock_path();
+        let mut file = fs_err::OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path)?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Ok(Locked::Theirs(read_pid(&path))),
+            Err(error) => return Err(error.into()),
+        }
+        file.set_len(0)?;
+        writeln!(file, "{}", std::process::id())?;
+        Ok(Locked::Ours(Self { _file: file }))
+    }
+
+    /// Who holds it, without taking it for longer than the question.
+    pub fn holder(state: &StateDir) -> io::Result<Option<Locked>> {
+        let path = state.lock_path();
+        Ok(is_held(&path)?.then(|| Locked::Theirs(read_pid(&path))))
+    }
+
+    /// Whether a worker runs on this state directory, with or without `up`: it holds a lock of its own to its very end.
+    pub fn worker_runs(state: &StateDir) -> io::Result<bool> {
+        is_held(&state.0.join("worker").join("lock"))
+    }
+}
+
+fn is_held(path: &Path) -> io::Result<bool> {
+    let file = match fs_err::File::open(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(error),
+    };
+    match flock(&file, FlockOperation::NonBlockingLockShared) {
+        Ok(()) => Ok(false),
+        Err(rustix::io::Errno::WOULDBLOCK) => Ok(true),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn read_pid(path: &Path) -> Option<u32> {
+    fs_err::read_to_string(path).ok()?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn state(directory: &tempfile::TempDir) -> StateDir {
+        let state = StateDir(directory.path().join("state"));
+        state.create().expect("created");
+        state
+    }
+
+    #[test]
+    fn only_one_holds_the_lock_and_others_learn_who() {
+        let directory = tempfile::tempdir().expect("temporary directory");
+        let state = state(&directory);
+        assert!(Lock::holder(&state).expect("no lock yet").is_none());
+        let Locked::Ours(lock) = Lock::acquire(&state).expect("lock") else { panic!("taken") };
+        let own = Some(std::process::id());
+        assert!(matches!(Lock::acquire(&state).expect("lock"), Locked::Theirs(pid) if pid == own));
+        assert!(matches!(Lock::holder(&state).expect("lock"), Some(Locked::Theirs(pid)) if pid == own));
+        drop(lock);
+        assert!(Lock::holder(&state).expect("lock").is_none());
+        assert!(matches!(Lock::acquire(&state).expect("lock"), Locked::Ours(_)));
+    }
+
+    #[test]
+    fn endpoints_are_for_the_owner_only_and_come_back() {
+        use std::os::unix::fs::PermissionsExt;
+        let directory = tempfile::tempdir().expect("temporary directory");
+        let state = state(&directory);
+        assert_eq!(state.endpoints().expect("absent"), None);
+        let endpoints = Endpoints { version: 1, api: None, worker: Some("http://127.0.0.1:1".into()), pid: 7 };
+        state.write_endpoints(&endpoints).expect("written");
+        assert_eq!(state.endpoints().expect("there"), Some(endpoints));
+        assert_eq!(fs_err::metadata(state.endpoints_path()).expect("there").permissions().mode() & 0o777, 0o600);
+        assert_eq!(fs_err::read_to_string(state.endpoints_path()).expect("text"), "{\"version\":1,\"worker\":\"http://127.0.0.1:1\",\"pid\":7}\n");
+        state.remove_endpoints();
+        assert_eq!(state.endpoints().expect("absent"), None);
+    }
+}

@@ -1,0 +1,24 @@
+//! Tasks of this repository: `cargo xtask sba | requirements | check-deps | openapi`.
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, clippy::print_stderr, clippy::disallowed_methods, reason = "a command-line tool for this repository")]
+
+mod deps;
+mod requirements;
+mod sba;
+
+use anyhow::{Result, bail};
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
+        ["sba"] => sba::build(),
+        ["requirements"] => requirements::report(),
+        ["check-deps"] => deps::check(),
+        _ => bail!("usage: cargo xtask sba | requirements | check-deps"),
+    }
+}
+
+/// The repository's root.
+fn root() -> std::path::PathBuf {
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies below the root").to_path_buf()
+}
