@@ -1,4 +1,4 @@
-//! Ending in order: the first SIGTERM or SIGINT asks, the second insists.
+//! Ending in order: SIGTERM and SIGINT ask for it.
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -14,8 +14,8 @@ pub fn on_signals() -> std::io::Result<CancellationToken> {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
             }
-            tracing::info!("Asked to stop.");
             token.cancel();
+            tracing::info!("Asked to stop.");
         }
     });
     Ok(token)

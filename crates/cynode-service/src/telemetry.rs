@@ -5,6 +5,8 @@ use tracing_subscriber::EnvFilter;
 pub fn init() {
     let filter = EnvFilter::try_from_env("CYNODE_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false);
+    // Whoever read our stderr may be gone; complaining about that on stderr would panic and take a worker down with it.
+    let builder = builder.log_internal_errors(false);
     let installed = if std::env::var("CYNODE_LOG_FORMAT").is_ok_and(|format| format == "json") {
         builder.json().try_init()
     } else {

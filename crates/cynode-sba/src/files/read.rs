@@ -131,7 +131,10 @@ fn describe(stat: &Stat, size: u64, sha256: Option<String>) -> FileStat {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::{
+        io::Read as _,
+        os::unix::fs::{PermissionsExt, symlink},
+    };
 
     use super::{super::tests::*, *};
 
@@ -215,5 +218,42 @@ mod tests {
         assert!(same(&before, &path::stat(&sandbox.path("file")).expect("stat")));
         sandbox.put("file", "three");
         assert!(!same(&before, &path::stat(&sandbox.path("file")).expect("stat")));
+    }
+
+    /// Reads a file of 3 MiB and lets `meddle` loose when the first answer has come, long before the last byte.
+    fn read_while(meddle: impl FnOnce(&Sandbox)) -> (Vec<u8>, Result<(), ErrorCode>) {
+        let sandbox = Sandbox::new();
+        sandbox.put("large", vec![7; 3 * 1024 * 1024]);
+        let (agent, mut worker) = std::os::unix::net::UnixStream::pair().expect("socket pair");
+        std::thread::scope(|scope| {
+            let files = &sandbox.files;
+            let agent = scope.spawn(move || files.serve(FileOp::Read { path: raw("large"), start: 0, end: None }, &mut Peer::from_stream(agent)));
+            let mut first = [0];
+            worker.read_exact(&mut first).expect("an answer");
+            meddle(&sandbox);
+            let mut bytes = first.to_vec();
+            worker.read_to_end(&mut bytes).expect("received");
+            agent.join().expect("the agent's thread").expect("the connection holds");
+            let answer = decode(&bytes);
+            let end = if answer.has_ended() { Ok(()) } else { Err(answer.error().code) };
+            (answer.data().to_vec(), end)
+        })
+    }
+
+    #[test]
+    fn a_file_that_changes_while_it_is_read_ends_in_an_error() {
+        let overwritten = read_while(|sandbox| sandbox.put("large", vec![8; 3 * 1024 * 1024]));
+        assert_eq!(overwritten.1, Err(ErrorCode::Internal));
+        let cut = read_while(|sandbox| sandbox.put("large", "short"));
+        assert_eq!(cut.1, Err(ErrorCode::Internal));
+    }
+
+    #[test]
+    fn a_file_that_grows_is_read_as_it_was() {
+        let (data, end) = read_while(|sandbox| {
+            let mut file = std::fs::OpenOptions::new().append(true).open(sandbox.path("large")).expect("opened");
+            io::Write::write_all(&mut file, b"more").expect("appended");
+        });
+        assert_eq!((data.len(), end), (3 * 1024 * 1024, Ok(())));
     }
 }

@@ -404,6 +404,18 @@ mod tests {
     }
 
     #[test]
+    fn a_search_stops_when_its_time_is_up() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "x\n");
+        let mut search = Search::new(&request("x")).expect("valid");
+        search.deadline = Instant::now();
+        search.file(File::open(sandbox.path("file")).expect("opened"), b"file");
+        assert!(search.is_over());
+        let result = search.finish();
+        assert!(result.truncated && result.matches.is_empty());
+    }
+
+    #[test]
     fn invalid_requests_say_what_is_wrong() {
         let sandbox = Sandbox::new();
         let bad = refused(sandbox.files.search(&request("(")));

@@ -40,6 +40,15 @@ impl Answer {
         &self.data
     }
 
+    /// The data, however the answer ended.
+    pub(super) fn data(&self) -> &[u8] {
+        &self.data
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.ended
+    }
+
     pub(super) fn error(&self) -> AgentError {
         assert!(!self.ended, "{self:?}");
         match self.replies.last() {
@@ -130,8 +139,12 @@ fn send(mut stream: &UnixStream, body: &[u8], end: bool) {
 fn receive(mut stream: UnixStream) -> Answer {
     let mut bytes = Vec::new();
     stream.read_to_end(&mut bytes).expect("received");
+    decode(&bytes)
+}
+
+pub(super) fn decode(bytes: &[u8]) -> Answer {
     let mut decoder = Decoder::new(MAX_AGENT_FRAME);
-    decoder.extend(&bytes);
+    decoder.extend(bytes);
     let mut answer = Answer { replies: Vec::new(), data: Vec::new(), ended: false };
     while let Some(frame) = decoder.next_frame().expect("valid frames") {
         match frame {

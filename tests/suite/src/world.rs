@@ -1,0 +1,332 @@
+//! One test's part of the machine.
+
+use std::{
+    io::Write as _,
+    os::unix::process::CommandExt as _,
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use cynode_client::WorkerClient;
+
+/// The repository's root.
+#[must_use]
+pub fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("tests/suite lies two levels below the root").to_path_buf()
+}
+
+/// Between two looks at a condition.
+const POLL: Duration = Duration::from_millis(20);
+
+/// Waits until a condition holds, looking again and again.
+pub async fn eventually(what: &str, limit: Duration, mut holds: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+    let deadline = Instant::now() + limit;
+    while !holds().await? {
+        ensure!(Instant::now() < deadline, "not within {limit:?}: {what}");
+        tokio::time::sleep(POLL).await;
+    }
+    Ok(())
+}
+
+/// How a worker is started, where it differs from the default.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Keys of the section `[worker]`.
+    pub settings: Vec<(String, String)>,
+}
+
+impl Options {
+    #[must_use]
+    pub fn set(mut self, key: &str, value: &str) -> Self {
+        self.settings.push((key.to_owned(), value.to_owned()));
+        self
+    }
+}
+
+/// A state directory, a Podman store and a watcher that removes both.
+#[derive(Debug)]
+pub struct World {
+    directory: PathBuf,
+    watcher: Child,
+    /// Its end is the watcher's signal.
+    lifeline: Option<ChildStdin>,
+}
+
+/// Ends everything below a directory and removes it. The arguments: the directory, Podman's program.
+const CLEANUP: &str = r#"
+cat >/dev/null
+dir=$1; podman=$2
+for pid in $(cat "$dir"/pids 2>/dev/null); do kill -9 "$pid" 2>/dev/null; done
+if [ -f "$dir/state/worker/podman/service.json" ]; then
+    pid=$(sed 's/.*"pid":\([0-9]*\).*/\1/' "$dir/state/worker/podman/service.json")
+    tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -qF "$dir" && kill -9 "$pid" 2>/dev/null
+fi
+[ -d "$dir/root" ] && timeout 60 "$podman" --root "$dir/root" --runroot "$dir/run" --storage-driver overlay --runtime runc --cgroup-manager cgroupfs --events-backend none rm -f -a -t 0 >/dev/null 2>&1
+grep -F " $dir/" /proc/self/mountinfo | cut -d' ' -f5 | sort -r | while read -r mount; do umount -l "$mount" 2>/dev/null; done
+rm -rf "$dir"
+"#;
+
+impl World {
+    pub fn new() -> Result<Self> {
+        let directory = std::env::temp_dir().join(format!("cyn-{}", uuid::Uuid::new_v4().simple()));
+        let mut watcher = Command::new("/bin/sh");
+        watcher.args(["-c", CLEANUP, "cynode-test-cleanup"]).arg(&directory).arg("podman");
+        // Its own group: a Ctrl-C at the test must not end the cleanup.
+        watcher.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut watcher = watcher.spawn().context("starting the cleanup watcher")?;
+        let lifeline = watcher.stdin.take();
+        fs_err::create_dir_all(directory.join("state"))?;
+        Ok(Self { directory, watcher, lifeline })
+    }
+
+    #[must_use]
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    #[must_use]
+    pub fn state_dir(&self) -> PathBuf {
+        self.directory.join("state")
+    }
+
+    /// The store in which `scripts/test` put the images.
+    #[must_use]
+    pub fn image_store() -> PathBuf {
+        std::env::var_os("CYNODE_TEST_IMAGE_STORE").map_or_else(|| repository().join("target/test-store/root"), PathBuf::from)
+    }
+
+    /// The `cynode` that belongs to this build.
+    pub fn cynode() -> Result<PathBuf> {
+        let program = std::env::current_exe()?;
+        let directory = program.ancestors().find(|path| path.join("cynode").is_file());
+        Ok(directory.context("the cynode binary is not built; run 'make test', which builds it first")?.join("cynode"))
+    }
+
+    /// Podman with this world's store.
+    #[must_use]
+    pub fn podman(&self) -> Command {
+        let mut command = Command::new("podman");
+        command.arg("--root").arg(self.directory.join("root")).arg("--runroot").arg(self.directory.join("run"));
+        command.args(["--storage-driver", "overlay", "--storage-opt"]).arg(format!("additionalimagestore={}", Self::image_store().display()));
+        command.args(["--runtime", "runc", "--cgroup-manager", "cgroupfs", "--events-backend", "none"]);
+        command
+    }
+
+    /// The configuration file of this world's worker.
+    pub fn config(&self, options: &Options) -> Result<PathBuf> {
+        let path = self.directory.join("cynode.toml");
+        let mut text = String::from("[worker]\n");
+        let own = |key: &str| options.settings.iter().any(|(set, _)| set == key);
+        let mut line = |key: &str, value: &str| text.push_str(&format!("{key} = {value}\n"));
+        let quoted = |path: &Path| format!("{:?}", path.display().to_string());
+        for (key, value) in [
+            ("listen", "\"127.0.0.1:0\"".to_owned()),
+            ("podman_root", quoted(&self.directory.join("root"))),
+            ("podman_runroot", quoted(&self.directory.join("run"))),
+            ("podman_image_store", quoted(&Self::image_store())),
+            ("default_image", format!("{:?}", crate::IMAGE)),
+            ("oci_runtime", "\"runc\"".to_owned()),
+        ] {
+            if !own(key) {
+                line(key, &value);
+            }
+        }
+        for (key, value) in &options.settings {
+            line(key, value);
+        }
+        fs_err::write(&path, text)?;
+        Ok(path)
+    }
+
+    /// Starts a worker and waits until it is ready.
+    pub async fn worker(&self, options: &Options) -> Result<RunningWorker> {
+        let worker = self.start_worker(options)?;
+        worker.wait_until_ready().await?;
+        Ok(worker)
+    }
+
+    /// Starts a worker without waiting.
+    pub fn start_worker(&self, options: &Options) -> Result<RunningWorker> {
+        let config = self.config(options)?;
+        // The address of an earlier worker must not be taken for this one's.
+        drop(fs_err::remove_file(self.state_dir().join("worker/url")));
+        let log = fs_err::OpenOptions::new().create(true).append(true).open(self.directory.join("worker.log"))?.into_parts().0;
+        let mut command = Command::new(Self::cynode()?);
+        command.arg("worker").arg("--state-dir").arg(self.state_dir()).arg("--config").arg(config);
+        command.env("CYNODE_LOG", "debug").env_remove("CYNODE_URL").env_remove("CYNODE_TOKEN");
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0);
+        let child = command.spawn().context("starting the worker")?;
+        self.remember(child.id())?;
+        Ok(RunningWorker { child, state_dir: self.state_dir(), log: self.directory.join("worker.log") })
+    }
+
+    /// A process that the watcher shall end.
+    pub fn remember(&self, pid: u32) -> Result<()> {
+        let mut pids = fs_err::OpenOptions::new().create(true).append(true).open(self.directory.join("pids"))?;
+        writeln!(pids, "{pid}")?;
+        Ok(())
+    }
+
+    /// Containers in this world's store, whatever made them.
+    pub fn containers(&self) -> Result<Vec<String>> {
+        let output = self.podman().args(["ps", "--all", "--quiet", "--external"]).output()?;
+        ensure!(output.status.success(), "podman ps: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
+    }
+
+    /// What is left on this machine of a worker that was told to end everything: containers, mounts, processes, sockets.
+    pub fn leftovers(&self) -> Result<Vec<String>> {
+        let mut left: Vec<String> = self.containers()?.into_iter().map(|id| format!("container {id}")).collect();
+        let directory = self.directory.display().to_string();
+        for line in fs_err::read_to_string("/proc/self/mountinfo")?.lines() {
+            let mounted = line.split(' ').nth(4).unwrap_or_default();
+            // The store's own bind mount of itself is Podman's, and goes with the store.
+            if mounted.starts_with(&directory) && mounted != format!("{directory}/root/overlay") {
+                left.push(format!("mount {mounted}"));
+            }
+        }
+        for entry in fs_err::read_dir("/proc")? {
+            let path = entry?.path();
+            let Ok(command) = fs_err::read(path.join("cmdline")) else { continue };
+            let command = String::from_utf8_lossy(&command).replace('\0', " ");
+            if command.contains(&directory) && !command.contains("cynode-test-cleanup") {
+                left.push(format!("process {}: {command}", path.display()));
+            }
+        }
+        for place in ["sandboxes", "trash"] {
+            for entry in fs_err::read_dir(self.state_dir().join("worker").join(place)).into_iter().flatten() {
+                left.push(format!("directory {}", entry?.path().display()));
+            }
+        }
+        Ok(left)
+    }
+
+    /// Waits until nothing is left.
+    pub async fn assert_clean(&self) -> Result<()> {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        loop {
+            let left = self.leftovers()?;
+            if left.is_empty() {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "left over: {left:#?}");
+            tokio::time::sleep(POLL).await;
+        }
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let log = fs_err::read_to_string(self.directory.join("worker.log")).unwrap_or_default();
+            let tail: Vec<&str> = log.lines().rev().take(60).collect();
+            #[expect(clippy::print_stderr, reason = "what the worker said helps to read a failure")]
+            {
+                eprintln!("--- the worker's log, its end ---");
+                for line in tail.iter().rev() {
+                    eprintln!("{line}");
+                }
+            }
+        }
+        drop(self.lifeline.take());
+        drop(self.watcher.wait());
+    }
+}
+
+/// A worker process.
+#[derive(Debug)]
+pub struct RunningWorker {
+    child: Child,
+    state_dir: PathBuf,
+    log: PathBuf,
+}
+
+impl RunningWorker {
+    pub fn url(&self) -> Result<String> {
+        Ok(fs_err::read_to_string(self.state_dir.join("worker/url"))?)
+    }
+
+    pub fn token(&self) -> Result<String> {
+        Ok(fs_err::read_to_string(self.state_dir.join("worker.token"))?.trim().to_owned())
+    }
+
+    pub fn client(&self) -> Result<WorkerClient> {
+        // Installed once per process; a second time changes nothing.
+        drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
+        Ok(WorkerClient::new(&self.url()?, &self.token()?)?)
+    }
+
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub async fn wait_until_ready(&self) -> Result<()> {
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let client = reqwest::Client::builder().timeout(Duration::from_secs(5)).build()?;
+        loop {
+            if let Ok(url) = self.url()
+                && let Ok(response) = client.get(format!("{url}/readyz")).send().await
+                && response.status().is_success()
+            {
+                return Ok(());
+            }
+            if !Path::new(&format!("/proc/{}", self.child.id())).exists() || Instant::now() > deadline {
+                bail!("the worker did not become ready:\n{}", fs_err::read_to_string(&self.log).unwrap_or_default());
+            }
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    /// SIGKILL, at once.
+    pub fn kill(&mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
+
+    /// Sends a signal to the worker.
+    pub fn signal(&self, signal: rustix::process::Signal) -> Result<()> {
+        let pid = rustix::process::Pid::from_raw(self.child.id().cast_signed()).context("a process id")?;
+        Ok(rustix::process::kill_process(pid, signal)?)
+    }
+
+    /// Waits until the worker has ended by itself.
+    pub async fn wait(&mut self, limit: Duration) -> Result<std::process::ExitStatus> {
+        let deadline = Instant::now() + limit;
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            ensure!(Instant::now() < deadline, "the worker did not end within {limit:?}");
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    /// Asks the worker to end with all its sandboxes, and waits for it.
+    pub async fn shut_down(&mut self) -> Result<()> {
+        let client = reqwest::Client::new();
+        let response = client
+            .post(format!("{}/v1/worker/shutdown", self.url()?))
+            .bearer_auth(self.token()?)
+            .header("content-type", "application/json")
+            .body(r#"{"version":1,"sandboxes":"end"}"#)
+            .send()
+            .await?;
+        ensure!(response.status().as_u16() == 202, "shutdown answered {}", response.status());
+        let status = self.wait(Duration::from_secs(60)).await?;
+        ensure!(status.success(), "the worker ended with {status}");
+        Ok(())
+    }
+
+    /// The worker's resident memory in bytes, now and at its highest.
+    pub fn memory(&self) -> Result<(u64, u64)> {
+        let status = fs_err::read_to_string(format!("/proc/{}/status", self.child.id()))?;
+        let field = |name: &str| {
+            status.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()).map(|kilobytes| kilobytes * 1024).with_context(|| format!("no {name}"))
+        };
+        Ok((field("VmRSS:")?, field("VmHWM:")?))
+    }
+}
