@@ -28,8 +28,13 @@ test: ## every check and every test
 soak: ## the long runs: hours of load, faults and restarts
 	cargo nextest run --workspace --locked --profile soak --no-tests=pass
 
-bench: ## measure create and exec against a system of its own
-	cargo run --release --locked -p cynode-bench
+bench: ## measure sessions against Podman's own ways into a container, in one run (ARGS=--quick)
+	cargo build --release --locked -p cynode -p cynode-bench
+	@cargo xtask sba >/dev/null
+	@mkdir -p target/bench-store/root
+	@run=$$( ((EUID == 0)) && echo /run || echo "$${XDG_RUNTIME_DIR:-/tmp}")/cynode-bench/$$(sha256sum <<<"$(CURDIR)" | cut -c1-8); mkdir -p "$$run"; \
+	images/fixture --into "--root $(CURDIR)/target/bench-store/root --runroot $$run --storage-driver overlay"
+	@CYNODE_TEST_IMAGE_STORE=$(CURDIR)/target/bench-store/root target/release/cynode-bench $(ARGS)
 
 images: ## build the runner image and the tests' images into this user's Podman store
 	@images/build --sba "$$(cargo xtask sba | tail -n 1)"

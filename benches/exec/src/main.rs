@@ -1,1 +1,108 @@
-fn main() {}
+//! `make bench`: what a round with a session costs, beside what Podman's own ways into the same container cost.
+//!
+//! One run, one worker with its own state directory and Podman store, rounds interleaved: whatever disturbs the machine
+//! disturbs all sides alike. Nothing here asserts a time; `benches/README.md` says how to read the table.
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, clippy::print_stderr, clippy::disallowed_methods, reason = "a command-line tool that starts programs as people do")]
+#![allow(clippy::cast_precision_loss, reason = "sizes and times as people read them")]
+
+mod create;
+mod exec;
+mod machine;
+mod memory;
+mod ours;
+mod report;
+mod rivals;
+mod samples;
+mod throughput;
+
+use anyhow::{Context as _, Result};
+use clap::{Parser, ValueEnum};
+use cynode_tests::World;
+
+use crate::{ours::Ours, report::Report, rivals::Rivals};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    Table,
+    Json,
+}
+
+/// Measures sessions against Podman, in one run on this machine.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Rounds of what takes milliseconds; what takes longer gets a share of them.
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(10..=100_000))]
+    rounds: u32,
+    /// A minute instead of several, with figures to match.
+    #[arg(long)]
+    quick: bool,
+    #[arg(long, value_enum, default_value = "table")]
+    output: Output,
+}
+
+/// How much of everything.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    exec_rounds: u32,
+    /// Of `podman exec` and its like.
+    slow_rounds: u32,
+    create_rounds: u32,
+    transfer_rounds: u32,
+    transfer_bytes: usize,
+    idle_sessions: [usize; 3],
+}
+
+impl Plan {
+    fn new(rounds: u32, quick: bool) -> Self {
+        let exec_rounds = if quick { rounds.min(40) } else { rounds };
+        Self {
+            exec_rounds,
+            slow_rounds: (exec_rounds * 3 / 20).max(5),
+            create_rounds: if quick { 4 } else { 15 },
+            transfer_rounds: if quick { 2 } else { 5 },
+            transfer_bytes: if quick { 16 << 20 } else { 64 << 20 },
+            idle_sessions: if quick { [1, 3, 6] } else { [1, 10, 50] },
+        }
+    }
+}
+
+fn main() -> Result<()> {
+    let arguments = Arguments::parse();
+    // One thread for the client: what it waits for is elsewhere, and a hop between threads would count as latency.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let report = runtime.block_on(run(Plan::new(arguments.rounds, arguments.quick)))?;
+    match arguments.output {
+        Output::Table => println!("{report}"),
+        Output::Json => println!("{}", serde_json::to_string_pretty(&report.json())?),
+    }
+    Ok(())
+}
+
+async fn run(plan: Plan) -> Result<Report> {
+    let world = World::new()?;
+    let mut ours = Ours::start(&world).await.context("starting a worker of its own")?;
+    let mut report = Report::new(machine::Facts::collect(&world)?);
+
+    say("exec");
+    let session = ours.session().await?;
+    let sandbox = ours.sandbox(session)?;
+    let rivals = Rivals::of(&world, &sandbox).await?;
+    report.exec = exec::measure(&plan, &ours, session, &rivals).await?;
+    report.parallel = exec::in_parallel(&plan, &ours, session).await?;
+    say("streams and files");
+    report.transfers = throughput::measure(&plan, &ours, session, &rivals, world.directory()).await?;
+    ours.end(session).await?;
+
+    say("create and end");
+    (report.create, report.end) = create::measure(&plan, &ours, &rivals, &world).await?;
+    say("memory of idle sessions");
+    report.memory = memory::measure(&plan, &ours).await?;
+
+    ours.shut_down().await?;
+    Ok(report)
+}
+
+fn say(what: &str) {
+    eprintln!("bench: {what}");
+}

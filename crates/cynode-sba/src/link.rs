@@ -2,12 +2,19 @@
 //!
 //! The agent always connects out and tries again for ever: a worker that restarts finds its agents by waiting.
 
-use std::{cell::Cell, io, path::PathBuf, rc::Rc, time::Duration};
+use std::{
+    cell::Cell,
+    io,
+    os::fd::{AsRawFd as _, OwnedFd},
+    path::PathBuf,
+    rc::Rc,
+    time::Duration,
+};
 
 use cynode_api::{ErrorCode, ExecId};
 use cynode_sba_proto::{AgentError, Decoder, FileOp, Frame, Hello, MAX_DATA, MAX_WORKER_FRAME, PARKED, PROTOCOL, Reply, Request, Role, encode_message};
 use tokio::{
-    io::{AsyncReadExt as _, AsyncWriteExt as _, Interest},
+    io::{AsyncReadExt as _, AsyncWriteExt as _, Interest, unix::AsyncFd},
     net::{UnixStream, unix::OwnedReadHalf},
     sync::Notify,
 };
@@ -23,6 +30,8 @@ const RETRY_FIRST: Duration = Duration::from_millis(10);
 const RETRY_MOST: Duration = Duration::from_millis(250);
 /// A file operation that takes longer is ended: the worker has given up on it long before.
 const FILE_OPERATION_SECONDS: u32 = 3_600;
+/// From the worker's closing of a connection to the end of what serves it.
+const FILE_GRACE: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
 pub(crate) struct Link {
@@ -293,13 +302,14 @@ async fn stdin_closed(exec: &Exec) {
     }
 }
 
-/// Hands the connection to a child that serves one file operation. Memory that the work takes is the child's.
-fn serve_file(execs: &Execs, op: FileOp, stream: UnixStream, decoder: Decoder) {
+/// Hands the connection to a child that serves one file operation. Memory that the work takes is the child's. When the
+/// worker gives up, which it says by closing the connection, the child and all that it started are ended.
+fn serve_file(execs: &Rc<Execs>, op: FileOp, stream: UnixStream, decoder: Decoder) {
     let Ok(stream) = stream.into_std() else { return };
     match sys::fork() {
         Ok(Fork::Child) => {
             sys::set_name(c"cynode-file");
-            sys::close_all_but(std::os::fd::AsRawFd::as_raw_fd(&stream));
+            sys::close_all_but(stream.as_raw_fd());
             sys::alarm(FILE_OPERATION_SECONDS);
             let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 stream.set_nonblocking(false)?;
@@ -307,7 +317,22 @@ fn serve_file(execs: &Execs, op: FileOp, stream: UnixStream, decoder: Decoder) {
             }));
             sys::exit_now(i32::from(!matches!(served, Ok(Ok(())))))
         }
-        Ok(Fork::Parent(pid)) => drop(execs.processes.own(pid)),
+        Ok(Fork::Parent(pid)) => {
+            let ended = execs.processes.own(pid);
+            let Ok(connection) = sys::watch(stream.into(), Interest::READABLE) else { return };
+            let processes = Rc::clone(&execs.processes);
+            tokio::task::spawn_local(async move {
+                let mut ended = std::pin::pin!(ended);
+                tokio::select! {
+                    _ = &mut ended => return,
+                    () = closed(&connection) => {}
+                }
+                drop(connection);
+                if tokio::time::timeout(FILE_GRACE, ended).await.is_err() {
+                    processes.end_tree(pid).await;
+                }
+            });
+        }
         Err(_) => {
             // One small frame into an empty socket buffer: it does not block.
             let refusal = AgentError { errno: Some("EAGAIN".to_owned()), ..AgentError::new(ErrorCode::PidsExhausted, "no process slot is free for the file operation") };
@@ -316,3 +341,12 @@ fn serve_file(execs: &Execs, op: FileOp, stream: UnixStream, decoder: Decoder) {
     }
 }
 
+/// Waits until the worker's end of a connection is closed, taking nothing from it.
+async fn closed(connection: &AsyncFd<OwnedFd>) {
+    loop {
+        match connection.readable().await {
+            Ok(mut ready) if !ready.ready().is_read_closed() => ready.clear_ready(),
+            _ => return,
+        }
+    }
+}

@@ -37,6 +37,8 @@ pub struct Config {
     pub podman_runroot: Option<PathBuf>,
     /// A further, read-only image store.
     pub podman_image_store: Option<PathBuf>,
+    /// How long the container runtime may take for a call before it counts as hung.
+    pub runtime_timeout_seconds: u64,
     /// The OCI runtime by name; found out when absent.
     pub oci_runtime: Option<String>,
 }
@@ -60,6 +62,7 @@ impl Default for Config {
             podman_root: None,
             podman_runroot: None,
             podman_image_store: None,
+            runtime_timeout_seconds: 30,
             oci_runtime: None,
         }
     }
@@ -76,6 +79,9 @@ impl Config {
         }
         if read.max_sandboxes == 0 || read.max_sandboxes > MAX_SANDBOXES {
             return Err(ConfigError::Value { key: "worker.max_sandboxes".to_owned(), message: format!("must lie between 1 and {MAX_SANDBOXES}") });
+        }
+        if read.runtime_timeout_seconds == 0 {
+            return Err(ConfigError::Value { key: "worker.runtime_timeout_seconds".to_owned(), message: "must be at least 1".to_owned() });
         }
         Ok(read)
     }

@@ -86,6 +86,7 @@ fn podman(config: &Config, choice: &host::Choice) -> Arc<dyn Runtime> {
         socket: config.podman_socket.clone(),
         service: ServiceOptions { command, directory: config.directory().join("podman") },
         oci_runtime: Some(choice.oci_runtime.clone()),
+        call_limit: Duration::from_secs(config.runtime_timeout_seconds),
     }))
 }
 

@@ -5,8 +5,10 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
+mod requests;
 mod world;
 
+pub use requests::{Answer, Http};
 pub use world::{Options, RunningWorker, World, eventually, repository};
 
 use cynode_api::{ExecRequest, SessionCreate, SessionId, TaskId};

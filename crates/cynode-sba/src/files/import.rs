@@ -3,11 +3,15 @@
 //! What must stay true: nothing is written outside of the directory, whatever names and links the archive holds; no
 //! device, no setuid bit and no owner comes out of an archive; its headers can't make memory grow.
 
-use std::{fs::File, io::Write as _, os::fd::OwnedFd};
+use std::{
+    ffi::OsStr,
+    io::Write as _,
+    os::{fd::OwnedFd, unix::ffi::OsStrExt as _},
+};
 
 use cynode_api::{ErrorCode, FileType};
 use rustix::{
-    fs::{AtFlags, Mode, OFlags, chmodat, fchmod, futimens, linkat, openat, statat, symlinkat, unlinkat, utimensat},
+    fs::{AtFlags, Mode, chmodat, futimens, linkat, statat, symlinkat, unlinkat, utimensat},
     io::Errno,
 };
 use tar::{EntryType, Header};
@@ -17,6 +21,7 @@ use super::{
     confined::{self, Confined},
     error::{Doing, Failure, Outcome, shown},
     path::{self, Files},
+    staged::Staged,
     tree::times,
     write::Body,
 };
@@ -252,14 +257,16 @@ impl Import {
         Ok(())
     }
 
+    /// The content waits out of sight until it is whole: an archive or a disk that ends within it leaves what was there.
     fn file(&self, name: &[u8], parts: &[&[u8]], mode: u32, mtime: i64, size: u64, source: &mut Source<'_>) -> Outcome<()> {
         let (directory, last) = self.parent(name, parts)?;
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let fd = replacing(name, &directory, last, || openat(&directory, last, flags, Mode::RUSR | Mode::WUSR))?;
-        let mut file = File::from(fd);
-        source.content(size, name, |bytes| file.write_all(bytes).doing("unpacking", name))?;
-        fchmod(&file, Mode::from_raw_mode(mode)).doing("unpacking", name)?;
-        futimens(&file, &times(mtime, 0)).doing("unpacking", name)
+        let mut staged = directory.try_clone().doing("unpacking", name).and_then(|directory| Staged::new(directory).doing("unpacking", name))?;
+        source.content(size, name, |bytes| staged.file().write_all(bytes).doing("unpacking", name))?;
+        futimens(staged.file(), &times(mtime, 0)).doing("unpacking", name)?;
+        match staged.publish(&directory, OsStr::from_bytes(last), mode, true) {
+            Err(Errno::ISDIR) => Err(directory_in_the_way(name)),
+            result => result.doing("unpacking", name),
+        }
     }
 
     fn symlink(&self, name: &[u8], parts: &[&[u8]], link: &[u8], mtime: i64) -> Outcome<()> {
@@ -305,13 +312,17 @@ impl Import {
     }
 }
 
+fn directory_in_the_way(name: &[u8]) -> Failure {
+    Failure::new(ErrorCode::AlreadyExists, format!("unpacking {}: a directory has its name", shown(name)))
+}
+
 /// Makes an entry, after deleting what has its name when that is no directory.
 fn replacing<T>(name: &[u8], directory: &OwnedFd, last: &[u8], mut make: impl FnMut() -> Result<T, Errno>) -> Outcome<T> {
     match make() {
         Err(Errno::EXIST) => {
             match unlinkat(directory, last, AtFlags::empty()) {
                 Ok(()) | Err(Errno::NOENT) => {}
-                Err(Errno::ISDIR) => return Err(Failure::new(ErrorCode::AlreadyExists, format!("unpacking {}: a directory has its name", shown(name)))),
+                Err(Errno::ISDIR) => return Err(directory_in_the_way(name)),
                 Err(errno) => return Err(Failure::system(errno, "replacing", name)),
             }
             make().doing("unpacking", name)
@@ -464,7 +475,9 @@ mod tests {
         refusal(&sandbox, &[b'x'; 2_048]);
         assert!(!sandbox.path("into").exists());
         let archive = Maker::default().file("file", &"x".repeat(2_000)).end();
+        sandbox.put("into/file", "old");
         assert!(refusal(&sandbox, &archive[..1_000]).message.contains("ends within"));
+        assert_eq!((sandbox.get("into/file"), sandbox.names("into")), (b"old".to_vec(), vec!["file".to_owned()]));
         let mut pieces = vec![archive[..1_000].to_vec()].into_iter();
         let lost = sandbox.files.import(b"into", &mut || pieces.next().map(Some).ok_or_else(|| std::io::ErrorKind::UnexpectedEof.into()));
         assert!(matches!(lost, Err(Failure::Connection(_))));

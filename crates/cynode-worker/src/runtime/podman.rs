@@ -19,9 +19,6 @@ use super::{
     service::{self, Service},
 };
 
-/// What a runtime call may take. Creation waits for others under Podman's locks, so it may take longer.
-const CALL: Duration = Duration::from_secs(30);
-const CREATE: Duration = Duration::from_secs(60);
 const REMOVE_TRIES: u32 = 8;
 
 #[derive(Clone, Debug)]
@@ -31,10 +28,13 @@ pub struct PodmanOptions {
     pub service: ServiceOptions,
     /// The OCI runtime that works here; Podman's default when absent.
     pub oci_runtime: Option<String>,
+    /// What a call may take; creation, which waits for others under Podman's locks, twice that.
+    pub call_limit: Duration,
 }
 
 #[derive(Debug)]
 pub struct Podman {
+    call_limit: Duration,
     socket: PathBuf,
     service: Option<Service>,
     oci_runtime: Option<String>,
@@ -52,7 +52,7 @@ impl Podman {
     pub fn new(options: PodmanOptions) -> Self {
         let service = options.socket.is_none().then(|| Service::new(options.service));
         let socket = options.socket.unwrap_or_else(|| service.as_ref().map(Service::socket).unwrap_or_default());
-        Self { socket, service, oci_runtime: options.oci_runtime, clients: OnceCell::new() }
+        Self { socket, service, oci_runtime: options.oci_runtime, clients: OnceCell::new(), call_limit: options.call_limit }
     }
 
     async fn clients(&self) -> Result<&Clients, Error> {
@@ -65,9 +65,9 @@ impl Podman {
                 }
                 let unavailable = |error: &dyn std::fmt::Display| Error::Unavailable(error.to_string());
                 let docker = Docker::connect_with_unix(&self.socket.to_string_lossy(), 3_600, API_DEFAULT_VERSION).map_err(|error| unavailable(&error))?;
-                let docker = tokio::time::timeout(CALL, docker.negotiate_version())
+                let docker = tokio::time::timeout(self.call_limit, docker.negotiate_version())
                     .await
-                    .map_err(|_| Error::Timeout { call: "version", limit: CALL })?
+                    .map_err(|_| Error::Timeout { call: "version", limit: self.call_limit })?
                     .map_err(|error| unavailable(&error))?;
                 let libpod = reqwest::Client::builder().unix_socket(self.socket.as_path()).build().map_err(|error| unavailable(&error))?;
                 Ok(Clients { docker, libpod })
@@ -109,7 +109,7 @@ fn translate(call: &'static str, what: &str) -> impl Fn(bollard::errors::Error) 
         bollard::errors::Error::DockerResponseServerError { status_code: 404, .. } => Error::NotFound(what.clone()),
         bollard::errors::Error::DockerResponseServerError { status_code: 409, message } if call == "create" => Error::NameInUse(message),
         bollard::errors::Error::DockerResponseServerError { message, .. } => Error::Refused { call, message },
-        bollard::errors::Error::RequestTimeoutError => Error::Timeout { call, limit: CALL },
+        bollard::errors::Error::RequestTimeoutError => Error::Unavailable("the request timed out".to_owned()),
         other => Error::Unavailable(other.to_string()),
     }
 }
@@ -121,7 +121,7 @@ fn is_running(state: ContainerSummaryStateEnum) -> bool {
 #[async_trait]
 impl Runtime for Podman {
     async fn version(&self) -> Result<String, Error> {
-        self.call("version", CALL, true, |clients| {
+        self.call("version", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
             async move {
                 let version = docker.version().await.map_err(translate("version", "version"))?;
@@ -133,7 +133,7 @@ impl Runtime for Podman {
     }
 
     async fn image(&self, reference: &str) -> Result<Image, Error> {
-        self.call("image", CALL, true, |clients| {
+        self.call("image", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
             async move {
                 let found = docker.inspect_image(reference).await.map_err(translate("image", reference))?;
@@ -151,7 +151,7 @@ impl Runtime for Podman {
 
     async fn create(&self, spec: &Spec) -> Result<String, Error> {
         let body = libpod::create_body(spec, self.oci_runtime.as_deref());
-        self.call("create", CREATE, false, |clients| {
+        self.call("create", 2 * self.call_limit, false, |clients| {
             let request = clients.libpod.post("http://podman/v4.0.0/libpod/containers/create").json(&body);
             async move {
                 let response = request.send().await.map_err(|error| Error::Unavailable(error.to_string()))?;
@@ -177,7 +177,7 @@ impl Runtime for Podman {
     }
 
     async fn start(&self, name: &str) -> Result<(), Error> {
-        self.call("start", CREATE, true, |clients| {
+        self.call("start", 2 * self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
             async move { docker.start_container(name, None).await.map_err(translate("start", name)) }
         })
@@ -185,7 +185,7 @@ impl Runtime for Podman {
     }
 
     async fn inspect(&self, name: &str) -> Result<Container, Error> {
-        self.call("inspect", CALL, true, |clients| {
+        self.call("inspect", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
             async move {
                 let found = docker.inspect_container(name, None).await.map_err(translate("inspect", name))?;
@@ -206,7 +206,7 @@ impl Runtime for Podman {
 
     async fn list(&self, label: &str, value: &str) -> Result<Vec<Container>, Error> {
         let filters = HashMap::from([("label".to_owned(), vec![format!("{label}={value}")])]);
-        self.call("list", CALL, true, |clients| {
+        self.call("list", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
             let options = ListContainersOptions { all: true, filters: Some(filters.clone()), ..Default::default() };
             async move {
@@ -228,7 +228,7 @@ impl Runtime for Podman {
     }
 
     async fn kill(&self, name: &str, signal: &str) -> Result<(), Error> {
-        self.call("kill", CALL, true, |clients| {
+        self.call("kill", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
             let options = KillContainerOptions { signal: signal.to_owned() };
             async move { docker.kill_container(name, Some(options)).await.map_err(translate("kill", name)) }
@@ -240,7 +240,7 @@ impl Runtime for Podman {
         let mut pause = Duration::from_millis(50);
         for attempt in 1.. {
             let removed = self
-                .call("remove", CALL, true, |clients| {
+                .call("remove", self.call_limit, true, |clients| {
                     let docker = clients.docker.clone();
                     let options = RemoveContainerOptions { force: true, v: true, ..Default::default() };
                     async move { docker.remove_container(name, Some(options)).await.map_err(translate("remove", name)) }
@@ -261,7 +261,7 @@ impl Runtime for Podman {
     }
 
     async fn exec(&self, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
-        self.call("exec", CALL, false, |clients| {
+        self.call("exec", self.call_limit, false, |clients| {
             let docker = clients.docker.clone();
             let options = CreateExecOptions {
                 attach_stdin: Some(spec.stdin),
@@ -299,7 +299,7 @@ impl Runtime for Podman {
     }
 
     async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, Error> {
-        self.call("exec_state", CALL, true, |clients| {
+        self.call("exec_state", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
             async move {
                 let state = docker.inspect_exec(id).await.map_err(translate("exec_state", id))?;
@@ -311,7 +311,7 @@ impl Runtime for Podman {
     }
 
     async fn exec_resize(&self, id: &str, columns: u16, rows: u16) -> Result<(), Error> {
-        self.call("exec_resize", CALL, true, |clients| {
+        self.call("exec_resize", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
             async move { docker.resize_exec(id, ResizeExecOptions { height: rows, width: columns }).await.map_err(translate("exec_resize", id)) }
         })

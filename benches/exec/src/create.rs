@@ -1,0 +1,55 @@
+//! From nothing to a running sandbox, and back.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use cynode_tests::World;
+
+use crate::{
+    Plan,
+    ours::Ours,
+    rivals::{Rivals, run},
+    samples::{Samples, timed},
+};
+
+/// Let the cleanup of what was just removed pass.
+const SETTLE: Duration = Duration::from_millis(200);
+
+/// Times of creating and of ending.
+pub(crate) async fn measure(plan: &Plan, ours: &Ours, rivals: &Rivals, world: &World) -> Result<(Vec<Samples>, Vec<Samples>)> {
+    let mut session = Samples::new("session create, cold, until running");
+    let mut podman = Samples::new("podman run -d");
+    let mut session_end = Samples::new("session end");
+    let mut podman_end = Samples::new("podman rm -f -t 0");
+    let workspace = world.directory().join("rival-workspace");
+    fs_err::create_dir(&workspace)?;
+    let owner = u32::try_from(rivals.id_block)? + 1_000;
+    std::os::unix::fs::chown(&workspace, Some(owner), Some(owner)).context("giving a directory to a container's user")?;
+    let workspace = workspace.display().to_string();
+
+    for round in 0..=plan.create_rounds {
+        let (time, created) = timed(ours.session()).await;
+        let id = created?;
+        let (end_time, ended) = timed(ours.end(id)).await;
+        ended?;
+        tokio::time::sleep(SETTLE).await;
+
+        let name = format!("rival-{round}");
+        let started = Instant::now();
+        run(&mut rivals.podman_run(&name, &workspace))?;
+        let podman_time = started.elapsed();
+        let started = Instant::now();
+        run(rivals.podman().args(["rm", "--force", "--time", "0", &name]))?;
+        let podman_end_time = started.elapsed();
+        tokio::time::sleep(SETTLE).await;
+
+        // The first round of each side copies the image's layer for its id map, once per map; it is not counted.
+        if round > 0 {
+            session.push(time);
+            session_end.push(end_time);
+            podman.push(podman_time);
+            podman_end.push(podman_end_time);
+        }
+    }
+    Ok((vec![session, podman], vec![session_end, podman_end]))
+}

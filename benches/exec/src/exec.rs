@@ -1,0 +1,106 @@
+//! One short command, by every way there is.
+
+use std::{
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, ensure};
+use cynode_api::SessionId;
+use cynode_tests::exec;
+
+use crate::{
+    Plan,
+    ours::Ours,
+    rivals::{Rivals, run},
+    samples::{Samples, timed},
+};
+
+const TRUE: &[&str] = &["true"];
+/// What Podman's exec leaves behind (its cleanup runs after the answer) must not be charged to the next in line.
+const SETTLE: Duration = Duration::from_millis(60);
+/// Clients at once.
+const CLIENTS: usize = 20;
+
+pub(crate) async fn measure(plan: &Plan, ours: &Ours, session: SessionId, rivals: &Rivals) -> Result<Vec<Samples>> {
+    let mut session_exec = Samples::new("session exec (HTTP, kept alive)");
+    let mut spawn = Samples::new("plain spawn on the host");
+    let mut nsenter = Samples::new("nsenter, all namespaces");
+    let mut runc = Samples::new("runc exec");
+    let mut rest = Samples::new("Podman REST exec");
+    let mut podman = Samples::new("podman exec");
+
+    // Once unmeasured: connections, page cache, lazily bound libraries.
+    for _ in 0..5 {
+        run_true(ours, session).await?;
+    }
+    run(&mut rivals.nsenter(TRUE))?;
+    run(&mut rivals.podman_exec(TRUE))?;
+    rivals.rest_exec(TRUE).await?;
+
+    let slow_every = (plan.exec_rounds / plan.slow_rounds).max(1);
+    for round in 0..plan.exec_rounds {
+        let (time, result) = timed(run_true(ours, session)).await;
+        result?;
+        session_exec.push(time);
+        spawn.push(of(Command::new("true").stdin(Stdio::null()))?);
+        nsenter.push(of(&mut rivals.nsenter(TRUE))?);
+        if round % slow_every == 0 {
+            if let Some(mut command) = rivals.runc_exec(TRUE) {
+                runc.push(of(&mut command)?);
+            }
+            let (time, result) = timed(rivals.rest_exec(TRUE)).await;
+            result?;
+            rest.push(time);
+            tokio::time::sleep(SETTLE).await;
+            podman.push(of(&mut rivals.podman_exec(TRUE))?);
+            tokio::time::sleep(SETTLE).await;
+        }
+    }
+    Ok(vec![session_exec, spawn, nsenter, runc, rest, podman])
+}
+
+async fn run_true(ours: &Ours, session: SessionId) -> Result<()> {
+    let result = ours.client.exec(session, &exec(["true"])).await?;
+    ensure!(result.exit.exit_code == Some(0), "true ended with {:?}", result.exit);
+    Ok(())
+}
+
+fn of(command: &mut Command) -> Result<Duration> {
+    let started = Instant::now();
+    run(command)?;
+    Ok(started.elapsed())
+}
+
+/// Many clients at once in one session: how many execs end in a second, and how long each waits.
+#[derive(Clone, Debug)]
+pub(crate) struct Parallel {
+    pub(crate) clients: usize,
+    pub(crate) per_second: f64,
+    pub(crate) samples: Samples,
+}
+
+pub(crate) async fn in_parallel(plan: &Plan, ours: &Ours, session: SessionId) -> Result<Parallel> {
+    let each = plan.exec_rounds.div_ceil(4);
+    let started = Instant::now();
+    let mut clients = tokio::task::JoinSet::new();
+    for _ in 0..CLIENTS {
+        let client = ours.client.clone();
+        clients.spawn(async move {
+            let mut times = Vec::new();
+            for _ in 0..each {
+                let (time, result) = timed(client.exec(session, &exec(["true"]))).await;
+                ensure!(result?.exit.exit_code == Some(0), "true failed");
+                times.push(time);
+            }
+            Ok(times)
+        });
+    }
+    let mut samples = Samples::new("session exec, 20 clients at once");
+    while let Some(times) = clients.join_next().await {
+        for time in times?? {
+            samples.push(time);
+        }
+    }
+    Ok(Parallel { clients: CLIENTS, per_second: samples.len() as f64 / started.elapsed().as_secs_f64(), samples })
+}

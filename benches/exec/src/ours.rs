@@ -1,0 +1,99 @@
+//! Our side: a worker of its own, and sessions on it.
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use cynode_api::{SessionCreate, SessionEnd, SessionId, SessionState};
+use cynode_client::{Readiness, Sandboxes, WorkerClient};
+use cynode_tests::{Options, World};
+use serde_json::Value;
+
+/// A session's container, as the worker's journal has it.
+#[derive(Clone, Debug)]
+pub(crate) struct Sandbox {
+    pub(crate) container: String,
+    /// Its process 1, on the host.
+    pub(crate) pid: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Ours {
+    pub(crate) client: WorkerClient,
+    child: Child,
+    state_dir: PathBuf,
+}
+
+impl Ours {
+    /// A worker that logs as an operator's does: the tests' harness would have it log everything, which costs time.
+    pub(crate) async fn start(world: &World) -> Result<Self> {
+        drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
+        let log = fs_err::File::create(world.directory().join("worker.log"))?.into_parts().0;
+        let mut command = Command::new(World::cynode().context("no release build of cynode is beside this program; 'make bench' builds it")?);
+        command.arg("worker").arg("--state-dir").arg(world.state_dir()).arg("--config").arg(world.config(&Options::default())?);
+        for name in ["CYNODE_LOG", "CYNODE_LOG_FORMAT", "CYNODE_URL", "CYNODE_TOKEN"] {
+            command.env_remove(name);
+        }
+        let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
+        world.remember(child.id())?;
+        let deadline = Instant::now() + Duration::from_mins(1);
+        loop {
+            if let Some(client) = client(&world.state_dir())
+                && matches!(client.readyz().await, Ok(Readiness::Ready))
+            {
+                return Ok(Self { client, child, state_dir: world.state_dir() });
+            }
+            let log = world.directory().join("worker.log");
+            ensure!(Instant::now() < deadline, "the worker did not become ready:\n{}", fs_err::read_to_string(log).unwrap_or_default());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// A cold session with the limits that the tests use.
+    pub(crate) async fn session(&self) -> Result<SessionId> {
+        self.create(&cynode_tests::session()).await.context("creating a session; 'make bench' makes the image that it needs")
+    }
+
+    pub(crate) async fn create(&self, request: &SessionCreate) -> Result<SessionId> {
+        let session = self.client.create_session(request).await?;
+        ensure!(session.state == SessionState::Running && !session.warm, "a session is {} (warm: {}) instead of running and cold", session.state, session.warm);
+        Ok(session.session_id)
+    }
+
+    pub(crate) async fn end(&self, session: SessionId) -> Result<()> {
+        self.client.end_session(session, &SessionEnd::default()).await?;
+        Ok(())
+    }
+
+    pub(crate) fn sandbox(&self, session: SessionId) -> Result<Sandbox> {
+        let path = self.state_dir.join(format!("worker/sessions/{session}/session.json"));
+        let record: Value = serde_json::from_slice(&fs_err::read(path)?)?;
+        let sandbox_id = record["sandbox_id"].as_str().context("no sandbox_id in the journal")?;
+        Ok(Sandbox { container: format!("cynode-{sandbox_id}"), pid: record["init"]["pid"].as_u64().context("no process in the journal")? })
+    }
+
+    /// The socket of the Podman service that the worker itself uses.
+    pub(crate) fn podman_socket(world: &World) -> PathBuf {
+        world.state_dir().join("worker/podman/podman.sock")
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub(crate) async fn shut_down(&mut self) -> Result<()> {
+        self.client.shutdown(Sandboxes::End).await?;
+        let status = self.child.wait()?;
+        ensure!(status.success(), "the worker ended with {status}");
+        Ok(())
+    }
+}
+
+fn client(state_dir: &Path) -> Option<WorkerClient> {
+    let url = fs_err::read_to_string(state_dir.join("worker/url")).ok()?;
+    let token = fs_err::read_to_string(state_dir.join("worker.token")).ok()?;
+    WorkerClient::new(&url, &token).ok()
+}

@@ -1,0 +1,137 @@
+//! The figures, for people and for programs.
+
+use std::fmt;
+
+use comfy_table::{CellAlignment, Table, presets::NOTHING};
+use serde_json::{Value, json};
+
+use crate::{
+    exec::Parallel,
+    machine::Facts,
+    memory::Idle,
+    samples::{Samples, milliseconds},
+    throughput::Transfer,
+};
+
+#[derive(Debug)]
+pub(crate) struct Report {
+    facts: Facts,
+    pub(crate) exec: Vec<Samples>,
+    pub(crate) parallel: Parallel,
+    pub(crate) create: Vec<Samples>,
+    pub(crate) end: Vec<Samples>,
+    pub(crate) transfers: Vec<Transfer>,
+    pub(crate) memory: Vec<Idle>,
+}
+
+impl Report {
+    pub(crate) fn new(facts: Facts) -> Self {
+        let parallel = Parallel { clients: 0, per_second: 0.0, samples: Samples::new("") };
+        Self { facts, exec: Vec::new(), parallel, create: Vec::new(), end: Vec::new(), transfers: Vec::new(), memory: Vec::new() }
+    }
+
+    fn latencies(&self) -> [(&'static str, &[Samples]); 3] {
+        [("exec of true", &self.exec), ("create", &self.create), ("end", &self.end)]
+    }
+
+    pub(crate) fn json(&self) -> Value {
+        let times = |samples: &Samples| {
+            let percentile = |percent| samples.percentile(percent).map(milliseconds);
+            json!({ "way": samples.way, "rounds": samples.len(), "p50_ms": percentile(50), "p95_ms": percentile(95), "p99_ms": percentile(99) })
+        };
+        let latency: Vec<Value> = self.latencies().iter().map(|(what, ways)| json!({ "what": what, "ways": ways.iter().map(times).collect::<Vec<_>>() })).collect();
+        let transfer = |transfer: &Transfer| {
+            let rate = |ways: &Samples| json!({ "way": ways.way, "rounds": ways.len(), "p50_ms": milliseconds(ways.p50()), "mib_per_second": rate(transfer.bytes, ways) });
+            json!({ "what": transfer.what, "bytes": transfer.bytes, "ways": transfer.ways.iter().map(rate).collect::<Vec<_>>() })
+        };
+        let idle = |row: &Idle| {
+            json!({ "sessions": row.sessions, "agents_pss_kib": row.agents, "monitors_pss_kib": row.monitors, "worker_rss_kib": row.worker, "worker_growth_kib": row.worker_growth })
+        };
+        json!({
+            "machine": self.facts.json(),
+            "latency": latency,
+            "parallel": { "clients": self.parallel.clients, "execs_per_second": self.parallel.per_second, "times": times(&self.parallel.samples) },
+            "throughput": self.transfers.iter().map(transfer).collect::<Vec<_>>(),
+            "idle_memory": self.memory.iter().map(idle).collect::<Vec<_>>(),
+        })
+    }
+
+    /// Ours against each of the others, in words.
+    fn ratios(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        let groups = self.latencies().into_iter().chain(self.transfers.iter().map(|transfer| (transfer.what, transfer.ways.as_slice())));
+        for (what, ways) in groups {
+            let Some((ours, others)) = ways.split_first() else { continue };
+            for other in others.iter().filter(|other| other.len() > 0) {
+                let ratio = other.p50().as_secs_f64() / ours.p50().as_secs_f64();
+                let (factor, word) = if ratio >= 1.0 { (ratio, "faster") } else { (1.0 / ratio, "slower") };
+                let digits = usize::from(factor < 10.0);
+                lines.push(format!("{what}: {factor:.digits$}x {word} than {}", other.way));
+            }
+        }
+        lines
+    }
+}
+
+/// MiB in a second, by the median.
+fn rate(bytes: usize, samples: &Samples) -> f64 {
+    bytes as f64 / f64::from(1 << 20) / samples.p50().as_secs_f64()
+}
+
+fn table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_style(NOTHING).set_header(header);
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}\n", self.facts)?;
+        let shown = |samples: &Samples, percent| samples.percentile(percent).map_or_else(|| "-".to_owned(), |time| format!("{:.2}", milliseconds(time)));
+        for (what, ways) in self.latencies() {
+            let mut rows = table(&[what, "p50 ms", "p95 ms", "p99 ms", "rounds"]);
+            for samples in ways {
+                rows.add_row([samples.way.to_owned(), shown(samples, 50), shown(samples, 95), shown(samples, 99), samples.len().to_string()]);
+            }
+            if what.starts_with("exec") {
+                let samples = &self.parallel.samples;
+                rows.add_row([samples.way.to_owned(), shown(samples, 50), shown(samples, 95), shown(samples, 99), samples.len().to_string()]);
+            }
+            writeln!(f, "{rows}\n")?;
+        }
+        writeln!(f, " {} clients at once: {:.0} execs a second\n", self.parallel.clients, self.parallel.per_second)?;
+
+        let mebibytes = self.transfers.first().map_or(0, |transfer| transfer.bytes >> 20);
+        for transfer in &self.transfers {
+            let mut rows = table(&[&format!("{}, {mebibytes} MiB", transfer.what), "p50 ms", "MiB/s", "rounds"]);
+            for ways in &transfer.ways {
+                rows.add_row([ways.way.to_owned(), format!("{:.0}", milliseconds(ways.p50())), format!("{:.0}", rate(transfer.bytes, ways)), ways.len().to_string()]);
+            }
+            writeln!(f, "{rows}\n")?;
+        }
+
+        let mut rows = table(&["idle sessions", "agents KiB", "each", "conmon KiB", "each", "worker KiB", "growth", "each"]);
+        for Idle { sessions, agents, monitors, worker, worker_growth } in &self.memory {
+            let count = *sessions as f64;
+            let each = |total: f64| format!("{:.0}", total / count);
+            rows.add_row([
+                sessions.to_string(),
+                agents.to_string(),
+                each(*agents as f64),
+                monitors.to_string(),
+                each(*monitors as f64),
+                worker.to_string(),
+                worker_growth.to_string(),
+                each(*worker_growth as f64),
+            ]);
+        }
+        writeln!(f, "{rows}\n")?;
+        for line in self.ratios() {
+            writeln!(f, " {line}")?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,354 @@
+//! Commands, end to end.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result};
+use cynode_api::{Base64Bytes, ErrorCode, ExecId, ExecRequest, ExecState, SessionId, SignalName, SignalScope, Stream};
+use cynode_client::{Error, ExecEvent, OutputQuery, WorkerClient};
+use cynode_tests::{Options, World, eventually, exec, session, sh};
+use sha2::{Digest as _, Sha256};
+
+async fn one_session(world: &World) -> Result<(cynode_tests::RunningWorker, WorkerClient, SessionId)> {
+    let worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let id = client.create_session(&session()).await?.session_id;
+    Ok((worker, client, id))
+}
+
+fn background(script: &str) -> ExecRequest {
+    ExecRequest { background: true, timeout_ms: 0, ..sh(script) }
+}
+
+/// The processes inside, by their command lines, without the one that looks.
+async fn inside(client: &WorkerClient, id: SessionId) -> Result<String> {
+    Ok(client.exec(id, &sh("for d in /proc/[0-9]*; do tr '\\0' ' ' < $d/cmdline 2>/dev/null; echo; done | grep -v 'for d in'")).await?.stdout)
+}
+
+// proves: CYNAI.SANDBX.RuntimeContractBaseline, ISC-02
+#[tokio::test]
+async fn streams_are_separate_and_the_middle_of_long_output_is_cut() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let mut request = sh("i=0; while [ $i -lt 1000 ]; do echo line-$i; i=$((i+1)); done; echo problem >&2");
+    request.max_output_bytes = Some(100);
+    let result = client.exec(id, &request).await?;
+    assert!(result.truncated.stdout && !result.truncated.stderr);
+    assert_eq!(result.stdout.len(), 100);
+    assert!(result.stdout.starts_with("line-0\nline-1\n") && result.stdout.ends_with("line-998\nline-999\n"), "{}", result.stdout);
+    assert_eq!((result.stderr.as_str(), result.exit.bytes.stdout, result.exit.bytes.stderr), ("problem\n", 8_890, 8));
+
+    let binary = client.exec(id, &sh("printf '\\377\\000ok'; echo text >&2")).await?;
+    assert_eq!(binary.encoding, "base64");
+    assert_eq!(serde_json::from_value::<Base64Bytes>(binary.stdout.into())?.0, b"\xff\x00ok");
+    assert_eq!(serde_json::from_value::<Base64Bytes>(binary.stderr.into())?.0, b"text\n");
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_can_not_be_started_is_said_with_its_errno() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    client.exec(id, &sh("echo '#!/nonexistent/interpreter' > script; chmod +x script; echo x > plain")).await?;
+    let cases = [
+        (exec(["no-such-command"]), "ENOENT"),
+        (exec(["/workspace"]), "EACCES"),
+        (exec(["/workspace/plain"]), "EACCES"),
+        (exec(["/workspace/script"]), "ENOENT"),
+        (ExecRequest { cwd: Some("/nowhere".into()), ..exec(["true"]) }, "ENOENT"),
+        (ExecRequest { cwd: Some("/workspace/plain".into()), ..exec(["true"]) }, "ENOTDIR"),
+    ];
+    for (request, errno) in cases {
+        match client.exec(id, &request).await {
+            Err(Error::Problem(problem)) => {
+                assert!(problem.is(ErrorCode::ExecFailed) && problem.status == 422, "{problem:?}");
+                assert_eq!(problem.extensions["errno"], errno, "{:?}", request.argv);
+            }
+            other => panic!("{:?}: {other:?}", request.argv),
+        }
+    }
+    assert!(client.list_execs(id).await?.items.iter().all(|exec| exec.argv[0] == "/bin/sh"), "what never ran is not remembered");
+    Ok(())
+}
+
+// proves: ISC-24
+#[tokio::test]
+async fn a_deadline_ends_everything_that_the_command_started() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    // Ignores TERM, daemonises twice, holds the pipes; a witness of another exec must live on.
+    client.exec_background(id, &background("exec sleep 4321")).await?;
+    let mut stubborn = sh("trap '' TERM HUP INT; echo begun; (trap '' TERM; setsid sh -c '(trap \"\" TERM; exec sleep 1234) & exec sleep 1234' &) ; while :; do sleep 1234; done");
+    stubborn.timeout_ms = 700;
+    let result = client.exec(id, &stubborn).await?;
+    assert!(result.exit.timed_out && !result.exit.oom_killed, "{result:?}");
+    assert_eq!((result.stdout.as_str(), result.exit.signal.as_deref(), result.exit.exit_code), ("begun\n", Some("KILL"), None));
+    let left = inside(&client, id).await?;
+    assert!(!left.contains("1234") && left.contains("4321"), "{left}");
+
+    let mut polite = sh("trap 'echo bye; exit 5' TERM; while :; do sleep 0.05; done");
+    polite.timeout_ms = 300;
+    let result = client.exec(id, &polite).await?;
+    assert_eq!((result.exit.timed_out, result.exit.exit_code, result.stdout.as_str()), (true, Some(5), "bye\n"));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_prompt_that_waits_for_input_reads_its_end_at_once() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let result = client.exec(id, &sh("read answer; echo \"got:$answer:$?\"")).await?;
+    assert_eq!(result.stdout, "got::1\n");
+    let mut request = sh("cat; echo; wc -c < /dev/null");
+    request.stdin = Some("from the request".into());
+    assert_eq!(client.exec(id, &request).await?.stdout, "from the request\n0\n");
+    Ok(())
+}
+
+#[tokio::test]
+async fn standard_input_can_be_fed_while_the_command_runs() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let request = ExecRequest { stdin_open: true, background: true, ..exec(["sha256sum"]) };
+    let exec_id = client.exec_background(id, &request).await?.exec_id;
+    let mut hash = Sha256::new();
+    for piece in 0..5_u8 {
+        let data = vec![piece; 700_000];
+        hash.update(&data);
+        client.write_stdin(id, exec_id, data, false).await?;
+    }
+    client.write_stdin(id, exec_id, Vec::new(), true).await?;
+    let page = client.exec_output(id, exec_id, &OutputQuery { wait_ms: Some(20_000), ..Default::default() }).await?;
+    let expected: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    assert!(page.chunks[0].data.as_deref().unwrap_or_default().starts_with(&expected), "{page:?}");
+    eventually("it exits", Duration::from_secs(10), async || Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)).await?;
+    let error = client.write_stdin(id, exec_id, b"late".to_vec(), false).await.expect_err("ended");
+    assert!(error.is(ErrorCode::StdinClosed), "{error}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_answer_comes_with_the_commands_own_end_and_what_it_left_lives_on() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let result = client.exec(id, &sh("echo first; (sleep 3456; echo never) & exit 4")).await?;
+    assert_eq!((result.exit.exit_code, result.stdout.as_str()), (Some(4), "first\n"));
+    assert!(inside(&client, id).await?.contains("3456"));
+    client.signal_exec(id, result.exec_id, SignalName::KILL, SignalScope::Tree).await?;
+    eventually("it is gone", Duration::from_secs(10), async || Ok(!inside(&client, id).await?.contains("3456"))).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn signals_reach_the_group_the_tree_or_everything() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let exec_id = client.exec_background(id, &background("trap 'echo hup; exit 9' HUP; echo ready; while :; do sleep 0.05; done")).await?.exec_id;
+    let ready = async |exec_id: ExecId| -> Result<()> {
+        let page = client.exec_output(id, exec_id, &OutputQuery { wait_ms: Some(20_000), ..Default::default() }).await?;
+        assert_eq!(page.chunks[0].data.as_deref(), Some("ready\n"));
+        Ok(())
+    };
+    ready(exec_id).await?;
+    client.signal_exec(id, exec_id, "HUP".parse().map_err(anyhow::Error::msg)?, SignalScope::Group).await?;
+    eventually("it exits", Duration::from_secs(10), async || Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)).await?;
+    assert_eq!(client.get_exec(id, exec_id).await?.exit.and_then(|exit| exit.exit_code), Some(9));
+    assert!(client.signal_exec(id, exec_id, SignalName::TERM, SignalScope::Group).await.expect_err("ended").is(ErrorCode::ExecEnded));
+
+    let one = client.exec_background(id, &background("echo ready; exec sleep 5001")).await?.exec_id;
+    let two = client.exec_background(id, &background("setsid sleep 5002 & echo ready; wait")).await?.exec_id;
+    ready(one).await?;
+    ready(two).await?;
+    client.signal_session(id, SignalName::KILL).await?;
+    for exec_id in [one, two] {
+        eventually("both end", Duration::from_secs(10), async || Ok(client.get_exec(id, exec_id).await?.state != ExecState::Running)).await?;
+        let exit = client.get_exec(id, exec_id).await?.exit.context("an exit")?;
+        assert_eq!((exit.signal.as_deref(), exit.lost), (Some("KILL"), false));
+    }
+    let left = inside(&client, id).await?;
+    assert!(!left.contains("500"), "{left}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn hostile_code_that_kills_its_supervisor_leaves_nothing_behind() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let request = sh("(setsid sleep 6789 &); kill -9 $PPID; sleep 6789");
+    let result = client.exec(id, &request).await?;
+    assert!(result.exit.lost && result.exit.exit_code.is_none(), "{result:?}");
+    let left = inside(&client, id).await?;
+    assert!(!left.contains("6789"), "{left}");
+    let stopped = client.exec(id, &ExecRequest { timeout_ms: 500, ..sh("kill -STOP $PPID; sleep 6789") }).await?;
+    assert!(stopped.exit.timed_out);
+    assert!(!inside(&client, id).await?.contains("6789"));
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_full_process_table_is_said_and_cleared_without_a_fork() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let mut request = session();
+    request.limits.get_or_insert_default().pids = Some(24);
+    let id = client.create_session(&request).await?.session_id;
+    client.exec_background(id, &background("i=0; while [ $i -lt 60 ]; do sleep 777 & i=$((i+1)); done; wait")).await?;
+    eventually("the table is full", Duration::from_secs(20), async || Ok(client.exec(id, &exec(["true"])).await.is_err_and(|error| error.is(ErrorCode::PidsExhausted)))).await?;
+    client.signal_session(id, SignalName::KILL).await?;
+    eventually("there is room again", Duration::from_secs(20), async || Ok(client.exec(id, &exec(["true"])).await.is_ok())).await
+}
+
+#[tokio::test]
+async fn memory_beyond_the_limit_kills_the_command_and_not_the_sandbox() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let mut request = session();
+    request.limits.get_or_insert_default().memory_bytes = Some(48 << 20);
+    let id = client.create_session(&request).await?.session_id;
+    let result = client.exec(id, &exec(["tail", "-c", "200000000", "/dev/zero"])).await?;
+    assert!(result.exit.oom_killed, "{result:?}");
+    assert_eq!(result.exit.signal.as_deref(), Some("KILL"));
+    assert_eq!(client.exec(id, &sh("echo alive")).await?.stdout, "alive\n");
+    Ok(())
+}
+
+// proves: REQ-SANDBX-0105, ISC-25
+#[tokio::test]
+async fn output_is_read_in_pages_by_tail_and_as_a_stream_during_and_after_the_run() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let request = ExecRequest { background: true, stdin_open: true, ..sh("echo one; read x; echo two >&2; read x; echo three") };
+    let exec_id = client.exec_background(id, &request).await?.exec_id;
+    let page = client.exec_output(id, exec_id, &OutputQuery { wait_ms: Some(20_000), ..Default::default() }).await?;
+    assert_eq!((page.chunks.len(), page.chunks[0].seq, page.next_seq, page.exit.is_none()), (1, 1, 1, true));
+    let nothing = client.exec_output(id, exec_id, &OutputQuery { after_seq: Some(1), wait_ms: Some(50), ..Default::default() }).await?;
+    assert!(nothing.chunks.is_empty() && nothing.next_seq == 1);
+    client.write_stdin(id, exec_id, b"\n\n".to_vec(), true).await?;
+    let mut events = client.exec_output_stream(id, exec_id, 0).await?;
+    let (mut text, mut exit) = (Vec::new(), None);
+    while let Some(event) = events.next().await? {
+        match event {
+            ExecEvent::Output { data, .. } => text.extend_from_slice(&data),
+            ExecEvent::Exit(ended) => exit = Some(ended),
+            _ => {}
+        }
+    }
+    assert_eq!((String::from_utf8_lossy(&text).as_ref(), exit.and_then(|exit| exit.exit_code)), ("one\ntwo\nthree\n", Some(0)));
+    let tail = client.exec_output(id, exec_id, &OutputQuery { tail_bytes: Some(3), ..Default::default() }).await?;
+    assert_eq!(tail.chunks.iter().filter_map(|chunk| chunk.data.as_deref()).collect::<String>(), "three\n");
+    assert!(tail.exit.is_some());
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_same_exec_id_attaches_and_another_request_is_refused() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let request = ExecRequest { exec_id: Some(ExecId::generate()), ..sh("echo once >> runs; cat runs; sleep 0.3") };
+    let (one, two) = tokio::join!(client.exec(id, &request), client.exec(id, &request));
+    assert_eq!(one?.stdout, "once\n");
+    assert_eq!(two?.stdout, "once\n");
+    assert_eq!(client.exec(id, &request).await?.stdout, "once\n");
+    let other = ExecRequest { argv: vec!["true".into()], ..request };
+    assert!(client.exec(id, &other).await.expect_err("another request").is(ErrorCode::ExecIdInUse));
+    assert!(client.get_exec(id, ExecId::generate()).await.expect_err("unknown").is(ErrorCode::ExecNotFound));
+    Ok(())
+}
+
+// proves: REQ-SANDBX-0105
+#[tokio::test]
+async fn a_gibibyte_of_output_arrives_whole_through_a_small_worker() -> Result<()> {
+    let world = World::new()?;
+    let (worker, client, id) = one_session(&world).await?;
+    let size: u64 = 1 << 30;
+    // A pattern whose every place is different enough that a lost, doubled or swapped piece changes the hash.
+    let request = ExecRequest { timeout_ms: 600_000, ..sh("yes 0123456789abcdefghijklmnopqrstuvwxyz | head -c 1073741824") };
+    let mut events = client.exec_stream(id, &request).await?;
+    let (mut hash, mut bytes, mut seq) = (Sha256::new(), 0_u64, 0);
+    loop {
+        match events.next().await?.context("the stream ended without an exit")? {
+            ExecEvent::Output { data, seq: now, stream: Stream::Stdout, .. } => {
+                assert_eq!(now, seq + 1);
+                seq = now;
+                bytes += data.len() as u64;
+                hash.update(&data);
+            }
+            ExecEvent::Exit(exit) => {
+                assert_eq!((exit.exit_code, exit.bytes.stdout), (Some(0), size));
+                break;
+            }
+            _ => {}
+        }
+    }
+    let line = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
+    let mut expected = Sha256::new();
+    let block: Vec<u8> = line.iter().copied().cycle().take(line.len() * 4_096).collect();
+    let mut left = size;
+    while left > 0 {
+        let part = &block[..block.len().min(usize::try_from(left)?)];
+        expected.update(part);
+        left -= part.len() as u64;
+    }
+    assert_eq!((bytes, hash.finalize()), (size, expected.finalize()));
+    let (_, peak) = worker.memory()?;
+    assert!(peak < 100 << 20, "the worker took {peak} bytes");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_slow_reader_holds_up_its_own_program_and_nobody_else() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let request = ExecRequest { timeout_ms: 600_000, background: true, ..sh("head -c 60000000 /dev/zero; echo done > finished") };
+    let exec_id = client.exec_background(id, &ExecRequest { argv: ["sh".into(), "-c".into(), format!("read go; {}", request.argv[2])].into(), stdin_open: true, ..request }).await?.exec_id;
+    let mut events = client.exec_output_stream(id, exec_id, 0).await?;
+    client.write_stdin(id, exec_id, b"go\n".to_vec(), true).await?;
+    let mut bytes = 0;
+    // Not reading: the program must stop well before its end, while others go on.
+    eventually("output has begun", Duration::from_secs(20), async || {
+        let page = client.exec_output(id, exec_id, &OutputQuery { after_seq: Some(100), ..Default::default() }).await?;
+        Ok(!page.chunks.is_empty())
+    })
+    .await?;
+    for _ in 0..20 {
+        assert_eq!(client.exec(id, &sh("test ! -e finished && echo waiting")).await?.stdout, "waiting\n");
+    }
+    while let Some(event) = events.next().await? {
+        match event {
+            ExecEvent::Output { data, .. } => bytes += data.len(),
+            ExecEvent::Exit(exit) => assert_eq!(exit.exit_code, Some(0)),
+            _ => {}
+        }
+    }
+    assert_eq!(bytes, 60_000_000);
+    Ok(())
+}
+
+#[tokio::test]
+async fn only_the_newest_output_is_kept_when_nobody_reads() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let request = ExecRequest { background: true, timeout_ms: 120_000, ..sh("head -c 40000000 /dev/zero; echo end") };
+    let exec_id = client.exec_background(id, &request).await?.exec_id;
+    eventually("it exits", Duration::from_secs(60), async || Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)).await?;
+    let page = client.exec_output(id, exec_id, &OutputQuery { max_bytes: Some(16 << 20), ..Default::default() }).await?;
+    let lost = page.lost_before_seq.context("the start is lost")?;
+    assert_eq!(page.chunks[0].seq, lost);
+    let tail = client.exec_output(id, exec_id, &OutputQuery { tail_bytes: Some(4), ..Default::default() }).await?;
+    assert!(tail.chunks.last().and_then(|chunk| chunk.data.as_deref()).is_some_and(|data| data.ends_with("end\n")));
+    Ok(())
+}
+
+// proves: REQ-SANDBX-0101, REQ-SANDBX-0103, REQ-SANDBX-0111
+#[tokio::test]
+async fn a_sandbox_has_loopback_and_no_other_way_out() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let result = client.exec(id, &sh("tail -n +3 /proc/net/dev | cut -d: -f1; cat /proc/net/route | tail -n +2; wget -T 2 -q -O - http://192.0.2.1/ 2>&1 || echo refused")).await?;
+    let interfaces: Vec<&str> = result.stdout.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    assert_eq!(interfaces.first(), Some(&"lo"), "{}", result.stdout);
+    assert_eq!(interfaces.last(), Some(&"refused"), "{}", result.stdout);
+    assert_eq!(interfaces.iter().filter(|line| **line == "lo").count(), 1);
+    Ok(())
+}

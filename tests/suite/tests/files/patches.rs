@@ -1,0 +1,204 @@
+//! Applying diffs.
+
+use anyhow::Result;
+use cynode_api::{PatchOperation, PatchReject, PatchResult};
+use serde_json::{Value, json};
+
+use super::{Sandbox, sha256};
+
+impl Sandbox {
+    async fn patch(&self, body: Value) -> Result<PatchResult> {
+        let answer = self.call("files:patch", &body).await?;
+        assert_eq!(answer.status, 200, "{answer:?}");
+        Ok(serde_json::from_slice(&answer.body)?)
+    }
+
+    /// The rejects of a diff that must not apply.
+    async fn rejects(&self, body: Value) -> Result<Vec<PatchReject>> {
+        let answer = self.call("files:patch", &body).await?;
+        assert_eq!(answer.outcome(), (409, "patch_rejected".to_owned()), "{body}");
+        let problem = answer.problem()?;
+        assert!(problem.detail.contains("nothing was changed"), "{}", problem.detail);
+        Ok(serde_json::from_value(problem.extensions["rejects"].clone())?)
+    }
+}
+
+/// As git writes it: a file is made, one changed, one deleted, one renamed and changed, one made executable.
+const DIFF: &str = r#"diff --git a/changed b/changed
+index 1111111..2222222 100644
+--- a/changed
++++ b/changed
+@@ -1,3 +1,4 @@
+ one
+-two
++zwei
+ three
++four
+diff --git a/gone b/gone
+deleted file mode 100644
+index 3333333..0000000
+--- a/gone
++++ /dev/null
+@@ -1 +0,0 @@
+-gone
+diff --git a/new/file with space b/new/file with space
+new file mode 100755
+index 0000000..4444444
+--- /dev/null
++++ b/new/file with space	
+@@ -0,0 +1,2 @@
++made
++here
+\ No newline at end of file
+diff --git a/old b/renamed
+similarity index 66%
+rename from old
+rename to renamed
+index 5555555..6666666 100644
+--- a/old
++++ b/renamed
+@@ -1,3 +1,3 @@
+ a
+ b
+-c
++C
+diff --git a/tool b/tool
+old mode 100644
+new mode 100755
+"#;
+
+async fn before() -> Result<Sandbox> {
+    let sandbox = Sandbox::new().await?;
+    sandbox.sh("printf 'one\\ntwo\\nthree\\n' > changed; echo gone > gone; printf 'a\\nb\\nc\\n' > old; echo run > tool; echo same > same").await?;
+    Ok(sandbox)
+}
+
+// proves: ISC-05
+#[tokio::test]
+async fn a_diff_makes_changes_deletes_and_renames_files() -> Result<()> {
+    let sandbox = before().await?;
+    let untouched = sandbox.snapshot("/workspace").await?;
+    let dry = sandbox.patch(json!({"diff": DIFF, "dry_run": true})).await?;
+    assert_eq!(sandbox.snapshot("/workspace").await?, untouched);
+    let done = sandbox.patch(json!({"diff": DIFF})).await?;
+    assert_eq!(done, dry);
+
+    let files: Vec<_> = done.files.iter().map(|file| (file.path.as_str(), file.operation, file.sha256_before.clone(), file.sha256_after.clone())).collect();
+    let hash = |content: &str| Some(sha256(content.as_bytes()));
+    assert_eq!(
+        files,
+        [
+            ("changed", PatchOperation::Modify, hash("one\ntwo\nthree\n"), hash("one\nzwei\nthree\nfour\n")),
+            ("gone", PatchOperation::Delete, hash("gone\n"), None),
+            ("new/file with space", PatchOperation::Create, None, hash("made\nhere")),
+            ("renamed", PatchOperation::Rename, hash("a\nb\nc\n"), hash("a\nb\nC\n")),
+            ("tool", PatchOperation::Modify, hash("run\n"), hash("run\n")),
+        ]
+    );
+    assert_eq!(done.files[3].from.as_deref(), Some("old"));
+    assert_eq!(sandbox.sh("cat changed renamed 'new/file with space'; echo; find . -type f | sort; stat -c %a tool 'new/file with space'").await?, "one\nzwei\nthree\nfour\na\nb\nC\nmade\nhere\n./changed\n./new/file with space\n./renamed\n./same\n./tool\n755\n755\n");
+
+    // A plain diff without a prefix, and one whose place has moved.
+    sandbox.patch(json!({"diff": "--- same\n+++ same\n@@ -1 +1 @@\n-same\n+other\n", "strip": 0})).await?;
+    sandbox.sh("(seq 20; cat changed) > longer").await?;
+    sandbox.patch(json!({"diff": "--- a/longer\n+++ b/longer\n@@ -1,3 +1,3 @@\n one\n-zwei\n+two\n three"})).await?;
+    assert_eq!(sandbox.sh("cat same; tail -n 4 longer").await?, "other\none\ntwo\nthree\nfour\n");
+    Ok(())
+}
+
+// proves: ISC-05
+#[tokio::test]
+async fn a_diff_that_does_not_apply_names_every_place_and_changes_nothing() -> Result<()> {
+    let sandbox = before().await?;
+    let untouched = sandbox.snapshot("/workspace").await?;
+    let diff = "--- a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+fine\n\
+        --- a/changed\n+++ b/changed\n@@ -1,2 +1,2 @@\n one\n-wrong\n+x\n@@ -3 +3 @@\n-three\n+fine\n\
+        --- a/missing\n+++ b/missing\n@@ -1 +1 @@\n-x\n+y\n\
+        --- /dev/null\n+++ b/gone\n@@ -0,0 +1 @@\n+it is there already\n\
+        --- a/old\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n";
+    let rejects = sandbox.rejects(json!({"diff": diff})).await?;
+    let places: Vec<_> = rejects.iter().map(|reject| (reject.path.as_str(), reject.hunk, reject.line)).collect();
+    assert_eq!(places, [("changed", Some(1), Some(1)), ("missing", None, None), ("gone", None, None), ("old", None, None)]);
+    assert!(rejects.iter().all(|reject| !reject.reason.is_empty()));
+    assert_eq!(sandbox.rejects(json!({"diff": diff, "dry_run": true})).await?, rejects);
+
+    sandbox.sh("mkdir dir; ln -s same link; chmod 444 same").await?;
+    let untouched = [untouched, sandbox.snapshot("/workspace").await?];
+    for (diff, reason) in [
+        ("--- a/dir\n+++ b/dir\n@@ -1 +1 @@\n-x\n+y\n", "directory"),
+        ("--- a/link\n+++ b/link\n@@ -1 +1 @@\n-same\n+y\n", "symbolic link"),
+        ("--- a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+y\n", "may not"),
+        ("diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/etc/passwd\n\\ No newline at end of file\n", "120000"),
+        ("diff --git a/b b/b\nnew file mode 100644\nGIT binary patch\nliteral 0\nHcmV?d00001\n\n", "binary"),
+    ] {
+        let rejects = sandbox.rejects(json!({"diff": diff})).await?;
+        assert!(rejects.len() == 1 && rejects[0].reason.contains(reason), "{reason}: {rejects:?}");
+    }
+    assert_eq!(sandbox.snapshot("/workspace").await?, untouched[1]);
+    Ok(())
+}
+
+// proves: CYNAI.SANDBX.SandboxThreatModel
+#[tokio::test]
+async fn no_diff_reaches_out_of_the_workspace_or_into_git() -> Result<()> {
+    let sandbox = before().await?;
+    sandbox.sh("mkdir -p /tmp/outside .git/hooks sub; echo kept > /tmp/outside/file; ln -s /tmp/outside out; ln -s ../.. sub/up; ln -s .git alias; echo x > .git/config").await?;
+    let state = async || Ok::<_, anyhow::Error>((sandbox.snapshot("/workspace").await?, sandbox.snapshot("/tmp").await?));
+    let untouched = state().await?;
+    for (path, strip) in [
+        ("b/../evil", 1),
+        ("b/sub/../../evil", 1),
+        ("b/../tmp/outside/evil", 1),
+        ("/tmp/outside/evil", 0),
+        ("b//tmp/outside/evil/..", 1),
+        ("b/out/evil", 1),
+        ("b/sub/up/tmp/evil", 1),
+        ("b/.git/hooks/pre-commit", 1),
+        ("b/.GIT/config2", 1),
+        ("b/alias/hooks/pre-commit", 1),
+        ("b/sub/.git/config", 1),
+    ] {
+        let rejects = sandbox.rejects(json!({"diff": format!("--- /dev/null\n+++ {path}\n@@ -0,0 +1 @@\n+evil\n"), "strip": strip})).await?;
+        assert_eq!(rejects.len(), 1, "{path}: {rejects:?}");
+    }
+    for diff in [
+        "--- a/out/file\n+++ b/out/file\n@@ -1 +1 @@\n-kept\n+evil\n",
+        "--- a/out/file\n+++ /dev/null\n@@ -1 +0,0 @@\n-kept\n",
+        "--- a/.git/config\n+++ b/.git/config\n@@ -1 +1 @@\n-x\n+evil\n",
+        "diff --git a/out/file b/stolen\nsimilarity index 100%\nrename from out/file\nrename to stolen\n",
+        "diff --git a/same b/../evil\nsimilarity index 100%\ncopy from same\ncopy to ../evil\n",
+        "diff --git a/same b/out/evil\nsimilarity index 100%\nrename from same\nrename to out/evil\n",
+    ] {
+        assert!(!sandbox.rejects(json!({"diff": diff})).await?.is_empty(), "{diff}");
+    }
+    assert_eq!(state().await?, untouched);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_text_that_is_no_diff_is_not_half_applied() -> Result<()> {
+    let sandbox = before().await?;
+    let untouched = sandbox.snapshot("/workspace").await?;
+    for diff in [
+        "",
+        "not a diff",
+        "@@ -1 +1 @@\n-same\n+x\n",
+        "--- a/same\n+++ b/same\n",
+        "--- a/same\n+++ b/same\n@@ -1,5 +1 @@\n-same\n+x\n",
+        "--- a/same\n+++ b/same\n@@ -1 +1,9 @@\n-same\n+x\n",
+        "--- a/same\n+++ b/same\n@@ nonsense @@\n-same\n+x\n",
+        "--- a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+x\n--- a/changed\n+++ b/changed\n@@ -1,9 +1 @@\n-one\n",
+        "--- /dev/null\n+++ /dev/null\n@@ -0,0 +1 @@\n+x\n",
+        "diff --git a/same b/same\n",
+        "--- \"a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+x\n",
+    ] {
+        let answer = sandbox.call("files:patch", &json!({"diff": diff})).await?;
+        assert_eq!(answer.outcome(), (400, "invalid_request".to_owned()), "{diff:?}");
+    }
+    assert_eq!(sandbox.call("files:patch", &json!({"diff": DIFF, "strip": 33})).await?.outcome(), (400, "invalid_request".to_owned()));
+    // Over 10 MiB of diff: the body's own limit comes first.
+    let large = format!("--- /dev/null\n+++ b/large\n@@ -0,0 +1 @@\n+{}\n", "x".repeat(10 << 20));
+    assert_eq!(sandbox.call("files:patch", &json!({"diff": large})).await?.outcome(), (413, "too_large".to_owned()));
+    assert_eq!(sandbox.snapshot("/workspace").await?, untouched);
+    Ok(())
+}
