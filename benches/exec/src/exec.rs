@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::{Result, ensure};
-use cynode_api::SessionId;
+use cynode_api::{LimitsRequest, SessionId};
 use cynode_tests::exec;
 
 use crate::{
@@ -80,7 +80,12 @@ pub(crate) struct Parallel {
     pub(crate) samples: Samples,
 }
 
-pub(crate) async fn in_parallel(plan: &Plan, ours: &Ours, session: SessionId) -> Result<Parallel> {
+/// In a session that may use every processor: with one, the kernel would stop it for the rest of each tenth of a second.
+pub(crate) async fn in_parallel(plan: &Plan, ours: &Ours) -> Result<Parallel> {
+    let mut request = cynode_tests::session();
+    request.limits = request.limits.map(|limits| LimitsRequest { cpus: std::thread::available_parallelism().ok().map(|cores| cores.get() as f64), ..limits });
+    let session = ours.create(&request).await?;
+    run_true(ours, session).await?;
     let each = plan.exec_rounds.div_ceil(4);
     let started = Instant::now();
     let mut clients = tokio::task::JoinSet::new();
@@ -102,5 +107,7 @@ pub(crate) async fn in_parallel(plan: &Plan, ours: &Ours, session: SessionId) ->
             samples.push(time);
         }
     }
-    Ok(Parallel { clients: CLIENTS, per_second: samples.len() as f64 / started.elapsed().as_secs_f64(), samples })
+    let per_second = samples.len() as f64 / started.elapsed().as_secs_f64();
+    ours.end(session).await?;
+    Ok(Parallel { clients: CLIENTS, per_second, samples })
 }

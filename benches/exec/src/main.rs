@@ -89,16 +89,21 @@ async fn run(plan: Plan) -> Result<Report> {
     let sandbox = ours.sandbox(session)?;
     let rivals = Rivals::of(&world, &sandbox).await?;
     report.exec = exec::measure(&plan, &ours, session, &rivals).await?;
-    report.parallel = exec::in_parallel(&plan, &ours, session).await?;
+    report.parallel = exec::in_parallel(&plan, &ours).await?;
     say("streams and files");
     report.transfers = throughput::measure(&plan, &ours, session, &rivals, world.directory()).await?;
     ours.end(session).await?;
 
     say("create and end");
     (report.create, report.end) = create::measure(&plan, &ours, &rivals, &world).await?;
-    say("memory of idle sessions");
-    report.memory = memory::measure(&plan, &ours).await?;
+    ours.shut_down().await?;
+    drop(world);
 
+    say("memory of idle sessions");
+    // A worker that has done nothing yet: one that was busy has room in its heap, which would hide what sessions add.
+    let world = World::new()?;
+    let mut ours = Ours::start(&world).await?;
+    report.memory = memory::measure(&plan, &ours).await?;
     ours.shut_down().await?;
     Ok(report)
 }

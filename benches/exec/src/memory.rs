@@ -25,6 +25,9 @@ pub(crate) struct Idle {
 }
 
 pub(crate) async fn measure(plan: &Plan, ours: &Ours) -> Result<Vec<Idle>> {
+    // One that came and went has made the worker's fixed buffers and connections.
+    let first = ours.session().await?;
+    ours.end(first).await?;
     tokio::time::sleep(REST).await;
     let before = resident(ours.pid())?;
     let mut sessions = Vec::new();

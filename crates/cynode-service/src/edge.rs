@@ -10,6 +10,8 @@ use cynode_api::{ErrorCode, Problem};
 use http::{HeaderName, HeaderValue, StatusCode, header, request::Parts};
 use serde::de::DeserializeOwned;
 
+use crate::unique::doubled;
+
 /// Largest JSON body.
 pub const MAX_BODY: usize = 10 * 1024 * 1024;
 
@@ -110,6 +112,10 @@ fn body_error(rejection: &Response, limit: u64) -> ApiError {
 /// Parses JSON as bodies are parsed. An empty body is an empty object.
 pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     let bytes = if bytes.is_empty() { b"{}" } else { bytes };
+    // A derived type would also take a list of its fields' values, by their order.
+    if bytes.trim_ascii_start().first() != Some(&b'{') {
+        return Err(ApiError::invalid("the body must be a JSON object"));
+    }
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
     let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
         let path = error.path().to_string();
@@ -117,7 +123,7 @@ pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
         ApiError::invalid(if path == "." { message } else { format!("{path}: {message}") })
     })?;
     deserializer.end().map_err(|error| ApiError::invalid(format!("after the body's object: {error}")))?;
-    Ok(value)
+    doubled(bytes).map_or(Ok(value), |error| Err(ApiError::invalid(error)))
 }
 
 /// A query string, read strictly.

@@ -10,6 +10,7 @@ pub mod files;
 pub mod listen;
 pub mod shutdown;
 pub mod telemetry;
+mod unique;
 
 pub use config::ConfigError;
 pub use edge::{ApiError, JsonBody, QueryParams};

@@ -47,6 +47,20 @@ pub(crate) fn signal_session(leader: i32, signal: i32) {
     }
 }
 
+/// Ends the monitors of a container that is gone. Podman lets the monitor of each exec that came over its API wait for five
+/// minutes, in case somebody asks how the exec ended.
+pub(crate) fn kill_monitors(container: &str) {
+    let Ok(directory) = fs_err::read_dir("/proc") else { return };
+    for pid in directory.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok()) {
+        let Ok(command) = fs_err::read(format!("/proc/{pid}/cmdline")) else { continue };
+        let mut arguments = command.split(|byte| *byte == 0);
+        let is_monitor = arguments.next().is_some_and(|program| program.ends_with(b"conmon"));
+        if is_monitor && arguments.skip_while(|argument| *argument != b"-n").nth(1) == Some(container.as_bytes()) {
+            kill(pid, 9);
+        }
+    }
+}
+
 /// A process in some container, seen from the host.
 #[derive(Debug)]
 pub(crate) struct Inside {

@@ -6,7 +6,7 @@ use cynode_sba_proto::Request;
 use cynode_service::{ApiError, JsonBody, QueryParams};
 use http::StatusCode;
 use serde::Deserialize;
-use utoipa::IntoParams;
+use utoipa::{IntoParams, ToSchema};
 
 use super::Api;
 use crate::{
@@ -112,10 +112,17 @@ pub(super) async fn end(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(
     api.sessions.end(id, request).await.map(Json)
 }
 
+#[derive(Clone, Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct SessionResume {
+    version: Option<u32>,
+}
+
 /// Give a session whose container is gone a new one on its kept workspace.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/resume", tag = "sessions", params(("id" = SessionId, Path)),
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/resume", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionResume,
     responses((status = 201, body = Session), (status = 200, body = Session, description = "It runs already"), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn resume(State(api): State<Api>, Id(id): Id<SessionId>) -> Result<(StatusCode, Json<Session>), ApiError> {
+pub(super) async fn resume(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionResume>) -> Result<(StatusCode, Json<Session>), ApiError> {
+    check_version(request.version)?;
     created(api.sessions.resume(id).await)
 }
 

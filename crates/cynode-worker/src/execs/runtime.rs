@@ -32,6 +32,8 @@ use crate::{
 };
 
 const MARK: &str = "CYNODE_EXEC_ID";
+/// How long a failed start may take to show itself.
+const FIRST_WORDS: Duration = Duration::from_millis(200);
 /// How often an exec's state is asked for once its streams have ended.
 const POLL: Duration = Duration::from_millis(20);
 
@@ -45,18 +47,44 @@ pub(crate) async fn start(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<E
         tty: None,
     };
     let begun = Instant::now();
-    match live.runtime.exec(&live.container, &spec).await {
+    let started = match live.runtime.exec(&live.container, &spec).await {
+        Ok(started) => see_start(&live, started).await,
+        Err(error) => Err(start_problem(&error.to_string()).unwrap_or_else(|| runtime_problem(&error))),
+    };
+    match started {
         Ok(started) => {
             exec.set_started();
             tokio::spawn(follow(live, execs, exec, started, command, begun));
             Ok(())
         }
-        Err(error) => {
-            let problem = start_problem(&error.to_string()).unwrap_or_else(|| runtime_problem(&error));
+        Err(problem) => {
             execs.void(&exec, problem.clone().into());
             Err(problem.into())
         }
     }
+}
+
+/// The runtime answers before the command runs, and says a failed start as output and exit code. So the first words are
+/// looked at, if they come at once.
+async fn see_start(live: &Live, started: RuntimeExec) -> Result<RuntimeExec, Problem> {
+    let RuntimeExec { id, input, mut output } = started;
+    let first = tokio::time::timeout(FIRST_WORDS, output.next()).await;
+    if let Ok(Some(Ok((Stream::Stderr, words)))) = &first {
+        let words = String::from_utf8_lossy(words);
+        if words.starts_with("Error: ")
+            && words.contains("OCI runtime")
+            && let Some(problem) = start_problem(&words.to_lowercase())
+            && matches!(tokio::time::timeout(Duration::from_secs(5), exited(live, &id)).await, Ok(Some(126 | 127)))
+        {
+            return Err(problem);
+        }
+    }
+    let output: ExecOutput = match first {
+        Ok(Some(piece)) => Box::pin(futures_util::stream::iter([piece]).chain(output)),
+        Ok(None) => Box::pin(futures_util::stream::empty()),
+        Err(_) => output,
+    };
+    Ok(RuntimeExec { id, input, output })
 }
 
 /// What the runtime says when the command itself can't be started.

@@ -4,8 +4,10 @@
 
 use std::{
     collections::{BTreeMap, HashMap},
+    pin::Pin,
     process::Stdio,
     sync::Arc,
+    task::{Context, Poll},
 };
 
 use async_trait::async_trait;
@@ -212,7 +214,7 @@ impl Runtime for Fake {
         let (stdin, stdout, stderr) = (child.stdin.take().ok_or_else(missing)?, child.stdout.take().ok_or_else(missing)?, child.stderr.take().ok_or_else(missing)?);
         let id = format!("exec-{}", self.number());
         self.execs.lock().insert(id.clone(), follow(child));
-        let input: std::pin::Pin<Box<dyn tokio::io::AsyncWrite + Send>> = if spec.stdin { Box::pin(stdin) } else { Box::pin(tokio::io::sink()) };
+        let input: Pin<Box<dyn tokio::io::AsyncWrite + Send>> = if spec.stdin { Box::pin(Input(Some(stdin))) } else { Box::pin(tokio::io::sink()) };
         Ok(RuntimeExec { id, input, output: Box::pin(merge(stdout, stderr)) })
     }
 
@@ -247,4 +249,25 @@ fn merge(stdout: impl AsyncRead + Send + Unpin + 'static, stderr: impl AsyncRead
     pump(Box::new(stdout), Stream::Stdout);
     pump(Box::new(stderr), Stream::Stderr);
     stream::unfold(receiver, |mut receiver| async move { receiver.recv().await.map(|piece| (piece, receiver)) })
+}
+
+/// Standard input of a process, closed by `shutdown` and not only when it is dropped.
+struct Input(Option<tokio::process::ChildStdin>);
+
+impl tokio::io::AsyncWrite for Input {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<std::io::Result<usize>> {
+        match &mut self.0 {
+            Some(stdin) => Pin::new(stdin).poll_write(context, bytes),
+            None => Poll::Ready(Err(std::io::ErrorKind::BrokenPipe.into())),
+        }
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        self.0.as_mut().map_or(Poll::Ready(Ok(())), |stdin| Pin::new(stdin).poll_flush(context))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        self.0 = None;
+        Poll::Ready(Ok(()))
+    }
 }

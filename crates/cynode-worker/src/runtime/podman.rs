@@ -1,23 +1,24 @@
 //! Podman over its REST socket: the Docker-compatible calls by bollard, creation by libpod's own.
 
-use std::{collections::HashMap, path::PathBuf, time::Duration};
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use async_trait::async_trait;
 use bollard::{
     API_DEFAULT_VERSION, Docker,
     container::LogOutput,
     exec::{CreateExecOptions, ResizeExecOptions, StartExecOptions, StartExecResults},
-    models::ContainerSummaryStateEnum,
-    query_parameters::{KillContainerOptions, ListContainersOptions, RemoveContainerOptions},
+    query_parameters::{KillContainerOptions, RemoveContainerOptions},
 };
 use cynode_api::Stream;
 use futures_util::StreamExt as _;
+use serde_json::Value;
 use tokio::sync::OnceCell;
 
 use super::{
     Container, Error, ExecSpec, Image, Runtime, RuntimeExec, RuntimeExecState, ServiceOptions, Spec, libpod,
     service::{self, Service},
 };
+use crate::process;
 
 const REMOVE_TRIES: u32 = 8;
 
@@ -94,6 +95,24 @@ impl Podman {
         result
     }
 
+    /// A reading libpod call.
+    async fn libpod_get(&self, call: &'static str, path: &str, query: &[(&str, &str)]) -> Result<Value, Error> {
+        self.call(call, self.call_limit, true, |clients| {
+            let request = clients.libpod.get(format!("http://podman/v4.0.0/libpod/{path}")).query(query);
+            async move {
+                let response = request.send().await.map_err(|error| Error::Unavailable(error.to_string()))?;
+                let status = response.status().as_u16();
+                let answer: Value = response.json().await.map_err(|error| Error::Unavailable(error.to_string()))?;
+                match status {
+                    200 => Ok(answer),
+                    404 => Err(Error::NotFound(path.to_owned())),
+                    _ => Err(Error::Refused { call, message: text(&answer["message"]) }),
+                }
+            }
+        })
+        .await
+    }
+
     async fn try_call<T, F>(&self, call: &'static str, limit: Duration, run: &impl Fn(&Clients) -> F) -> Result<T, Error>
     where
         F: Future<Output = Result<T, Error>>,
@@ -114,8 +133,12 @@ fn translate(call: &'static str, what: &str) -> impl Fn(bollard::errors::Error) 
     }
 }
 
-fn is_running(state: ContainerSummaryStateEnum) -> bool {
-    state == ContainerSummaryStateEnum::RUNNING
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or_default().to_owned()
+}
+
+fn labels(value: &Value) -> BTreeMap<String, String> {
+    value.as_object().into_iter().flatten().map(|(name, value)| (name.clone(), text(value))).collect()
 }
 
 #[async_trait]
@@ -156,7 +179,7 @@ impl Runtime for Podman {
             async move {
                 let response = request.send().await.map_err(|error| Error::Unavailable(error.to_string()))?;
                 let status = response.status().as_u16();
-                let answer: serde_json::Value = response.json().await.map_err(|error| Error::Unavailable(error.to_string()))?;
+                let answer: Value = response.json().await.map_err(|error| Error::Unavailable(error.to_string()))?;
                 match status {
                     201 => Ok(answer["Id"].as_str().unwrap_or_default().to_owned()),
                     _ => {
@@ -164,7 +187,7 @@ impl Runtime for Podman {
                         // 4.x answers a taken name with 500.
                         if status == 409 || message.contains("already in use") {
                             Err(Error::NameInUse(spec.name.clone()))
-                        } else if status == 404 || message.contains("no such image") {
+                        } else if status == 404 || message.contains("no such image") || message.contains("image not known") {
                             Err(Error::NotFound(spec.image_id.clone()))
                         } else {
                             Err(Error::Refused { call: "create", message })
@@ -184,47 +207,29 @@ impl Runtime for Podman {
         .await
     }
 
+    // Not by bollard: Podman has states that the Docker API does not know ("stopped", "initialized").
     async fn inspect(&self, name: &str) -> Result<Container, Error> {
-        self.call("inspect", self.call_limit, true, |clients| {
-            let docker = clients.docker.clone();
-            async move {
-                let found = docker.inspect_container(name, None).await.map_err(translate("inspect", name))?;
-                let state = found.state.unwrap_or_default();
-                let running = state.running.unwrap_or_default();
-                Ok(Container {
-                    id: found.id.unwrap_or_default(),
-                    name: found.name.unwrap_or_default().trim_start_matches('/').to_owned(),
-                    running,
-                    pid: if running { state.pid.and_then(|pid| pid.try_into().ok()).unwrap_or_default() } else { 0 },
-                    exit_code: state.exit_code.filter(|_| !running),
-                    labels: found.config.and_then(|config| config.labels).unwrap_or_default().into_iter().collect(),
-                })
-            }
+        let found = self.libpod_get("inspect", &format!("containers/{name}/json"), &[]).await?;
+        let running = found["State"]["Running"].as_bool().unwrap_or_default();
+        Ok(Container {
+            id: text(&found["Id"]),
+            name: text(&found["Name"]),
+            running,
+            pid: if running { found["State"]["Pid"].as_i64().and_then(|pid| pid.try_into().ok()).unwrap_or_default() } else { 0 },
+            exit_code: found["State"]["ExitCode"].as_i64().filter(|_| !running),
+            labels: labels(&found["Config"]["Labels"]),
         })
-        .await
     }
 
     async fn list(&self, label: &str, value: &str) -> Result<Vec<Container>, Error> {
-        let filters = HashMap::from([("label".to_owned(), vec![format!("{label}={value}")])]);
-        self.call("list", self.call_limit, true, |clients| {
-            let docker = clients.docker.clone();
-            let options = ListContainersOptions { all: true, filters: Some(filters.clone()), ..Default::default() };
-            async move {
-                let found = docker.list_containers(Some(options)).await.map_err(translate("list", "containers"))?;
-                Ok(found
-                    .into_iter()
-                    .map(|summary| Container {
-                        id: summary.id.unwrap_or_default(),
-                        name: summary.names.unwrap_or_default().first().map(|name| name.trim_start_matches('/').to_owned()).unwrap_or_default(),
-                        running: summary.state.is_some_and(is_running),
-                        pid: 0,
-                        exit_code: None,
-                        labels: summary.labels.unwrap_or_default().into_iter().collect(),
-                    })
-                    .collect())
-            }
-        })
-        .await
+        let filters = serde_json::json!({ "label": [format!("{label}={value}")] }).to_string();
+        let found = self.libpod_get("list", "containers/json", &[("all", "true"), ("filters", &filters)]).await?;
+        Ok(found
+            .as_array()
+            .into_iter()
+            .flatten()
+            .map(|summary| Container { id: text(&summary["Id"]), name: text(&summary["Names"][0]), running: summary["State"] == "running", pid: 0, exit_code: None, labels: labels(&summary["Labels"]) })
+            .collect())
     }
 
     async fn kill(&self, name: &str, signal: &str) -> Result<(), Error> {
@@ -247,7 +252,10 @@ impl Runtime for Podman {
                 })
                 .await;
             match removed {
-                Ok(()) | Err(Error::NotFound(_)) => return Ok(()),
+                Ok(()) | Err(Error::NotFound(_)) => {
+                    process::kill_monitors(name);
+                    return Ok(());
+                }
                 // "Busy", or a removal by somebody else under way: often the container is gone at the next look.
                 Err(error) if attempt < REMOVE_TRIES => {
                     tracing::debug!(name, %error, attempt, "Removing a container again.");

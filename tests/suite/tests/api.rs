@@ -1,0 +1,232 @@
+//! The Worker API as a foreign client meets it: who is let in, what is refused and how, what is described.
+
+#[path = "api/bodies.rs"]
+mod bodies;
+#[path = "api/listener.rs"]
+mod listener;
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context as _, Result};
+use cynode_api::{ErrorCode, SessionEnd};
+use cynode_client::SessionFilter;
+use cynode_tests::{Answer, Http, Options, World, exec, repository, session};
+use http::{Method, header};
+use serde_json::{Value, json};
+
+const SOME_ID: &str = "01890000-0000-7000-8000-000000000001";
+
+/// Every method and address of the description, with ids filled in.
+fn routes() -> Result<Vec<(Method, String)>> {
+    let document = serde_json::to_value(cynode_worker::openapi())?;
+    let paths = document["paths"].as_object().context("paths")?;
+    let mut routes = Vec::new();
+    for (path, operations) in paths {
+        for method in operations.as_object().context("operations")?.keys() {
+            let address = path.replace("{id}", SOME_ID).replace("{exec_id}", SOME_ID);
+            assert!(!address.contains('{'), "{address} has a parameter that this test does not know");
+            routes.push((Method::from_bytes(method.to_uppercase().as_bytes())?, address));
+        }
+    }
+    Ok(routes)
+}
+
+/// Checks that an answer is a whole problem document and returns its code.
+fn code_of(answer: &Answer) -> Result<String> {
+    assert_eq!(answer.header("content-type"), "application/problem+json", "{answer:?}");
+    let document: Value = serde_json::from_slice(&answer.body)?;
+    let member = |name: &str| document[name].as_str().filter(|text| !text.is_empty()).with_context(|| format!("no {name} in {document}"));
+    let code = member("code")?;
+    let known = ErrorCode::ALL.iter().find(|known| known.as_str() == code).with_context(|| format!("the code {code} is unknown"))?;
+    assert_eq!((member("type")?, member("title")?), (format!("urn:cynode:error:{code}").as_str(), known.title()));
+    assert_eq!((document["status"].as_u64(), known.status()), (Some(answer.status.into()), answer.status));
+    assert!(member("remedy")?.ends_with('.') && !member("detail")?.is_empty());
+    assert_eq!(member("request_id")?, answer.header("x-request-id"));
+    Ok(code.to_owned())
+}
+
+// proves: REQ-SANDBX-0102
+#[tokio::test]
+async fn every_route_refuses_callers_without_the_token() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let http = Http::new(&worker)?;
+    let routes = routes()?;
+    assert!(routes.len() >= 24, "{routes:?}");
+    let token = worker.token()?;
+    let wrong = [
+        None,
+        Some(String::new()),
+        Some("Bearer".to_owned()),
+        Some("Bearer ".to_owned()),
+        Some("Bearer wrong".to_owned()),
+        Some(format!("Bearer {}", &token[..token.len() - 1])),
+        Some(format!("Bearer {token}x")),
+        Some(format!("Basic {token}")),
+        Some(token.clone()),
+    ];
+    for (method, path) in &routes {
+        for authorization in &wrong {
+            // A body that every route would refuse with another answer, if it were read.
+            let mut request = http.anonymous(method.clone(), path).header(header::CONTENT_TYPE, "application/json").body("{broken");
+            if let Some(value) = authorization {
+                request = request.header(header::AUTHORIZATION, value);
+            }
+            let answer = Answer::of(request).await?;
+            assert_eq!((answer.status, answer.header("www-authenticate")), (401, "Bearer"), "{method} {path} {authorization:?}");
+            if *method != Method::HEAD {
+                assert_eq!(code_of(&answer)?, "unauthorized", "{method} {path}");
+            }
+        }
+        // With the token the address is there: the refusal, if there is one, is about something else.
+        let answer = Answer::of(http.request(method.clone(), path).json(&json!({"version": 2}))).await?;
+        assert!(![401, 405].contains(&answer.status), "{method} {path}: {}", answer.status);
+        assert!(answer.problem().is_ok_and(|problem| problem.detail != "no such address") || answer.status == 200 || *method == Method::HEAD, "{method} {path}: {answer:?}");
+    }
+    let lower = http.anonymous(Method::GET, "/v1/worker/sessions").header(header::AUTHORIZATION, format!("bearer  {token}"));
+    assert_eq!(Answer::of(lower).await?.status, 200, "the scheme's case does not matter");
+    Ok(())
+}
+
+#[tokio::test]
+async fn health_readiness_metrics_and_description_need_no_token_and_tell_no_secret() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let http = Http::new(&worker)?;
+    let mut request = session();
+    request.env.insert("SECRET".into(), "hidden-in-env".into());
+    let made = worker.client()?.create_session(&request).await?;
+    worker.client()?.exec(made.session_id, &exec(["echo", "hidden-in-output"])).await?;
+    let secrets = [worker.token()?, made.session_id.to_string(), made.task_id.to_string(), "hidden-in".to_owned()];
+    for (path, kind, part) in [
+        ("/healthz", "text/plain; charset=utf-8", "ok\n"),
+        ("/readyz", "text/plain; charset=utf-8", "ready\n"),
+        ("/metrics", "text/plain; version=0.0.4", "cynode_exec_seconds_count 1"),
+        ("/openapi.json", "application/json", "\"openapi\":\"3.1"),
+    ] {
+        let answer = Answer::of(http.anonymous(Method::GET, path)).await?;
+        let text = String::from_utf8_lossy(&answer.body);
+        assert_eq!((answer.status, answer.header("content-type")), (200, kind), "{path}");
+        assert!(text.contains(part) && secrets.iter().all(|secret| !text.contains(secret)), "{path}: {text}");
+    }
+    let metrics = String::from_utf8(Answer::of(http.anonymous(Method::GET, "/metrics")).await?.body.to_vec())?;
+    for name in ["cynode_session_create_seconds_bucket", "cynode_http_request_seconds_bucket"] {
+        assert!(metrics.contains(name), "{name} is missing in {metrics}");
+    }
+    Ok(())
+}
+
+/// `CYNODE_REGENERATE=1` writes the file anew instead of comparing.
+#[tokio::test]
+async fn the_description_that_is_served_is_the_one_that_is_checked_in() -> Result<()> {
+    let path = repository().join("openapi/worker.json");
+    let current = serde_json::to_string_pretty(&cynode_worker::openapi())? + "\n";
+    if std::env::var_os("CYNODE_REGENERATE").is_some_and(|value| value == "1") {
+        fs_err::write(&path, &current)?;
+    }
+    let checked_in = fs_err::read_to_string(&path)?;
+    assert!(checked_in == current, "openapi/worker.json is not what the code describes; if the change is meant, run this test with CYNODE_REGENERATE=1");
+
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let served = Answer::of(Http::new(&worker)?.anonymous(Method::GET, "/openapi.json")).await?;
+    assert_eq!(serde_json::from_slice::<Value>(&served.body)?, serde_json::from_str::<Value>(&checked_in)?);
+
+    // Every operation says what it refuses with, and no name is used twice.
+    let document: Value = serde_json::from_str(&checked_in)?;
+    let mut names = BTreeSet::new();
+    for (path, operations) in document["paths"].as_object().context("paths")? {
+        for (method, operation) in operations.as_object().context("operations")? {
+            assert!(operation["responses"]["default"].is_object(), "{method} {path} describes no refusal");
+            assert!(names.insert(operation["tags"][0].to_string() + &operation["operationId"].to_string()), "{method} {path} has a name that is taken");
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn every_refusal_is_a_whole_problem_under_its_requests_id() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let (client, http) = (worker.client()?, Http::new(&worker)?);
+    let (running, ended) = (client.create_session(&session()).await?.session_id, client.create_session(&session()).await?.session_id);
+    client.end_session(ended, &SessionEnd::default()).await?;
+    let sessions = "/v1/worker/sessions";
+    let of = |id: &dyn std::fmt::Display, rest: &str| format!("{sessions}/{id}{rest}");
+    let post = |path: &str, body: Value| http.request(Method::POST, path).json(&body);
+    let get = |path: &str| http.request(Method::GET, path);
+    for (request, expected) in [
+        (http.anonymous(Method::GET, sessions), "unauthorized"),
+        (get("/v2/nothing"), "not_found"),
+        (get("/"), "not_found"),
+        (get("/v1/worker"), "not_found"),
+        (get(&of(&running, "/nothing")), "not_found"),
+        (http.request(Method::DELETE, sessions), "method_not_allowed"),
+        (http.request(Method::PUT, &of(&running, "/exec")), "method_not_allowed"),
+        (http.request(Method::GET, &of(&running, "/files:list")), "method_not_allowed"),
+        (http.anonymous(Method::POST, "/healthz"), "method_not_allowed"),
+        (http.anonymous(Method::DELETE, "/openapi.json"), "method_not_allowed"),
+        (get(&of(&SOME_ID, "")), "session_not_found"),
+        (get(&of(&running, &format!("/execs/{SOME_ID}"))), "exec_not_found"),
+        (get(&of(&running, "/execs/nonsense/output")), "exec_not_found"),
+        (get(&of(&ended, "/execs")), "session_ended"),
+        (get(&of(&running, "/pty")), "pty_not_allowed"),
+        (get(&of(&running, "/files?path=missing")), "not_found"),
+        (get(&of(&running, "/files?path=/workspace")), "not_a_file"),
+        (get(&of(&running, "/files")), "invalid_request"),
+        (get(&format!("{sessions}?limit=0")), "invalid_request"),
+        (post(&of(&running, "/exec"), json!({"argv": ["/none"], "timeout_ms": 1000})), "exec_failed"),
+        (post(&of(&running, "/exec"), json!({"argv": ["true"], "timeout_ms": 1000, "version": 2})), "unsupported_version"),
+        (post(&of(&running, "/files:patch"), json!({"diff": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"})), "patch_rejected"),
+        (post(&of(&running, "/export"), json!({"format": "patch"})), "exec_failed"),
+        (http.request(Method::POST, sessions).body("x").header("content-type", "text/plain"), "unsupported_media_type"),
+    ] {
+        let described = format!("{request:?}");
+        let answer = Answer::of(request).await?;
+        assert_eq!(code_of(&answer)?, expected, "{described}");
+    }
+    // A caller's own id comes back, unless it could do harm in a log.
+    let long = "x".repeat(65);
+    for (given, kept) in [("abc-123", true), (long.as_str(), false), ("two words", false), ("", false)] {
+        let answer = Answer::of(get("/v2/nothing").header("X-Request-Id", given)).await?;
+        assert_eq!(answer.header("x-request-id") == given, kept, "{given:?}");
+        assert_eq!(code_of(&answer)?, "not_found");
+    }
+    assert!(!Answer::of(get(sessions)).await?.header("x-request-id").is_empty());
+    // An answer without a body still names its request.
+    let stat = Answer::of(http.request(Method::HEAD, &of(&running, "/files?path=missing"))).await?;
+    assert_eq!((stat.status, stat.body.len(), stat.header("x-request-id").is_empty()), (404, 0, false));
+    Ok(())
+}
+
+#[tokio::test]
+async fn lists_come_in_pages() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let (client, http) = (worker.client()?, Http::new(&worker)?);
+    let mut ids = Vec::new();
+    for _ in 0..3 {
+        ids.push(client.create_session(&session()).await?.session_id.to_string());
+    }
+    let page = async |query: &str| {
+        let answer = Answer::of(http.request(Method::GET, &format!("/v1/worker/sessions{query}"))).await?;
+        assert_eq!(answer.status, 200, "{query}: {answer:?}");
+        let page: Value = serde_json::from_slice(&answer.body)?;
+        let found: Vec<String> = page["items"].as_array().context("items")?.iter().map(|item| item["session_id"].as_str().unwrap_or_default().to_owned()).collect();
+        Ok::<_, anyhow::Error>((found, page["next_cursor"].as_str().map(str::to_owned)))
+    };
+    let (first, cursor) = page("?limit=2").await?;
+    assert_eq!(first, ids[..2]);
+    let (second, end) = page(&format!("?limit=2&cursor={}", cursor.context("a cursor")?)).await?;
+    assert_eq!((second, end), (ids[2..].to_vec(), None));
+    assert_eq!(page("").await?, (ids.clone(), None));
+    assert_eq!(page("?limit=3").await?, (ids, None));
+    for query in ["?limit=0", "?limit=1001", "?limit=x", "?cursor=x", "?state=odd", "?task_id=x", "?colour=blue", "?limit=1&limit=2"] {
+        let answer = Answer::of(http.request(Method::GET, &format!("/v1/worker/sessions{query}"))).await?;
+        let problem = answer.problem()?;
+        let named = query.trim_start_matches('?').split('=').next().unwrap_or_default();
+        assert!(answer.status == 400 && problem.detail.contains(named), "{query}: {problem:?}");
+    }
+    assert_eq!(client.list_sessions(&SessionFilter::default()).await?.len(), 3);
+    Ok(())
+}

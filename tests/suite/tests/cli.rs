@@ -1,0 +1,226 @@
+//! The `cynode` program as people and scripts use it.
+
+#[path = "cli/cp.rs"]
+mod cp;
+#[path = "cli/exec.rs"]
+mod exec;
+#[path = "cli/shell.rs"]
+mod shell;
+#[path = "cli/up.rs"]
+mod up;
+
+use std::{
+    ffi::OsStr,
+    io::Write as _,
+    process::{Command, Stdio},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use cynode_tests::{IMAGE, Options, RunningWorker, World};
+use serde_json::Value;
+
+/// How a run of `cynode` ended.
+#[derive(Debug)]
+struct Ran {
+    code: Option<i32>,
+    stdout: Vec<u8>,
+    stderr: String,
+}
+
+impl Ran {
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.stdout).into_owned()
+    }
+
+    /// The standard output of a run that ended well.
+    fn good(self) -> Result<String> {
+        ensure!(self.code == Some(0), "{self:?}");
+        Ok(self.text())
+    }
+
+    fn json(self) -> Result<Value> {
+        serde_json::from_str(&self.good()?).context("stdout is not one JSON document")
+    }
+
+    /// Exit code and the code in `cynode: error[…]`, of which there is one line.
+    fn failure(&self) -> (i32, String) {
+        let mut codes = self.stderr.lines().filter_map(|line| line.strip_prefix("cynode: error[")?.split_once("]: "));
+        let code = codes.next().map_or_else(String::new, |(code, message)| if message.is_empty() { String::new() } else { code.to_owned() });
+        assert!(codes.next().is_none(), "more than one error: {}", self.stderr);
+        (self.code.unwrap_or(-1), code)
+    }
+}
+
+/// `cynode` in an environment of its own.
+fn cynode(world: &World) -> Result<Command> {
+    let mut command = Command::new(World::cynode()?);
+    for name in ["CYNODE_URL", "CYNODE_TOKEN", "CYNODE_CONFIG", "CYNODE_CA_FILE"] {
+        command.env_remove(name);
+    }
+    command.env("CYNODE_STATE_DIR", world.state_dir()).current_dir(world.directory());
+    Ok(command)
+}
+
+fn run(command: &mut Command, stdin: &[u8]) -> Result<Ran> {
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let mut input = child.stdin.take().context("stdin")?;
+    let output = std::thread::scope(|scope| {
+        // A program that does not read its input closes it: that is not ours to judge.
+        scope.spawn(move || drop(input.write_all(stdin)));
+        child.wait_with_output()
+    })?;
+    Ok(Ran { code: output.status.code(), stdout: output.stdout, stderr: String::from_utf8_lossy(&output.stderr).into_owned() })
+}
+
+/// A worker and the command line that talks to it.
+struct Cli {
+    worker: RunningWorker,
+    world: World,
+}
+
+impl Cli {
+    async fn new() -> Result<Self> {
+        let world = World::new()?;
+        let worker = world.worker(&Options::default()).await?;
+        Ok(Self { worker, world })
+    }
+
+    fn command(&self) -> Result<Command> {
+        let mut command = cynode(&self.world)?;
+        command.env("CYNODE_URL", self.worker.url()?).env("CYNODE_TOKEN", self.worker.token()?);
+        Ok(command)
+    }
+
+    fn run(&self, arguments: &[impl AsRef<OsStr>]) -> Result<Ran> {
+        self.run_with(arguments, b"")
+    }
+
+    fn run_with(&self, arguments: &[impl AsRef<OsStr>], stdin: &[u8]) -> Result<Ran> {
+        run(self.command()?.args(arguments), stdin)
+    }
+
+    /// A new session's id.
+    fn create(&self, arguments: &[&str]) -> Result<String> {
+        let printed = self.run(&[&["session", "create", "--memory", "256m"], arguments].concat())?.good()?;
+        Ok(printed.trim_end().to_owned())
+    }
+
+    /// What a script in the session prints, which must end well.
+    fn sh(&self, id: &str, script: &str) -> Result<String> {
+        self.run(&["session", "exec", id, "--", "/bin/sh", "-c", script])?.good()
+    }
+}
+
+#[tokio::test]
+async fn sessions_are_made_listed_shown_ended_and_resumed() -> Result<()> {
+    let cli = Cli::new().await?;
+    let made = cli.run(&["session", "create", "--memory", "256m", "--cpus", "0.5", "--pids", "64", "--label", "team=red", "--env", "COLOUR=blue", "--lifetime", "1h", "--idle", "10m"])?;
+    let id = made.text().trim_end().to_owned();
+    assert_eq!((made.code, made.text()), (Some(0), format!("{id}\n")), "stdout is the id and nothing else: {made:?}");
+    assert!(id.parse::<cynode_api::SessionId>().is_ok() && made.stderr.contains("running"), "{made:?}");
+    let as_json = cli.run(&["session", "create", "--output", "json", "--memory", "256m", "--image", IMAGE])?.json()?;
+    let other = as_json["session_id"].as_str().context("an id")?.to_owned();
+    assert_eq!((&as_json["state"], &as_json["pty_allowed"]), (&"running".into(), &false.into()));
+
+    let shown = cli.run(&["session", "show", &id, "--output", "json"])?.json()?;
+    assert_eq!((&shown["limits"]["cpus"], &shown["limits"]["pids"], &shown["labels"]["team"]), (&0.5.into(), &64.into(), &"red".into()));
+    assert_eq!(cli.sh(&id, "echo $COLOUR")?, "blue\n");
+    let task = shown["task_id"].as_str().context("a task")?;
+    let same = cli.run(&["session", "create", "--memory", "256m", "--id", &other, "--task", task])?;
+    assert_eq!(same.failure(), (64, "session_id_in_use".to_owned()));
+    let table = cli.run(&["session", "show", &id])?.good()?;
+    for part in [id.as_str(), "state       running", "memory 256 MiB, cpus 0.5, pids 64", "terminal    not allowed", "team=red"] {
+        assert!(table.contains(part), "{part} is missing in {table}");
+    }
+
+    let ids = |arguments: &[&str]| -> Result<Vec<String>> {
+        let list = cli.run(&[&["session", "list", "--output", "json"], arguments].concat())?.json()?;
+        Ok(list["items"].as_array().context("items")?.iter().map(|item| item["session_id"].as_str().unwrap_or_default().to_owned()).collect())
+    };
+    assert_eq!(ids(&[])?, [id.clone(), other.clone()]);
+    assert_eq!((ids(&["--label", "team=red"])?, ids(&["--task", task])?, ids(&["--state", "lost"])?), (vec![id.clone()], vec![id.clone()], vec![]));
+    let table = cli.run(&["session", "list"])?.good()?;
+    assert!(table.starts_with("SESSION") && table.lines().count() == 3 && table.contains("team=red"), "{table}");
+
+    cli.sh(&id, "echo kept > file")?;
+    let ended = cli.run(&["session", "end", &id, "--keep-workspace", "--reason", "a break"])?;
+    assert_eq!((ended.code, ended.text().as_str()), (Some(0), ""));
+    assert!(ended.stderr.contains("has ended; workspace"), "{ended:?}");
+    assert_eq!(cli.run(&["session", "exec", &id, "true"])?.failure(), (64, "session_ended".to_owned()));
+    assert_eq!(cli.run(&["session", "resume", &id])?.good()?, format!("{id}\n"));
+    assert_eq!(cli.sh(&id, "cat file")?, "kept\n");
+    let all = cli.run(&["session", "end", "--all", "--output", "json"])?.json()?;
+    assert_eq!(all["items"].as_array().map(Vec::len), Some(2));
+    assert_eq!(cli.run(&["session", "end", "--all", "--output", "json"])?.json()?["items"].as_array().map(Vec::len), Some(0));
+    assert!(cli.world.containers()?.is_empty());
+    Ok(())
+}
+
+#[tokio::test]
+async fn failures_have_one_line_and_the_exit_codes_of_the_contract() -> Result<()> {
+    const ID: &str = "01890000-0000-7000-8000-000000000001";
+    let cli = Cli::new().await?;
+    for arguments in [vec!["session", "show", ID], vec!["session", "exec", ID, "true"], vec!["session", "end", ID], vec!["session", "resume", ID], vec!["session", "shell", ID], vec!["session", "cp", "-", &format!("{ID}:x")]] {
+        let ran = cli.run(&arguments)?;
+        assert_eq!((ran.failure(), ran.text().as_str()), ((64, "session_not_found".to_owned()), ""), "{arguments:?}: {ran:?}");
+        assert!(ran.stderr.contains("\n  remedy: "), "{ran:?}");
+    }
+    for arguments in [
+        vec![],
+        vec!["nonsense"],
+        vec!["session"],
+        vec!["session", "create", "--colour"],
+        vec!["session", "create", "--memory", "lots"],
+        vec!["session", "create", "--env", "novalue"],
+        vec!["session", "create", "--workspace", "/etc"],
+        vec!["session", "exec", ID],
+        vec!["session", "exec", "not-an-id", "true"],
+        vec!["session", "exec", ID, "--timeout", "4h", "true"],
+        vec!["session", "list", "--state", "odd"],
+        vec!["session", "end"],
+        vec!["session", "cp", "a", "b"],
+        vec!["session", "cp", &format!("{ID}:a"), &format!("{ID}:b")],
+        vec!["--output", "xml", "status"],
+        vec!["completions", "tcl"],
+    ] {
+        let ran = cli.run(&arguments)?;
+        assert_eq!((ran.failure(), ran.text().as_str()), ((64, "usage".to_owned()), ""), "{arguments:?}: {ran:?}");
+    }
+    let refused = cli.run(&["session", "create", "--image", "localhost/cynode/none:latest"])?;
+    assert_eq!(refused.failure(), (64, "image_not_found".to_owned()));
+
+    // Somebody else's token, nobody there, nothing running.
+    let wrong = run(cli.command()?.env("CYNODE_TOKEN", "wrong").args(["session", "list"]), b"")?;
+    assert_eq!(wrong.failure(), (77, "unauthorized".to_owned()));
+    let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    let nobody = run(cli.command()?.env("CYNODE_URL", format!("http://{free}")).args(["session", "list"]), b"")?;
+    assert_eq!(nobody.failure(), (69, "unreachable".to_owned()));
+    let status = run(cli.command()?.env("CYNODE_URL", format!("http://{free}")).arg("status"), b"")?;
+    assert!(status.code == Some(69) && status.text().contains("not ready"), "{status:?}");
+    let nothing = run(cynode(&cli.world)?.args(["session", "list"]), b"")?;
+    assert_eq!(nothing.failure(), (69, "unreachable".to_owned()));
+    assert!(nothing.stderr.contains("cynode up"), "{nothing:?}");
+    let half = run(cynode(&cli.world)?.env("CYNODE_URL", cli.worker.url()?).args(["session", "list"]), b"")?;
+    assert_eq!(half.failure(), (64, "usage".to_owned()));
+    for url in ["nonsense", "ftp://127.0.0.1", "http://user:secret@127.0.0.1:1"] {
+        let ran = run(cli.command()?.env("CYNODE_URL", url).args(["session", "list"]), b"")?;
+        assert_eq!(ran.failure(), (64, "usage".to_owned()), "{url}");
+        assert!(!ran.stderr.contains("secret"), "{ran:?}");
+    }
+
+    for arguments in [["--help"], ["--version"]] {
+        let ran = cli.run(&arguments)?;
+        assert!(ran.code == Some(0) && ran.text().contains("cynode") && ran.stderr.is_empty(), "{ran:?}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn completions_are_a_script_that_bash_takes() -> Result<()> {
+    let world = World::new()?;
+    let script = run(cynode(&world)?.args(["completions", "bash"]), b"")?.good()?;
+    let check = r#"source /dev/stdin && complete -p cynode && COMP_WORDS=(cynode session sh) COMP_CWORD=2 && _cynode cynode sh session && printf '%s\n' "${COMPREPLY[@]}""#;
+    let ran = run(Command::new("bash").args(["--norc", "-c", check]), script.as_bytes())?.good()?;
+    assert!(ran.contains("cynode") && ran.contains("\nshell\n") && ran.contains("show"), "{ran}");
+    Ok(())
+}

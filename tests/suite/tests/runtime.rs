@@ -1,0 +1,186 @@
+//! The contract of the container runtime, held by Podman and by the fake alike.
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use anyhow::Result;
+use cynode_api::{LABEL_AGENT_COMPATIBLE, Limits, Stream};
+use cynode_tests::{IMAGE, UNLABELLED, World, eventually};
+use cynode_worker::runtime::{Error, ExecSpec, Fake, FakeImage, Fault, IdMap, Podman, PodmanOptions, Runtime, ServiceOptions, Spec};
+use futures_util::StreamExt as _;
+use tokio::io::AsyncWriteExt as _;
+
+const LABEL: &str = "io.cynodeai.test";
+
+fn podman(world: &World) -> Arc<dyn Runtime> {
+    let command = world.podman();
+    let command = std::iter::once(command.get_program()).chain(command.get_args()).map(|part| part.to_string_lossy().into_owned()).collect();
+    // Where the world's cleanup looks for it.
+    let directory = world.state_dir().join("worker/podman");
+    Arc::new(Podman::new(PodmanOptions { socket: None, service: ServiceOptions { command, directory }, oci_runtime: Some("runc".to_owned()), call_limit: Duration::from_secs(30) }))
+}
+
+fn fake(_: &World) -> Arc<dyn Runtime> {
+    let marked = FakeImage { labels: BTreeMap::from([(LABEL_AGENT_COMPATIBLE.to_owned(), "true".to_owned())]), env: Vec::new() };
+    Arc::new(Fake::new([(IMAGE.to_owned(), marked), (UNLABELLED.to_owned(), FakeImage::default())]))
+}
+
+async fn spec(runtime: &dyn Runtime, name: &str, script: &str) -> Result<Spec> {
+    Ok(Spec {
+        name: name.to_owned(),
+        labels: BTreeMap::from([(LABEL.to_owned(), name.to_owned())]),
+        image_id: runtime.image(IMAGE).await?.id,
+        argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(),
+        env: vec![("PATH".to_owned(), "/bin:/usr/bin".to_owned())],
+        ids: IdMap { first: 0x7f00_0000, count: 65_536 },
+        mounts: Vec::new(),
+        limits: Limits { memory_bytes: 64 << 20, pids: 64, ..Limits::default() },
+    })
+}
+
+async fn run(runtime: &dyn Runtime, name: &str, script: &str) -> Result<()> {
+    let spec = spec(runtime, name, script).await?;
+    runtime.create(&spec).await?;
+    Ok(runtime.start(name).await?)
+}
+
+struct Ran {
+    stdout: Vec<u8>,
+    stderr: Vec<u8>,
+    code: Option<i64>,
+}
+
+async fn exec(runtime: &dyn Runtime, name: &str, script: &str, stdin: Option<&[u8]>) -> Result<Ran> {
+    let spec = ExecSpec {
+        argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(),
+        env: vec![("PATH".to_owned(), "/bin:/usr/bin".to_owned()), ("COLOUR".to_owned(), "blue".to_owned())],
+        cwd: "/tmp".to_owned(),
+        stdin: stdin.is_some(),
+        tty: None,
+    };
+    let mut started = runtime.exec(name, &spec).await?;
+    if let Some(bytes) = stdin {
+        started.input.write_all(bytes).await?;
+        started.input.shutdown().await?;
+    }
+    let mut ran = Ran { stdout: Vec::new(), stderr: Vec::new(), code: None };
+    while let Some(piece) = started.output.next().await {
+        match piece? {
+            (Stream::Stdout, data) => ran.stdout.extend_from_slice(&data),
+            (Stream::Stderr, data) => ran.stderr.extend_from_slice(&data),
+        }
+    }
+    eventually("the exec has ended", Duration::from_secs(10), async || Ok(!runtime.exec_state(&started.id).await?.running)).await?;
+    ran.code = runtime.exec_state(&started.id).await?.exit_code;
+    Ok(ran)
+}
+
+/// The whole contract. Each part says in its message what broke.
+async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
+    let runtime = runtime.as_ref();
+    assert!(!runtime.version().await?.is_empty());
+
+    let image = runtime.image(IMAGE).await?;
+    assert_eq!(image.labels.get(LABEL_AGENT_COMPATIBLE).map(String::as_str), Some("true"), "labels are read");
+    assert!(!runtime.image(UNLABELLED).await?.labels.contains_key(LABEL_AGENT_COMPATIBLE));
+    assert!(matches!(runtime.image("localhost/cynode/none:latest").await, Err(Error::NotFound(_))), "an unknown image is not found");
+
+    let name = format!("contract-{}", uuid::Uuid::new_v4().simple());
+    let mut unknown = spec(runtime, &name, "true").await?;
+    unknown.image_id = "0".repeat(64);
+    assert!(matches!(runtime.create(&unknown).await, Err(Error::NotFound(_))), "creating from an unknown image fails as such");
+    let waiting = "trap 'exit 3' TERM; while :; do sleep 0.02; done";
+    run(runtime, &name, waiting).await?;
+    assert!(matches!(runtime.create(&spec(runtime, &name, "true").await?).await, Err(Error::NameInUse(_))), "a name is taken once");
+    runtime.start(&name).await?;
+
+    let found = runtime.inspect(&name).await?;
+    assert!(found.running && found.pid > 0 && found.name == name, "{found:?}");
+    assert_eq!(found.labels.get(LABEL), Some(&name));
+    assert!(fs_err::metadata(format!("/proc/{}", found.pid)).is_ok(), "the process is on this host");
+    let listed = runtime.list(LABEL, &name).await?;
+    assert_eq!(listed.iter().map(|container| container.name.as_str()).collect::<Vec<_>>(), [name.as_str()], "lists by label");
+    assert!(runtime.list(LABEL, "other").await?.is_empty());
+
+    let ran = exec(runtime, &name, "echo out; echo err >&2; echo $COLOUR; pwd; exit 7", None).await?;
+    assert_eq!((ran.stdout.as_slice(), ran.stderr.as_slice(), ran.code), (b"out\nblue\n/tmp\n".as_slice(), b"err\n".as_slice(), Some(7)), "exec has streams, env, cwd and a code");
+    let big = vec![b'x'; 300_000];
+    let ran = exec(runtime, &name, "wc -c", Some(&big)).await?;
+    assert_eq!(String::from_utf8_lossy(&ran.stdout).trim(), "300000", "exec takes input and its end");
+    let missing = ExecSpec { argv: vec!["/no/such/program".to_owned()], cwd: "/".to_owned(), ..ExecSpec::default() };
+    let outcome = match runtime.exec(&name, &missing).await {
+        Err(_) => true,
+        Ok(mut started) => {
+            while started.output.next().await.is_some() {}
+            !matches!(runtime.exec_state(&started.id).await?.exit_code, Some(0))
+        }
+    };
+    assert!(outcome, "a command that is not there does not succeed");
+    assert!(matches!(runtime.exec_state("nothing").await, Err(Error::NotFound(_))), "an unknown exec is not found");
+
+    runtime.kill(&name, "TERM").await?;
+    eventually("TERM ends it", Duration::from_secs(10), async || Ok(!runtime.inspect(&name).await?.running)).await?;
+    assert_eq!(runtime.inspect(&name).await?.exit_code, Some(3), "the exit code is kept");
+    assert!(runtime.exec(&name, &missing).await.is_err(), "nothing runs in a stopped container");
+    runtime.remove(&name).await?;
+    assert!(matches!(runtime.inspect(&name).await, Err(Error::NotFound(_))), "removed is gone");
+    runtime.remove(&name).await?;
+
+    // What ignores TERM goes all the same, and at once.
+    run(runtime, &name, "trap '' TERM; while :; do sleep 0.02; done").await?;
+    let pid = runtime.inspect(&name).await?.pid;
+    runtime.remove(&name).await?;
+    assert!(fs_err::metadata(format!("/proc/{pid}")).is_err(), "its process is gone");
+    assert!(matches!(runtime.inspect("nothing").await, Err(Error::NotFound(_))));
+    assert!(matches!(runtime.start("nothing").await, Err(Error::NotFound(_))));
+    runtime.close().await;
+    Ok(())
+}
+
+// proves: REQ-SANDBX-0104
+#[tokio::test]
+async fn podman_holds_the_runtime_contract() -> Result<()> {
+    let world = World::new()?;
+    hold_the_contract(podman(&world)).await?;
+    world.assert_clean().await
+}
+
+#[tokio::test]
+async fn the_fake_holds_the_runtime_contract() -> Result<()> {
+    let world = World::new()?;
+    hold_the_contract(fake(&world)).await
+}
+
+#[tokio::test]
+async fn podman_gives_a_terminal_that_can_be_resized() -> Result<()> {
+    let world = World::new()?;
+    let runtime = podman(&world);
+    run(runtime.as_ref(), "terminal", "while :; do sleep 1; done").await?;
+    let spec = ExecSpec { argv: ["/bin/sh", "-c", "test -t 0 && echo tty; read line; stty size; exit 6"].map(str::to_owned).to_vec(), env: vec![("PATH".to_owned(), "/bin".to_owned())], cwd: "/".to_owned(), stdin: true, tty: Some((80, 24)) };
+    let mut started = runtime.exec("terminal", &spec).await?;
+    let mut text = Vec::new();
+    while !String::from_utf8_lossy(&text).contains("tty") {
+        text.extend_from_slice(&started.output.next().await.expect("output")?.1);
+    }
+    runtime.exec_resize(&started.id, 101, 37).await?;
+    started.input.write_all(b"go\n").await?;
+    while let Some(Ok((_, data))) = started.output.next().await {
+        text.extend_from_slice(&data);
+    }
+    assert!(String::from_utf8_lossy(&text).contains("37 101"), "{}", String::from_utf8_lossy(&text));
+    eventually("the code is known", Duration::from_secs(5), async || Ok(runtime.exec_state(&started.id).await?.exit_code == Some(6))).await?;
+    runtime.remove("terminal").await?;
+    runtime.close().await;
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_fake_fails_when_it_is_told_to() -> Result<()> {
+    let fake = Fake::new([(IMAGE.to_owned(), FakeImage::default())]);
+    fake.inject(Fault::Refuse("image"));
+    assert!(matches!(fake.image(IMAGE).await, Err(Error::Refused { call: "image", .. })));
+    fake.inject(Fault::Hang("remove"));
+    assert!(fake.image(IMAGE).await.is_ok());
+    assert!(matches!(fake.remove("x").await, Err(Error::Timeout { call: "remove", .. })));
+    assert!(fake.remove("x").await.is_ok());
+    Ok(())
+}
