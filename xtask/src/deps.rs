@@ -28,7 +28,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
 const CONFINED: &[(&str, &[&str])] = &[("bollard", &["cynode-worker"]), ("sqlx", &["cynode-orchestrator"]), ("oci-client", &["cynode-orchestrator"])];
 
 pub(crate) fn check() -> Result<()> {
-    let output = Command::new(env!("CARGO")).args(["metadata", "--format-version=1", "--no-deps"]).current_dir(root()).output().context("running cargo metadata")?;
+    let output =
+        Command::new(env!("CARGO")).args(["metadata", "--format-version=1", "--no-deps"]).current_dir(root()).output().context("running cargo metadata")?;
     ensure!(output.status.success(), "cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr));
     let metadata: Value = serde_json::from_slice(&output.stdout)?;
     let packages = metadata["packages"].as_array().context("cargo metadata lists no packages")?;

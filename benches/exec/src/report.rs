@@ -39,14 +39,13 @@ impl Report {
             let percentile = |percent| samples.percentile(percent).map(milliseconds);
             json!({ "way": samples.way, "rounds": samples.len(), "p50_ms": percentile(50), "p95_ms": percentile(95), "p99_ms": percentile(99) })
         };
-        let latency: Vec<Value> = self.latencies().iter().map(|(what, ways)| json!({ "what": what, "ways": ways.iter().map(times).collect::<Vec<_>>() })).collect();
+        let latency: Vec<Value> =
+            self.latencies().iter().map(|(what, ways)| json!({ "what": what, "ways": ways.iter().map(times).collect::<Vec<_>>() })).collect();
         let transfer = |transfer: &Transfer| {
             let rate = |ways: &Samples| json!({ "way": ways.way, "rounds": ways.len(), "p50_ms": milliseconds(ways.p50()), "mib_per_second": rate(transfer.bytes, ways) });
             json!({ "what": transfer.what, "bytes": transfer.bytes, "ways": transfer.ways.iter().map(rate).collect::<Vec<_>>() })
         };
-        let idle = |row: &Idle| {
-            json!({ "sessions": row.sessions, "agents_pss_kib": row.agents, "monitors_pss_kib": row.monitors, "worker_rss_kib": row.worker, "worker_growth_kib": row.worker_growth })
-        };
+        let idle = |row: &Idle| json!({ "sessions": row.sessions, "agents_pss_kib": row.agents, "monitors_pss_kib": row.monitors, "worker_rss_kib": row.worker, "worker_growth_kib": row.worker_growth });
         json!({
             "machine": self.facts.json(),
             "latency": latency,
@@ -108,7 +107,12 @@ impl fmt::Display for Report {
         for transfer in &self.transfers {
             let mut rows = table(&[&format!("{}, {mebibytes} MiB", transfer.what), "p50 ms", "MiB/s", "rounds"]);
             for ways in &transfer.ways {
-                rows.add_row([ways.way.to_owned(), format!("{:.0}", milliseconds(ways.p50())), format!("{:.0}", rate(transfer.bytes, ways)), ways.len().to_string()]);
+                rows.add_row([
+                    ways.way.to_owned(),
+                    format!("{:.0}", milliseconds(ways.p50())),
+                    format!("{:.0}", rate(transfer.bytes, ways)),
+                    ways.len().to_string(),
+                ]);
             }
             writeln!(f, "{rows}\n")?;
         }

@@ -40,7 +40,11 @@ impl Rivals {
         let map = fs_err::read_to_string(format!("/proc/{}/uid_map", sandbox.pid))?;
         let first: u64 = map.split_ascii_whitespace().nth(1).context("an id map")?.parse()?;
         // Podman calls runc without a root of its own; an ordinary user's is below the runtime directory.
-        let roots = [Some(PathBuf::from("/run/runc")), std::env::var_os("XDG_RUNTIME_DIR").map(|directory| PathBuf::from(directory).join("runc")), Some(world.directory().join("run/runc"))];
+        let roots = [
+            Some(PathBuf::from("/run/runc")),
+            std::env::var_os("XDG_RUNTIME_DIR").map(|directory| PathBuf::from(directory).join("runc")),
+            Some(world.directory().join("run/runc")),
+        ];
         let runc_root = roots.into_iter().flatten().find(|root| root.join(&id).join("state.json").is_file());
         Ok(Self { podman, service, sandbox: sandbox.clone(), id, runc_root, id_block: first + 256 * BLOCK })
     }
@@ -68,7 +72,8 @@ impl Rivals {
         let body = json!({ "AttachStdout": true, "AttachStderr": true, "Cmd": argv });
         let created: Value = self.service.post(format!("{base}/containers/{}/exec", self.id)).json(&body).send().await?.error_for_status()?.json().await?;
         let exec = created["Id"].as_str().context("no exec id")?;
-        let started = self.service.post(format!("{base}/exec/{exec}/start")).json(&json!({ "Detach": false, "Tty": false })).send().await?.error_for_status()?;
+        let started =
+            self.service.post(format!("{base}/exec/{exec}/start")).json(&json!({ "Detach": false, "Tty": false })).send().await?.error_for_status()?;
         started.bytes().await?;
         loop {
             let state: Value = self.service.get(format!("{base}/exec/{exec}/json")).send().await?.error_for_status()?.json().await?;

@@ -297,7 +297,8 @@ impl Exec {
 
     /// Reads what the command wrote before its end, however slow the worker is, and what follows for a short while.
     async fn drain(&self, stdout: &AsyncFd<OwnedFd>, stderr: &AsyncFd<OwnedFd>) {
-        let goal: [usize; 2] = [(stdout, 0), (stderr, 1)].map(|(pipe, index): (&AsyncFd<OwnedFd>, usize)| self.drained[index].get() + sys::bytes_waiting(pipe.get_ref()));
+        let goal: [usize; 2] =
+            [(stdout, 0), (stderr, 1)].map(|(pipe, index): (&AsyncFd<OwnedFd>, usize)| self.drained[index].get() + sys::bytes_waiting(pipe.get_ref()));
         let mut until = Instant::now() + Duration::from_millis(self.start.drain_ms);
         loop {
             let news = self.news.notified();

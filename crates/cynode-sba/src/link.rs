@@ -232,7 +232,7 @@ async fn read_worker(exec: Rc<Exec>, reader: OwnedReadHalf, mut decoder: Decoder
                     return;
                 }
             }
-            std::future::pending().await
+            std::future::pending::<()>().await;
         }
     };
     let reading = async move {
@@ -244,14 +244,18 @@ async fn read_worker(exec: Rc<Exec>, reader: OwnedReadHalf, mut decoder: Decoder
                     continue;
                 }
                 // The worker sends one piece at a time; a queue that is full means that it does not keep to that.
-                Ok(Some(Frame::Data(data))) if data.len() <= MAX_DATA => match stdin.try_send(Some(data)) {
-                    Ok(()) => continue,
-                    Err(_) => return,
-                },
-                Ok(Some(Frame::End)) => match stdin.try_send(None) {
-                    Ok(()) => continue,
-                    Err(_) => return,
-                },
+                Ok(Some(Frame::Data(data))) if data.len() <= MAX_DATA => {
+                    if stdin.try_send(Some(data)).is_err() {
+                        return;
+                    }
+                    continue;
+                }
+                Ok(Some(Frame::End)) => {
+                    if stdin.try_send(None).is_err() {
+                        return;
+                    }
+                    continue;
+                }
                 Ok(Some(_)) | Err(_) => return,
                 Ok(None) => {}
             }
@@ -280,13 +284,11 @@ async fn write_stdin(exec: &Exec, mut data: &[u8]) -> bool {
             wrote = pipe.async_io(Interest::WRITABLE, |fd| rustix::io::write(fd, data).map_err(io::Error::from)) => wrote,
             () = stdin_closed(exec) => return false,
         };
-        match wrote {
-            Ok(count) => data = &data[count..],
-            Err(_) => {
-                exec.stdin.borrow_mut().take();
-                return false;
-            }
-        }
+        let Ok(count) = wrote else {
+            exec.stdin.borrow_mut().take();
+            return false;
+        };
+        data = &data[count..];
     }
     true
 }
@@ -335,7 +337,8 @@ fn serve_file(execs: &Rc<Execs>, op: FileOp, stream: UnixStream, decoder: Decode
         }
         Err(_) => {
             // One small frame into an empty socket buffer: it does not block.
-            let refusal = AgentError { errno: Some("EAGAIN".to_owned()), ..AgentError::new(ErrorCode::PidsExhausted, "no process slot is free for the file operation") };
+            let refusal =
+                AgentError { errno: Some("EAGAIN".to_owned()), ..AgentError::new(ErrorCode::PidsExhausted, "no process slot is free for the file operation") };
             drop(Peer::new(stream, decoder).reply(&Reply::Error(refusal)));
         }
     }

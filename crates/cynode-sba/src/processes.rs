@@ -97,7 +97,11 @@ impl Processes {
     fn kill_orphans(&self) -> usize {
         let me = own_pid();
         let owned = self.owned.borrow();
-        let orphans: Vec<i32> = table().into_iter().filter(|process| process.parent == me && !process.zombie && !owned.contains_key(&process.pid)).map(|process| process.pid).collect();
+        let orphans: Vec<i32> = table()
+            .into_iter()
+            .filter(|process| process.parent == me && !process.zombie && !owned.contains_key(&process.pid))
+            .map(|process| process.pid)
+            .collect();
         for pid in &orphans {
             drop(sys::kill(*pid, libc::SIGKILL));
         }

@@ -115,7 +115,8 @@ pub(crate) fn spawn(start: &ExecStart) -> Result<Spawned, AgentError> {
         let (reader, writer) = pipe()?;
         (reader, Some(writer))
     } else {
-        let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(|error| failed("opening /dev/null", error.raw_os_error()))?;
+        let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|error| failed("opening /dev/null", error.raw_os_error()))?;
         (null, None)
     };
     match sys::fork() {

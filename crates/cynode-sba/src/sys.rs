@@ -198,7 +198,8 @@ const POSIX_SPAWN_SETSID: i16 = 0x80;
 /// Starts `path` in a new session with default signal handling; the standard streams are inherited. The error is the
 /// one of `execve`.
 pub(crate) fn spawn(path: &CStr, argv: &[CString], env: &[CString]) -> io::Result<i32> {
-    let pointers = |strings: &[CString]| -> Vec<*mut libc::c_char> { strings.iter().map(|string| string.as_ptr().cast_mut()).chain([ptr::null_mut()]).collect() };
+    let pointers =
+        |strings: &[CString]| -> Vec<*mut libc::c_char> { strings.iter().map(|string| string.as_ptr().cast_mut()).chain([ptr::null_mut()]).collect() };
     let (argv, env) = (pointers(argv), pointers(env));
     // SAFETY: attributes and sets are initialised before use and destroyed after; argv and env are arrays of pointers to
     // NUL-terminated strings that outlive the call and end in a null pointer.

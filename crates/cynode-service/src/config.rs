@@ -58,7 +58,8 @@ const SECTIONS: &[&str] = &["worker"];
 
 /// A value as TOML would read it, else a string. `tls_cert`-style names are left as they are: keys are flat.
 fn insert(table: &mut Table, key: &str, value: &str) {
-    let parsed = format!("value = {value}").parse::<Table>().ok().and_then(|mut table| table.remove("value")).unwrap_or_else(|| Value::String(value.to_owned()));
+    let parsed =
+        format!("value = {value}").parse::<Table>().ok().and_then(|mut table| table.remove("value")).unwrap_or_else(|| Value::String(value.to_owned()));
     table.insert(key.to_owned(), parsed);
 }
 

@@ -57,7 +57,11 @@ fn render(problem: &Problem) -> Response {
 
 /// Gives every request an id, puts it into the answer and into problems, and logs failures of ours under it.
 pub async fn request_id(request: Request, next: Next) -> Response {
-    let given = request.headers().get(&REQUEST_ID).and_then(|value| value.to_str().ok()).filter(|id| (1..=64).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic()));
+    let given = request
+        .headers()
+        .get(&REQUEST_ID)
+        .and_then(|value| value.to_str().ok())
+        .filter(|id| (1..=64).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic()));
     let id = given.map_or_else(|| uuid::Uuid::now_v7().to_string(), str::to_owned);
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let mut response = next.run(request).await;
@@ -147,11 +151,11 @@ fn source_text(error: &dyn std::error::Error) -> String {
 }
 
 /// The answer to an address that does not exist.
-pub async fn not_found() -> ApiError {
-    ApiError(Box::new(Problem::new(ErrorCode::NotFound, "no such address").with_remedy("See /openapi.json for the addresses.")))
+pub fn not_found() -> std::future::Ready<ApiError> {
+    std::future::ready(ApiError(Box::new(Problem::new(ErrorCode::NotFound, "no such address").with_remedy("See /openapi.json for the addresses."))))
 }
 
 /// The answer to a method that an address does not have.
-pub async fn method_not_allowed() -> ApiError {
-    ApiError::new(ErrorCode::MethodNotAllowed, "this address does not take that method")
+pub fn method_not_allowed() -> std::future::Ready<ApiError> {
+    std::future::ready(ApiError::new(ErrorCode::MethodNotAllowed, "this address does not take that method"))
 }

@@ -94,7 +94,9 @@ fn podman(config: &Config, choice: &host::Choice) -> Arc<dyn Runtime> {
 pub async fn run(config: Config) -> Result<(), Error> {
     let held = hold(&config)?;
     let agent_binary = store_agent(&config)?;
-    let choice = host::choose(&config).await.map_err(|report| Error::Host(report.problems().iter().map(|check| format!("{}: {}", check.name, check.detail)).collect::<Vec<_>>().join("; ")))?;
+    let choice = host::choose(&config)
+        .await
+        .map_err(|report| Error::Host(report.problems().iter().map(|check| format!("{}: {}", check.name, check.detail)).collect::<Vec<_>>().join("; ")))?;
     let runtime = podman(&config, &choice);
     let ids = idrange::IdBlocks::claim(Path::new(ID_REGISTRY), &config.state_dir)?;
     let node_id = held.journal.node_id().map_err(state("reading the node's id"))?;
@@ -190,7 +192,8 @@ pub async fn cleanup(config: &Config) -> Result<CleanupReport, Error> {
     }
     let held = hold(config)?;
     let node_id = held.journal.node_id().map_err(state("reading the node's id"))?;
-    let choice = host::choose(config).await.map_err(|report| Error::Host(report.problems().iter().map(|check| check.detail.clone()).collect::<Vec<_>>().join("; ")))?;
+    let choice =
+        host::choose(config).await.map_err(|report| Error::Host(report.problems().iter().map(|check| check.detail.clone()).collect::<Vec<_>>().join("; ")))?;
     let runtime = podman(config, &choice);
     let containers = runtime.list(cynode_api::LABEL_NODE_ID, &node_id.to_string()).await?;
     for container in &containers {

@@ -43,7 +43,9 @@ fn empty(directory: &OwnedFd, top: Option<&OwnedFd>, counter: &mut u64) -> io::R
         }
         let is_directory = match entry.file_type() {
             FileType::Directory => true,
-            FileType::Unknown => FileType::from_raw_mode(rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?.st_mode as RawMode) == FileType::Directory,
+            FileType::Unknown => {
+                FileType::from_raw_mode(rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?.st_mode as RawMode) == FileType::Directory
+            }
             _ => false,
         };
         match (is_directory, top) {

@@ -32,6 +32,16 @@ pub fn exec<S: Into<String>>(argv: impl IntoIterator<Item = S>) -> ExecRequest {
     ExecRequest { argv: argv.into_iter().map(Into::into).collect(), timeout_ms: 60_000, ..Default::default() }
 }
 
+/// Bytes in hexadecimal digits.
+#[must_use]
+pub fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _infallible = write!(text, "{byte:02x}");
+        text
+    })
+}
+
 /// A shell script as a command.
 pub fn sh(script: &str) -> ExecRequest {
     exec(["/bin/sh", "-c", script])

@@ -119,7 +119,7 @@ impl World {
         let path = self.directory.join("cynode.toml");
         let mut text = String::from("[worker]\n");
         let own = |key: &str| options.settings.iter().any(|(set, _)| set == key);
-        let mut line = |key: &str, value: &str| text.push_str(&format!("{key} = {value}\n"));
+        let mut line = |key: &str, value: &str| text.extend([key, " = ", value, "\n"]);
         let quoted = |path: &Path| format!("{:?}", path.display().to_string());
         for (key, value) in [
             ("listen", "\"127.0.0.1:0\"".to_owned()),
@@ -325,7 +325,11 @@ impl RunningWorker {
     pub fn memory(&self) -> Result<(u64, u64)> {
         let status = fs_err::read_to_string(format!("/proc/{}/status", self.child.id()))?;
         let field = |name: &str| {
-            status.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()).map(|kilobytes| kilobytes * 1024).with_context(|| format!("no {name}"))
+            status
+                .lines()
+                .find_map(|line| line.strip_prefix(name)?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+                .map(|kilobytes| kilobytes * 1024)
+                .with_context(|| format!("no {name}"))
         };
         Ok((field("VmRSS:")?, field("VmHWM:")?))
     }

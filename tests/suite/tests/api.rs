@@ -81,7 +81,10 @@ async fn every_route_refuses_callers_without_the_token() -> Result<()> {
         // With the token the address is there: the refusal, if there is one, is about something else.
         let answer = Answer::of(http.request(method.clone(), path).json(&json!({"version": 2}))).await?;
         assert!(![401, 405].contains(&answer.status), "{method} {path}: {}", answer.status);
-        assert!(answer.problem().is_ok_and(|problem| problem.detail != "no such address") || answer.status == 200 || *method == Method::HEAD, "{method} {path}: {answer:?}");
+        assert!(
+            answer.problem().is_ok_and(|problem| problem.detail != "no such address") || answer.status == 200 || *method == Method::HEAD,
+            "{method} {path}: {answer:?}"
+        );
     }
     let lower = http.anonymous(Method::GET, "/v1/worker/sessions").header(header::AUTHORIZATION, format!("bearer  {token}"));
     assert_eq!(Answer::of(lower).await?.status, 200, "the scheme's case does not matter");
@@ -212,7 +215,8 @@ async fn lists_come_in_pages() -> Result<()> {
         let answer = Answer::of(http.request(Method::GET, &format!("/v1/worker/sessions{query}"))).await?;
         assert_eq!(answer.status, 200, "{query}: {answer:?}");
         let page: Value = serde_json::from_slice(&answer.body)?;
-        let found: Vec<String> = page["items"].as_array().context("items")?.iter().map(|item| item["session_id"].as_str().unwrap_or_default().to_owned()).collect();
+        let found: Vec<String> =
+            page["items"].as_array().context("items")?.iter().map(|item| item["session_id"].as_str().unwrap_or_default().to_owned()).collect();
         Ok::<_, anyhow::Error>((found, page["next_cursor"].as_str().map(str::to_owned)))
     };
     let (first, cursor) = page("?limit=2").await?;

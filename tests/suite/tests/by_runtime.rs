@@ -1,4 +1,5 @@
 //! Sandboxes without the agent: all control by the container runtime alone.
+#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::time::Duration;
 
@@ -45,7 +46,10 @@ async fn a_deadline_ends_all_of_an_exec_by_the_runtime() -> Result<()> {
     let witness = ExecRequest { background: true, timeout_ms: 0, ..sh("echo ready; exec sleep 4321") };
     let witness = client.exec_background(id, &witness).await?.exec_id;
     client.exec_output(id, witness, &OutputQuery { wait_ms: Some(20_000), ..Default::default() }).await?;
-    let stubborn = ExecRequest { timeout_ms: 1_500, ..sh("trap '' TERM HUP; echo begun; (setsid sh -c \"trap '' TERM; sleep 1234 & sleep 1234\" &); while :; do sleep 1234; done") };
+    let stubborn = ExecRequest {
+        timeout_ms: 1_500,
+        ..sh("trap '' TERM HUP; echo begun; (setsid sh -c \"trap '' TERM; sleep 1234 & sleep 1234\" &); while :; do sleep 1234; done")
+    };
     let result = client.exec(id, &stubborn).await?;
     assert!(result.exit.timed_out && result.stdout == "begun\n", "{result:?}");
     let left = client.exec(id, &sh("for d in /proc/[0-9]*; do tr '\\0' ' ' < $d/cmdline 2>/dev/null; echo; done | grep -v 'for d in'")).await?.stdout;

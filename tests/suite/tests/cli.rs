@@ -114,7 +114,24 @@ impl Cli {
 #[tokio::test]
 async fn sessions_are_made_listed_shown_ended_and_resumed() -> Result<()> {
     let cli = Cli::new().await?;
-    let made = cli.run(&["session", "create", "--memory", "256m", "--cpus", "0.5", "--pids", "64", "--label", "team=red", "--env", "COLOUR=blue", "--lifetime", "1h", "--idle", "10m"])?;
+    let made = cli.run(&[
+        "session",
+        "create",
+        "--memory",
+        "256m",
+        "--cpus",
+        "0.5",
+        "--pids",
+        "64",
+        "--label",
+        "team=red",
+        "--env",
+        "COLOUR=blue",
+        "--lifetime",
+        "1h",
+        "--idle",
+        "10m",
+    ])?;
     let id = made.text().trim_end().to_owned();
     assert_eq!((made.code, made.text()), (Some(0), format!("{id}\n")), "stdout is the id and nothing else: {made:?}");
     assert!(id.parse::<cynode_api::SessionId>().is_ok() && made.stderr.contains("running"), "{made:?}");
@@ -160,7 +177,14 @@ async fn sessions_are_made_listed_shown_ended_and_resumed() -> Result<()> {
 async fn failures_have_one_line_and_the_exit_codes_of_the_contract() -> Result<()> {
     const ID: &str = "01890000-0000-7000-8000-000000000001";
     let cli = Cli::new().await?;
-    for arguments in [vec!["session", "show", ID], vec!["session", "exec", ID, "true"], vec!["session", "end", ID], vec!["session", "resume", ID], vec!["session", "shell", ID], vec!["session", "cp", "-", &format!("{ID}:x")]] {
+    for arguments in [
+        vec!["session", "show", ID],
+        vec!["session", "exec", ID, "true"],
+        vec!["session", "end", ID],
+        vec!["session", "resume", ID],
+        vec!["session", "shell", ID],
+        vec!["session", "cp", "-", &format!("{ID}:x")],
+    ] {
         let ran = cli.run(&arguments)?;
         assert_eq!((ran.failure(), ran.text().as_str()), ((64, "session_not_found".to_owned()), ""), "{arguments:?}: {ran:?}");
         assert!(ran.stderr.contains("\n  remedy: "), "{ran:?}");

@@ -1,4 +1,5 @@
 //! Processes are killed at bad moments; nothing is lost and nothing is left.
+#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::{collections::HashSet, time::Duration};
 
@@ -23,7 +24,8 @@ impl Counter {
     async fn read_past(&mut self, client: &WorkerClient, until: u64) -> Result<()> {
         let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
         while self.last() <= until {
-            let page = client.exec_output(self.session, self.exec, &OutputQuery { after_seq: Some(self.seq), wait_ms: Some(5_000), ..Default::default() }).await?;
+            let page =
+                client.exec_output(self.session, self.exec, &OutputQuery { after_seq: Some(self.seq), wait_ms: Some(5_000), ..Default::default() }).await?;
             ensure!(page.lost_before_seq.is_none() && page.exit.is_none(), "{page:?}");
             for chunk in page.chunks {
                 ensure!(chunk.seq == self.seq + 1, "piece {} after {}", chunk.seq, self.seq);
@@ -88,7 +90,8 @@ async fn output_written_while_the_worker_is_away_is_kept_and_the_exit_too() -> R
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let session = client.create_session(&session()).await?.session_id;
-    let request = ExecRequest { background: true, timeout_ms: 60_000, ..sh("read go < fifo; head -c 300000 /dev/zero | tr '\\0' x; echo end; echo done > done; exit 9") };
+    let request =
+        ExecRequest { background: true, timeout_ms: 60_000, ..sh("read go < fifo; head -c 300000 /dev/zero | tr '\\0' x; echo end; echo done > done; exit 9") };
     client.exec(session, &exec(["mkfifo", "fifo"])).await?;
     let exec_id = client.exec_background(session, &request).await?.exec_id;
     // Answered by a second command, which the agent runs on while the worker is dead.
@@ -148,7 +151,8 @@ async fn a_hundred_sessions_at_once_answer_and_leave_nothing() -> Result<()> {
     }
     let workspaces: HashSet<_> = tasks.join_all().await.into_iter().collect::<Result<_>>()?;
     assert_eq!(workspaces.len(), 100);
-    eventually("every workspace is gone", Duration::from_secs(30), async || Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0)).await?;
+    eventually("every workspace is gone", Duration::from_secs(30), async || Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0))
+        .await?;
     assert!(world.containers()?.is_empty());
     worker.shut_down().await?;
     world.assert_clean().await
@@ -175,7 +179,8 @@ async fn a_worker_killed_while_it_creates_and_ends_leaves_no_stray_and_loses_no_
             });
         }
         // A moment that differs from round to round: after so many of them are known.
-        eventually("some are under way", Duration::from_secs(30), async || Ok(client.list_sessions(&SessionFilter::default()).await?.len() > before + round)).await?;
+        eventually("some are under way", Duration::from_secs(30), async || Ok(client.list_sessions(&SessionFilter::default()).await?.len() > before + round))
+            .await?;
         worker.kill()?;
         calls.join_all().await;
         worker = world.worker(&Options::default()).await?;

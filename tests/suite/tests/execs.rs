@@ -1,4 +1,5 @@
 //! Commands, end to end.
+#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::time::Duration;
 
@@ -77,7 +78,9 @@ async fn a_deadline_ends_everything_that_the_command_started() -> Result<()> {
     let (_worker, client, id) = one_session(&world).await?;
     // Ignores TERM, daemonises twice, holds the pipes; a witness of another exec must live on.
     client.exec_background(id, &background("exec sleep 4321")).await?;
-    let mut stubborn = sh("trap '' TERM HUP INT; echo begun; (trap '' TERM; setsid sh -c '(trap \"\" TERM; exec sleep 1234) & exec sleep 1234' &) ; while :; do sleep 1234; done");
+    let mut stubborn = sh(
+        "trap '' TERM HUP INT; echo begun; (trap '' TERM; setsid sh -c '(trap \"\" TERM; exec sleep 1234) & exec sleep 1234' &) ; while :; do sleep 1234; done",
+    );
     stubborn.timeout_ms = 700;
     let result = client.exec(id, &stubborn).await?;
     assert!(result.exit.timed_out && !result.exit.oom_killed, "{result:?}");
@@ -118,7 +121,7 @@ async fn standard_input_can_be_fed_while_the_command_runs() -> Result<()> {
     }
     client.write_stdin(id, exec_id, Vec::new(), true).await?;
     let page = client.exec_output(id, exec_id, &OutputQuery { wait_ms: Some(20_000), ..Default::default() }).await?;
-    let expected: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    let expected = cynode_tests::hex(&hash.finalize());
     assert!(page.chunks[0].data.as_deref().unwrap_or_default().starts_with(&expected), "{page:?}");
     eventually("it exits", Duration::from_secs(10), async || Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)).await?;
     let error = client.write_stdin(id, exec_id, b"late".to_vec(), false).await.expect_err("ended");
@@ -193,7 +196,10 @@ async fn a_full_process_table_is_said_and_cleared_without_a_fork() -> Result<()>
     request.limits.get_or_insert_default().pids = Some(24);
     let id = client.create_session(&request).await?.session_id;
     client.exec_background(id, &background("i=0; while [ $i -lt 60 ]; do sleep 777 & i=$((i+1)); done; wait")).await?;
-    eventually("the table is full", Duration::from_secs(20), async || Ok(client.exec(id, &exec(["true"])).await.is_err_and(|error| error.is(ErrorCode::PidsExhausted)))).await?;
+    eventually("the table is full", Duration::from_secs(20), async || {
+        Ok(client.exec(id, &exec(["true"])).await.is_err_and(|error| error.is(ErrorCode::PidsExhausted)))
+    })
+    .await?;
     client.signal_session(id, SignalName::KILL).await?;
     eventually("there is room again", Duration::from_secs(20), async || Ok(client.exec(id, &exec(["true"])).await.is_ok())).await
 }
@@ -231,7 +237,7 @@ async fn output_is_read_in_pages_by_tail_and_as_a_stream_during_and_after_the_ru
         match event {
             ExecEvent::Output { data, .. } => text.extend_from_slice(&data),
             ExecEvent::Exit(ended) => exit = Some(ended),
-            _ => {}
+            ExecEvent::Start { .. } => {}
         }
     }
     assert_eq!((String::from_utf8_lossy(&text).as_ref(), exit.and_then(|exit| exit.exit_code)), ("one\ntwo\nthree\n", Some(0)));
@@ -301,7 +307,10 @@ async fn a_slow_reader_holds_up_its_own_program_and_nobody_else() -> Result<()> 
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
     let request = ExecRequest { timeout_ms: 600_000, background: true, ..sh("head -c 60000000 /dev/zero; echo done > finished") };
-    let exec_id = client.exec_background(id, &ExecRequest { argv: ["sh".into(), "-c".into(), format!("read go; {}", request.argv[2])].into(), stdin_open: true, ..request }).await?.exec_id;
+    let exec_id = client
+        .exec_background(id, &ExecRequest { argv: ["sh".into(), "-c".into(), format!("read go; {}", request.argv[2])].into(), stdin_open: true, ..request })
+        .await?
+        .exec_id;
     let mut events = client.exec_output_stream(id, exec_id, 0).await?;
     client.write_stdin(id, exec_id, b"go\n".to_vec(), true).await?;
     let mut bytes = 0;
@@ -318,7 +327,7 @@ async fn a_slow_reader_holds_up_its_own_program_and_nobody_else() -> Result<()> 
         match event {
             ExecEvent::Output { data, .. } => bytes += data.len(),
             ExecEvent::Exit(exit) => assert_eq!(exit.exit_code, Some(0)),
-            _ => {}
+            ExecEvent::Start { .. } => {}
         }
     }
     assert_eq!(bytes, 60_000_000);
@@ -345,7 +354,9 @@ async fn only_the_newest_output_is_kept_when_nobody_reads() -> Result<()> {
 async fn a_sandbox_has_loopback_and_no_other_way_out() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let result = client.exec(id, &sh("tail -n +3 /proc/net/dev | cut -d: -f1; cat /proc/net/route | tail -n +2; wget -T 2 -q -O - http://192.0.2.1/ 2>&1 || echo refused")).await?;
+    let result = client
+        .exec(id, &sh("tail -n +3 /proc/net/dev | cut -d: -f1; cat /proc/net/route | tail -n +2; wget -T 2 -q -O - http://192.0.2.1/ 2>&1 || echo refused"))
+        .await?;
     let interfaces: Vec<&str> = result.stdout.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     assert_eq!(interfaces.first(), Some(&"lo"), "{}", result.stdout);
     assert_eq!(interfaces.last(), Some(&"refused"), "{}", result.stdout);

@@ -189,9 +189,12 @@ async fn ranges_are_served_and_those_outside_the_file_refused() -> Result<()> {
     sandbox.write("small", "0123456789").await?;
     sandbox.write("large", large.clone()).await?;
     let range = async |path: &str, range: &str| Answer::of(sandbox.file(Method::GET, path).header("Range", range)).await;
-    for (asked, body, content_range) in
-        [("bytes=0-3", "0123", "bytes 0-3/10"), ("bytes=8-", "89", "bytes 8-9/10"), ("bytes=-4", "6789", "bytes 6-9/10"), ("bytes=5-500", "56789", "bytes 5-9/10")]
-    {
+    for (asked, body, content_range) in [
+        ("bytes=0-3", "0123", "bytes 0-3/10"),
+        ("bytes=8-", "89", "bytes 8-9/10"),
+        ("bytes=-4", "6789", "bytes 6-9/10"),
+        ("bytes=5-500", "56789", "bytes 5-9/10"),
+    ] {
         let answer = range("small", asked).await?;
         assert_eq!((answer.status, answer.header("content-range")), (206, content_range), "{asked}");
         assert_eq!((answer.body.as_ref(), answer.header("x-content-sha256")), (body.as_bytes(), sha256(b"0123456789").as_str()), "{asked}");
@@ -325,7 +328,8 @@ async fn links_are_followed_by_reads_and_writes_and_kept_by_the_rest() -> Result
 #[tokio::test]
 async fn any_name_that_a_file_can_have_works() -> Result<()> {
     let sandbox = Sandbox::new().await?;
-    let names: [&[u8]; 8] = [b"a b", b"new\nline", b"tab\t\x1b[31mred", "gr\u{fc}n \u{1f331}".as_bytes(), b"bad\xff\xfename", b"-rf", b"q\"uo'te\\", b"%2e%2e&path=x+y"];
+    let names: [&[u8]; 8] =
+        [b"a b", b"new\nline", b"tab\t\x1b[31mred", "gr\u{fc}n \u{1f331}".as_bytes(), b"bad\xff\xfename", b"-rf", b"q\"uo'te\\", b"%2e%2e&path=x+y"];
     let (mut as_text, mut as_bytes) = (0, 0);
     for (number, name) in names.into_iter().enumerate() {
         let path = std::path::Path::new(<std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(name));

@@ -1,4 +1,5 @@
 //! The contract of the container runtime, held by Podman and by the fake alike.
+#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -16,7 +17,12 @@ fn podman(world: &World) -> Arc<dyn Runtime> {
     let command = std::iter::once(command.get_program()).chain(command.get_args()).map(|part| part.to_string_lossy().into_owned()).collect();
     // Where the world's cleanup looks for it.
     let directory = world.state_dir().join("worker/podman");
-    Arc::new(Podman::new(PodmanOptions { socket: None, service: ServiceOptions { command, directory }, oci_runtime: Some("runc".to_owned()), call_limit: Duration::from_secs(30) }))
+    Arc::new(Podman::new(PodmanOptions {
+        socket: None,
+        service: ServiceOptions { command, directory },
+        oci_runtime: Some("runc".to_owned()),
+        call_limit: Duration::from_secs(30),
+    }))
 }
 
 fn fake(_: &World) -> Arc<dyn Runtime> {
@@ -102,7 +108,11 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     assert!(runtime.list(LABEL, "other").await?.is_empty());
 
     let ran = exec(runtime, &name, "echo out; echo err >&2; echo $COLOUR; pwd; exit 7", None).await?;
-    assert_eq!((ran.stdout.as_slice(), ran.stderr.as_slice(), ran.code), (b"out\nblue\n/tmp\n".as_slice(), b"err\n".as_slice(), Some(7)), "exec has streams, env, cwd and a code");
+    assert_eq!(
+        (ran.stdout.as_slice(), ran.stderr.as_slice(), ran.code),
+        (b"out\nblue\n/tmp\n".as_slice(), b"err\n".as_slice(), Some(7)),
+        "exec has streams, env, cwd and a code"
+    );
     let big = vec![b'x'; 300_000];
     let ran = exec(runtime, &name, "wc -c", Some(&big)).await?;
     assert_eq!(String::from_utf8_lossy(&ran.stdout).trim(), "300000", "exec takes input and its end");
@@ -155,7 +165,13 @@ async fn podman_gives_a_terminal_that_can_be_resized() -> Result<()> {
     let world = World::new()?;
     let runtime = podman(&world);
     run(runtime.as_ref(), "terminal", "while :; do sleep 1; done").await?;
-    let spec = ExecSpec { argv: ["/bin/sh", "-c", "test -t 0 && echo tty; read line; stty size; exit 6"].map(str::to_owned).to_vec(), env: vec![("PATH".to_owned(), "/bin".to_owned())], cwd: "/".to_owned(), stdin: true, tty: Some((80, 24)) };
+    let spec = ExecSpec {
+        argv: ["/bin/sh", "-c", "test -t 0 && echo tty; read line; stty size; exit 6"].map(str::to_owned).to_vec(),
+        env: vec![("PATH".to_owned(), "/bin".to_owned())],
+        cwd: "/".to_owned(),
+        stdin: true,
+        tty: Some((80, 24)),
+    };
     let mut started = runtime.exec("terminal", &spec).await?;
     let mut text = Vec::new();
     while !String::from_utf8_lossy(&text).contains("tty") {

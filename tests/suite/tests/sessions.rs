@@ -1,4 +1,5 @@
 //! The life of sessions, end to end.
+#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::time::Duration;
 
@@ -19,7 +20,9 @@ async fn one_container_stays_and_its_workspace_persists_across_commands() -> Res
 
     let first = client.exec(session.session_id, &sh("echo kept > note; readlink /proc/1/ns/mnt || true; echo out; echo err >&2; exit 7")).await?;
     assert_eq!((first.exit.exit_code, first.stdout.as_str(), first.stderr.as_str()), (Some(7), "out\n", "err\n"));
-    let second = client.exec(session.session_id, &sh("cat note; id -u; id -g; pwd; echo $HOME; test -w $HOME && test -w /tmp && test ! -w /etc && echo writable")).await?;
+    let second = client
+        .exec(session.session_id, &sh("cat note; id -u; id -g; pwd; echo $HOME; test -w $HOME && test -w /tmp && test ! -w /etc && echo writable"))
+        .await?;
     assert_eq!(second.stdout, "kept\n1000\n1000\n/workspace\n/home/agent\nwritable\n");
 
     worker.shut_down().await?;
@@ -39,7 +42,13 @@ async fn commands_see_their_task_and_session_and_nothing_of_the_host() -> Result
     command.env.insert("SHAPE".into(), "round".into());
     let result = client.exec(request.session_id, &command).await?;
     let lines: Vec<&str> = result.stdout.lines().collect();
-    for expected in [format!("CYNODE_TASK_ID={}", request.task_id), format!("CYNODE_SESSION_ID={}", request.session_id), "CYNODE_WORKSPACE_DIR=/workspace".to_owned(), "COLOUR=blue".to_owned(), "SHAPE=round".to_owned()] {
+    for expected in [
+        format!("CYNODE_TASK_ID={}", request.task_id),
+        format!("CYNODE_SESSION_ID={}", request.session_id),
+        "CYNODE_WORKSPACE_DIR=/workspace".to_owned(),
+        "COLOUR=blue".to_owned(),
+        "SHAPE=round".to_owned(),
+    ] {
         assert!(lines.contains(&expected.as_str()), "{expected} is missing in {lines:?}");
     }
     let token = worker.token()?;
@@ -70,7 +79,9 @@ async fn only_marked_images_are_taken_and_their_config_decides_nothing() -> Resu
     assert!(error.is(ErrorCode::ImageNotFound), "{error}");
 
     let hostile = client.create_session(&with_image(HOSTILE)).await?;
-    let result = client.exec(hostile.session_id, &sh("id -u; echo ${LD_PRELOAD:-none}; echo $CYNODE_TASK_ID; touch /workspace/x && ls /workspace; cat /proc/1/comm")).await?;
+    let result = client
+        .exec(hostile.session_id, &sh("id -u; echo ${LD_PRELOAD:-none}; echo $CYNODE_TASK_ID; touch /workspace/x && ls /workspace; cat /proc/1/comm"))
+        .await?;
     assert_eq!(result.stdout, format!("1000\nnone\n{}\nx\ncynode-sba\n", hostile.task_id));
     Ok(())
 }
@@ -111,7 +122,9 @@ async fn a_workspace_is_deleted_at_the_end_or_kept_for_the_same_task() -> Result
     let error = client.create_session(&second).await.expect_err("in use");
     assert!(error.is(ErrorCode::WorkspaceInUse), "{error}");
 
-    let ended = client.end_session(first.session_id, &SessionEnd { workspace: Some(WorkspaceDisposal::Keep), reason: Some("done".into()), ..Default::default() }).await?;
+    let ended = client
+        .end_session(first.session_id, &SessionEnd { workspace: Some(WorkspaceDisposal::Keep), reason: Some("done".into()), ..Default::default() })
+        .await?;
     assert_eq!((ended.state, ended.end_reason.as_deref()), (SessionState::Ended, Some("done")));
     let again = client.end_session(first.session_id, &SessionEnd::default()).await?;
     assert_eq!(again.end_reason.as_deref(), Some("done"));
@@ -176,7 +189,8 @@ async fn lists_filter_by_state_task_and_label() -> Result<()> {
     client.create_session(&labelled).await?;
     let plain = client.create_session(&session()).await?;
     client.end_session(plain.session_id, &SessionEnd::default()).await?;
-    let ids = async |filter: SessionFilter| Ok::<_, anyhow::Error>(client.list_sessions(&filter).await?.iter().map(|session| session.session_id).collect::<Vec<_>>());
+    let ids =
+        async |filter: SessionFilter| Ok::<_, anyhow::Error>(client.list_sessions(&filter).await?.iter().map(|session| session.session_id).collect::<Vec<_>>());
     assert_eq!(ids(SessionFilter { state: Some(SessionState::Running), ..Default::default() }).await?, [labelled.session_id]);
     assert_eq!(ids(SessionFilter { task_id: Some(plain.task_id), ..Default::default() }).await?, [plain.session_id]);
     assert_eq!(ids(SessionFilter { labels: vec![("team".into(), "red".into())], ..Default::default() }).await?, [labelled.session_id]);

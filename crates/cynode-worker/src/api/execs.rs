@@ -34,7 +34,9 @@ impl<S: Send + Sync> axum::extract::FromRequestParts<S> for ExecPath {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut http::request::Parts, state: &S) -> Result<Self, Self::Rejection> {
-        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state).await.map_err(|error| ApiError::invalid(error.body_text()))?;
+        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state)
+            .await
+            .map_err(|error| ApiError::invalid(error.body_text()))?;
         Ok(Self(parse_id(&path, "id", ErrorCode::SessionNotFound)?, parse_id(&path, "exec_id", ErrorCode::ExecNotFound)?))
     }
 }
@@ -56,7 +58,10 @@ fn check(request: &ExecRequest) -> Result<(), ApiError> {
     check_env(&request.env, MAX_ENV, MAX_ENV_BYTES)?;
     let least = u64::from(!request.background);
     if !(least..=MAX_TIMEOUT_MS).contains(&request.timeout_ms) {
-        return Err(ApiError::invalid(format!("timeout_ms: must lie between {least} and {MAX_TIMEOUT_MS}{}", if request.background { "" } else { " (0 only with background)" })));
+        return Err(ApiError::invalid(format!(
+            "timeout_ms: must lie between {least} and {MAX_TIMEOUT_MS}{}",
+            if request.background { "" } else { " (0 only with background)" }
+        )));
     }
     if request.max_output_bytes.is_some_and(|bytes| bytes > MAX_OUTPUT_BYTES) {
         return Err(ApiError::invalid(format!("max_output_bytes: at most {MAX_OUTPUT_BYTES}")));
@@ -73,7 +78,12 @@ fn check(request: &ExecRequest) -> Result<(), ApiError> {
 /// Run a command. The answer is its result, an event stream (`Accept: text/event-stream`), or, with `background`, its id.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/exec", tag = "execs", params(("id" = SessionId, Path)), request_body = ExecRequest,
     responses((status = 200, content((ExecResult = "application/json"), (String = "text/event-stream"))), (status = 202, body = ExecAccepted), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn start(State(api): State<Api>, Id(id): Id<SessionId>, headers: HeaderMap, JsonBody(request): JsonBody<ExecRequest>) -> Result<Response, ApiError> {
+pub(super) async fn start(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    headers: HeaderMap,
+    JsonBody(request): JsonBody<ExecRequest>,
+) -> Result<Response, ApiError> {
     let begun = std::time::Instant::now();
     check(&request)?;
     let (entry, live) = api.sessions.live(id)?;
@@ -163,12 +173,19 @@ pub(super) struct OutputQuery {
 /// Read output, while the command runs and after; or follow it as an event stream, resumed by `Last-Event-ID`.
 #[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs/{exec_id}/output", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path), OutputQuery),
     responses((status = 200, content((OutputPage = "application/json"), (String = "text/event-stream"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn output(State(api): State<Api>, ExecPath(id, exec_id): ExecPath, headers: HeaderMap, QueryParams(query): QueryParams<OutputQuery>) -> Result<Response, ApiError> {
+pub(super) async fn output(
+    State(api): State<Api>,
+    ExecPath(id, exec_id): ExecPath,
+    headers: HeaderMap,
+    QueryParams(query): QueryParams<OutputQuery>,
+) -> Result<Response, ApiError> {
     let entry = with_execs(&api, id)?;
     entry.touch();
     let exec = entry.execs.get(exec_id)?;
     let resumed = match headers.get("last-event-id") {
-        Some(value) => Some(value.to_str().ok().and_then(|text| text.parse::<u64>().ok()).ok_or_else(|| ApiError::invalid("Last-Event-ID: is not a sequence number"))?),
+        Some(value) => {
+            Some(value.to_str().ok().and_then(|text| text.parse::<u64>().ok()).ok_or_else(|| ApiError::invalid("Last-Event-ID: is not a sequence number"))?)
+        }
         None => None,
     };
     let wait = query.wait_ms.unwrap_or(0);
@@ -192,7 +209,13 @@ pub(super) async fn output(State(api): State<Api>, ExecPath(id, exec_id): ExecPa
             break page;
         }
     };
-    Ok(Json(OutputPage { chunks: page.pieces.into_iter().map(chunk).collect(), next_seq: page.next_seq, lost_before_seq: page.lost_before_seq, exit: page.exit }).into_response())
+    Ok(Json(OutputPage {
+        chunks: page.pieces.into_iter().map(chunk).collect(),
+        next_seq: page.next_seq,
+        lost_before_seq: page.lost_before_seq,
+        exit: page.exit,
+    })
+    .into_response())
 }
 
 /// Signal a command: its process group, or everything that it started.
@@ -235,4 +258,3 @@ pub(super) async fn stdin(State(api): State<Api>, ExecPath(id, exec_id): ExecPat
     }
     Ok(StatusCode::NO_CONTENT)
 }
-

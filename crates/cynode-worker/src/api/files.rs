@@ -10,7 +10,8 @@ use axum::{
 };
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::{
-    Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileType, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, SessionId,
+    Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileType, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchRequest, PatchResult, Problem,
+    SearchRequest, SearchResult, SessionId,
     file_limits::{MAX_CONTEXT_LINES, MAX_DEPTH, MAX_ENTRIES, MAX_PATCH_BYTES, MAX_PATH_BYTES, MAX_PATTERN_BYTES, MAX_PUT_BYTES, MAX_RESULTS, SEARCH_MS},
 };
 use cynode_sba_proto::{FileOp, FileStat, Frame, Reply, Request};
@@ -152,7 +153,12 @@ fn parse_range(headers: &HeaderMap) -> Option<Range> {
 /// Read a file, whole or a range of it.
 #[utoipa::path(get, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery),
     responses((status = 200, content_type = "application/octet-stream", body = Vec<u8>), (status = 206, content_type = "application/octet-stream", body = Vec<u8>), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn read(State(api): State<Api>, Id(id): Id<SessionId>, headers: HeaderMap, QueryParams(query): QueryParams<FileQuery>) -> Result<Response, ApiError> {
+pub(super) async fn read(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    headers: HeaderMap,
+    QueryParams(query): QueryParams<FileQuery>,
+) -> Result<Response, ApiError> {
     let path = query.path()?;
     let range = parse_range(&headers);
     let (start, end) = match range {
@@ -236,7 +242,13 @@ pub(super) struct FileWritten {
 /// Write a file, atomically; parents are made. `X-Mode` sets its permissions, `X-Content-SHA256` is checked.
 #[utoipa::path(put, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery), request_body(content = Vec<u8>, content_type = "application/octet-stream"),
     responses((status = 201, body = FileWritten), (status = 200, body = FileWritten), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn write(State(api): State<Api>, Id(id): Id<SessionId>, headers: HeaderMap, QueryParams(query): QueryParams<FileQuery>, body: Body) -> Result<Response, ApiError> {
+pub(super) async fn write(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    headers: HeaderMap,
+    QueryParams(query): QueryParams<FileQuery>,
+    body: Body,
+) -> Result<Response, ApiError> {
     let path = query.path()?;
     let too_large = || ApiError::new(ErrorCode::TooLarge, format!("the file exceeds {MAX_PUT_BYTES} bytes"));
     let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()).and_then(|text| text.parse::<u64>().ok());
@@ -252,7 +264,14 @@ pub(super) async fn write(State(api): State<Api>, Id(id): Id<SessionId>, headers
     };
     let expected = match headers.get("x-content-sha256") {
         None => None,
-        Some(value) => Some(value.to_str().ok().filter(|text| is_sha256(text)).map(str::to_ascii_lowercase).ok_or_else(|| ApiError::invalid("X-Content-SHA256: must be 64 hexadecimal digits"))?),
+        Some(value) => Some(
+            value
+                .to_str()
+                .ok()
+                .filter(|text| is_sha256(text))
+                .map(str::to_ascii_lowercase)
+                .ok_or_else(|| ApiError::invalid("X-Content-SHA256: must be 64 hexadecimal digits"))?,
+        ),
     };
     let if_none_match = match headers.get(header::IF_NONE_MATCH) {
         None => false,
@@ -287,7 +306,13 @@ pub(super) async fn write(State(api): State<Api>, Id(id): Id<SessionId>, headers
         Reply::Written(written) if is_sha256(&written.sha256) => {
             let status = if written.created { StatusCode::CREATED } else { StatusCode::OK };
             let etag = format!("\"sha256:{}\"", written.sha256);
-            let answer = FileWritten { sha256: written.sha256, size: written.size, mode: format!("{:04o}", written.mode & 0o7777), created: written.created, sha256_before: written.sha256_before };
+            let answer = FileWritten {
+                sha256: written.sha256,
+                size: written.size,
+                mode: format!("{:04o}", written.mode & 0o7777),
+                created: written.created,
+                sha256_before: written.sha256_before,
+            };
             Ok((status, [(header::ETAG, etag)], Json(answer)).into_response())
         }
         other => Err(unexpected(&format!("{other:?}"))),
@@ -305,7 +330,12 @@ async fn refusal(channel: &mut Channel) -> ApiError {
 /// Delete a file, or a directory.
 #[utoipa::path(delete, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery),
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn delete(State(api): State<Api>, Id(id): Id<SessionId>, headers: HeaderMap, QueryParams(query): QueryParams<FileQuery>) -> Result<StatusCode, ApiError> {
+pub(super) async fn delete(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    headers: HeaderMap,
+    QueryParams(query): QueryParams<FileQuery>,
+) -> Result<StatusCode, ApiError> {
     simple(&api, id, FileOp::Delete { path: query.path()?, recursive: query.recursive, if_match: if_match(&headers)? }).await
 }
 
@@ -401,7 +431,12 @@ pub(super) async fn export(State(api): State<Api>, Id(id): Id<SessionId>, JsonBo
 /// Unpack a tar archive into a directory, which is made when it is not there.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/import", tag = "files", params(("id" = SessionId, Path), FileQuery), request_body(content = Vec<u8>, content_type = "application/x-tar"),
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn import(State(api): State<Api>, Id(id): Id<SessionId>, QueryParams(query): QueryParams<FileQuery>, body: Body) -> Result<StatusCode, ApiError> {
+pub(super) async fn import(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    QueryParams(query): QueryParams<FileQuery>,
+    body: Body,
+) -> Result<StatusCode, ApiError> {
     let (mut channel, _activity) = open(&api, id, FileOp::Import { path: query.path()? }).await?;
     let mut body = body.into_data_stream();
     while let Some(piece) = body.next().await {

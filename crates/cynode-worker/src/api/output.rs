@@ -69,7 +69,11 @@ pub(super) fn stream(reader: Reader, from_start: bool, stop: CancellationToken) 
     let mut first = Vec::new();
     if from_start {
         let record = &reader.exec().record;
-        write_event("start", &StreamEvent { exec_id: Some(record.exec_id), lost_before_seq: reader.lost_before_seq, ..empty(0, record.started_at) }, &mut first);
+        write_event(
+            "start",
+            &StreamEvent { exec_id: Some(record.exec_id), lost_before_seq: reader.lost_before_seq, ..empty(0, record.started_at) },
+            &mut first,
+        );
     }
     let state = Some((reader, first, stop));
     let events = stream::unfold(state, async |state| {
@@ -108,7 +112,9 @@ pub(super) fn stream(reader: Reader, from_start: bool, stop: CancellationToken) 
                 Ok(Next::Nothing) => {}
                 Err(error) => {
                     // Too late for a status: the stream ends without an exit event, and the reason is in it.
-                    batch.extend_from_slice(format!("event: error\ndata: {}\n\n", serde_json::json!({ "code": error.0.code, "detail": error.0.detail })).as_bytes());
+                    batch.extend_from_slice(
+                        format!("event: error\ndata: {}\n\n", serde_json::json!({ "code": error.0.code, "detail": error.0.detail })).as_bytes(),
+                    );
                     return Some((Ok(Bytes::from(batch)), None));
                 }
             }

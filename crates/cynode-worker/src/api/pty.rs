@@ -45,11 +45,22 @@ enum ToClient {
 #[utoipa::path(get, path = "/v1/worker/sessions/{id}/pty", tag = "sessions",
     params(("id" = SessionId, Path), ("cols" = Option<u16>, Query), ("rows" = Option<u16>, Query), ("argv" = Option<Vec<String>>, Query, description = "A command instead of a shell; repeated for each argument")),
     responses((status = 101, description = "The terminal is open"), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn open(State(api): State<Api>, Id(id): Id<SessionId>, QueryParams(query): QueryParams<Vec<(String, String)>>, upgrade: Result<WebSocketUpgrade, axum::extract::ws::rejection::WebSocketUpgradeRejection>) -> Result<Response, ApiError> {
+pub(super) async fn open(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    QueryParams(query): QueryParams<Vec<(String, String)>>,
+    upgrade: Result<WebSocketUpgrade, axum::extract::ws::rejection::WebSocketUpgradeRejection>,
+) -> Result<Response, ApiError> {
     let mut size = (80, 24);
     let mut argv = Vec::new();
     for (name, value) in query {
-        let number = || value.parse::<u16>().ok().filter(|number| (1..=1_000).contains(number)).ok_or_else(|| ApiError::invalid(format!("{name}: must lie between 1 and 1000")));
+        let number = || {
+            value
+                .parse::<u16>()
+                .ok()
+                .filter(|number| (1..=1_000).contains(number))
+                .ok_or_else(|| ApiError::invalid(format!("{name}: must lie between 1 and 1000")))
+        };
         match name.as_str() {
             "cols" => size.0 = number()?,
             "rows" => size.1 = number()?,

@@ -21,12 +21,18 @@ impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Id<SessionId> {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut http::request::Parts, state: &S) -> Result<Self, Self::Rejection> {
-        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state).await.map_err(|error| ApiError::invalid(error.body_text()))?;
+        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state)
+            .await
+            .map_err(|error| ApiError::invalid(error.body_text()))?;
         parse_id(&path, "id", cynode_api::ErrorCode::SessionNotFound).map(Id)
     }
 }
 
-pub(super) fn parse_id<T: std::str::FromStr>(path: &std::collections::HashMap<String, String>, name: &str, missing: cynode_api::ErrorCode) -> Result<T, ApiError> {
+pub(super) fn parse_id<T: std::str::FromStr>(
+    path: &std::collections::HashMap<String, String>,
+    name: &str,
+    missing: cynode_api::ErrorCode,
+) -> Result<T, ApiError> {
     let text = path.get(name).map(String::as_str).unwrap_or_default();
     text.parse().map_err(|_| ApiError::new(missing, format!("'{}' is not an id", text.chars().take(100).collect::<String>())))
 }
@@ -121,7 +127,11 @@ pub(super) struct SessionResume {
 /// Give a session whose container is gone a new one on its kept workspace.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/resume", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionResume,
     responses((status = 201, body = Session), (status = 200, body = Session, description = "It runs already"), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn resume(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionResume>) -> Result<(StatusCode, Json<Session>), ApiError> {
+pub(super) async fn resume(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    JsonBody(request): JsonBody<SessionResume>,
+) -> Result<(StatusCode, Json<Session>), ApiError> {
     check_version(request.version)?;
     created(api.sessions.resume(id).await)
 }

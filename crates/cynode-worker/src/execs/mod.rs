@@ -279,7 +279,11 @@ impl Exec {
     }
 
     fn check_kept(&self, inner: &Inner) -> Result<(), ApiError> {
-        if inner.expired { Err(ApiError::new(ErrorCode::OutputExpired, format!("the output of exec {} was dropped to make room for newer output", self.id()))) } else { Ok(()) }
+        if inner.expired {
+            Err(ApiError::new(ErrorCode::OutputExpired, format!("the output of exec {} was dropped to make room for newer output", self.id())))
+        } else {
+            Ok(())
+        }
     }
 
     /// A reader for a stream; while it lives, nothing that it still needs is dropped.

@@ -24,7 +24,7 @@ use futures_util::StreamExt as _;
 use time::OffsetDateTime;
 use tokio::{io::AsyncWriteExt as _, sync::mpsc, time::Instant};
 
-use super::{Exec, Piece, SessionExecs, agent::abandoned, agent::Command};
+use super::{Exec, Piece, SessionExecs, agent::Command, agent::abandoned};
 use crate::{
     process::{self, Inside},
     runtime::{ExecOutput, ExecSpec, RuntimeExec},
@@ -137,7 +137,10 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, star
         }
     };
     // The runtime reports a signal as 128 and its number; a plain exit with such a code looks the same.
-    let signal = code.filter(|code| timed_out && *code > 128).map(|code| SignalName::name_of(code - 128)).or_else(|| (timed_out && code.is_none()).then(|| "KILL".to_owned()));
+    let signal = code
+        .filter(|code| timed_out && *code > 128)
+        .map(|code| SignalName::name_of(code - 128))
+        .or_else(|| (timed_out && code.is_none()).then(|| "KILL".to_owned()));
     let exit = ExecExit {
         exit_code: code.filter(|_| signal.is_none()),
         oom_killed: code == Some(137) && !timed_out && live.saw_oom_kill(),
@@ -200,10 +203,9 @@ async fn exited(live: &Live, id: &str) -> Option<i32> {
     loop {
         match live.runtime.exec_state(id).await {
             Ok(state) if !state.running => return state.exit_code.and_then(|code| i32::try_from(code).ok()),
-            Ok(_) => {}
-            Err(_) if live.is_gone() => return None,
             Err(crate::runtime::Error::NotFound(_)) => return None,
-            Err(_) => {}
+            Err(_) if live.is_gone() => return None,
+            Ok(_) | Err(_) => {}
         }
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(Duration::from_millis(500));

@@ -216,7 +216,12 @@ mod tests {
     use super::*;
 
     fn piece(seq: u64, size: usize) -> Piece {
-        Piece { seq, at_ms: seq * 10, stream: if seq % 3 == 0 { Stream::Stderr } else { Stream::Stdout }, data: vec![u8::try_from(seq % 251).unwrap_or(0); size] }
+        Piece {
+            seq,
+            at_ms: seq * 10,
+            stream: if seq.is_multiple_of(3) { Stream::Stderr } else { Stream::Stdout },
+            data: vec![u8::try_from(seq % 251).unwrap_or(0); size],
+        }
     }
 
     fn all(spool: &Spool, after: u64) -> Vec<Piece> {
@@ -228,7 +233,7 @@ mod tests {
     fn what_was_kept_is_read_again_from_any_place() {
         let directory = tempfile::tempdir().expect("a directory");
         let mut spool = Spool::new(directory.path().to_owned(), ExecId::generate());
-        let pieces: Vec<Piece> = (1..=50).map(|seq| piece(seq, seq as usize * 7)).collect();
+        let pieces: Vec<Piece> = (1..=50).map(|seq| piece(seq, usize::try_from(seq).unwrap_or(0) * 7)).collect();
         for piece in &pieces {
             spool.append(piece).expect("appends");
         }

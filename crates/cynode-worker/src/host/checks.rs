@@ -25,7 +25,11 @@ pub(super) fn cgroups() -> Check {
         (true, _) => Check::ok("cgroups", "version 2"),
         (false, true) if Path::new("/sys/fs/cgroup/unified").is_dir() => Check::adapted("cgroups", "hybrid (versions 1 and 2): limits are set in version 1"),
         (false, true) => Check::adapted("cgroups", "version 1"),
-        (false, false) => Check::problem("cgroups", "the memory, pids and cpu controllers are not all there", "Boot with cgroup v2, or enable these controllers (kernel parameter cgroup_enable=memory)."),
+        (false, false) => Check::problem(
+            "cgroups",
+            "the memory, pids and cpu controllers are not all there",
+            "Boot with cgroup v2, or enable these controllers (kernel parameter cgroup_enable=memory).",
+        ),
     }
 }
 
@@ -46,11 +50,17 @@ pub(super) fn id_ranges() -> Check {
     for file in ["/etc/subuid", "/etc/subgid"] {
         for line in fs_err::read_to_string(file).unwrap_or_default().lines() {
             let mut parts = line.split(':');
-            let (Some(name), Some(start), Some(count)) = (parts.next(), parts.next().and_then(|text| text.trim().parse::<u64>().ok()), parts.next().and_then(|text| text.trim().parse::<u64>().ok())) else {
+            let (Some(name), Some(start), Some(count)) =
+                (parts.next(), parts.next().and_then(|text| text.trim().parse::<u64>().ok()), parts.next().and_then(|text| text.trim().parse::<u64>().ok()))
+            else {
                 continue;
             };
             if start <= last && start + count > first {
-                return Check::problem("id ranges", format!("{file} gives '{name}' ids from {start} to {}, which sandboxes use", start + count - 1), format!("Give '{name}' a range below {first} in {file}."));
+                return Check::problem(
+                    "id ranges",
+                    format!("{file} gives '{name}' ids from {start} to {}, which sandboxes use", start + count - 1),
+                    format!("Give '{name}' a range below {first} in {file}."),
+                );
             }
         }
     }
@@ -70,11 +80,18 @@ pub(super) fn rlimits() -> (Check, u64) {
     let most = if may_raise { nofile.max(1 << 20) } else { nofile };
     let text = |value: u64| if value == u64::MAX { "unlimited".to_owned() } else { value.to_string() };
     let check = if nofile < 1_024 {
-        Check::problem("rlimits", format!("the hard limit of open files is {nofile}"), "Raise it: 'ulimit -Hn 4096' before the start, or LimitNOFILE= in the unit.")
+        Check::problem(
+            "rlimits",
+            format!("the hard limit of open files is {nofile}"),
+            "Raise it: 'ulimit -Hn 4096' before the start, or LimitNOFILE= in the unit.",
+        )
     } else if may_raise {
         Check::ok("rlimits", format!("nofile {}, nproc {}", text(nofile), text(nproc)))
     } else {
-        Check::adapted("rlimits", format!("can't be raised here (no CAP_SYS_RESOURCE): sandboxes get explicit ones, at most nofile {} and nproc {}", text(nofile), text(nproc)))
+        Check::adapted(
+            "rlimits",
+            format!("can't be raised here (no CAP_SYS_RESOURCE): sandboxes get explicit ones, at most nofile {} and nproc {}", text(nofile), text(nproc)),
+        )
     };
     (check, most)
 }
@@ -108,13 +125,21 @@ pub(super) fn disk(state_dir: &Path) -> Check {
 }
 
 pub(super) fn postgres() -> Check {
-    let mut found: Vec<PathBuf> = fs_err::read_dir("/usr/lib/postgresql").map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path().join("bin/postgres"))).filter(|path| path.is_file()).collect()).unwrap_or_default();
+    let mut found: Vec<PathBuf> = fs_err::read_dir("/usr/lib/postgresql")
+        .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path().join("bin/postgres"))).filter(|path| path.is_file()).collect())
+        .unwrap_or_default();
     found.sort();
     match found.last() {
         Some(path) => Check::ok("PostgreSQL", path.display().to_string()),
-        None => match std::env::var_os("PATH").and_then(|path| std::env::split_paths(&path).map(|directory| directory.join("postgres")).find(|path| path.is_file())) {
+        None => match std::env::var_os("PATH")
+            .and_then(|path| std::env::split_paths(&path).map(|directory| directory.join("postgres")).find(|path| path.is_file()))
+        {
             Some(path) => Check::ok("PostgreSQL", path.display().to_string()),
-            None => Check::problem("PostgreSQL", "no server binaries", "Install them: apt-get install postgresql (scripts/setup does it without creating a cluster)."),
+            None => Check::problem(
+                "PostgreSQL",
+                "no server binaries",
+                "Install them: apt-get install postgresql (scripts/setup does it without creating a cluster).",
+            ),
         },
     }
 }

@@ -110,7 +110,12 @@ pub(crate) fn agent_binary(config: &Config) -> Result<PathBuf, String> {
     let program = std::env::current_exe().map_err(|error| format!("where this program lies is unknown: {error}"))?;
     let directory = program.parent().unwrap_or(Path::new("/"));
     // A build tree keeps the static one apart from the one that its tests are linked with.
-    let places = [directory.join("../sba/cynode-sba"), directory.join("cynode-sba"), directory.join("../lib/cynode/cynode-sba"), PathBuf::from("/usr/lib/cynode/cynode-sba")];
+    let places = [
+        directory.join("../sba/cynode-sba"),
+        directory.join("cynode-sba"),
+        directory.join("../lib/cynode/cynode-sba"),
+        PathBuf::from("/usr/lib/cynode/cynode-sba"),
+    ];
     places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| format!("cynode-sba is not beside {} nor in any usual place", program.display()))
 }
 

@@ -19,7 +19,13 @@ pub(super) struct Engine {
 pub(super) async fn engine(config: &Config) -> Engine {
     let version = match run(&config.podman, &["--version"]).await {
         Ok(text) => text.trim().trim_start_matches("podman version ").to_owned(),
-        Err(error) => return Engine { check: Check::problem("container engine", format!("'{}' does not run: {error}", config.podman), INSTALL), version: None, info: Value::Null },
+        Err(error) => {
+            return Engine {
+                check: Check::problem("container engine", format!("'{}' does not run: {error}", config.podman), INSTALL),
+                version: None,
+                info: Value::Null,
+            };
+        }
     };
     let command = config.podman_command();
     let arguments: Vec<&str> = command[1..].iter().map(String::as_str).chain(["info", "--format", "json"]).collect();
@@ -36,7 +42,11 @@ pub(super) async fn engine(config: &Config) -> Engine {
             };
             Engine { check, version: Some(version), info: serde_json::from_str(&text).unwrap_or(Value::Null) }
         }
-        Err(error) => Engine { check: Check::problem("container engine", format!("Podman {version} can't use its store: {error}"), "Run 'podman info' and follow what it says."), version: Some(version), info: Value::Null },
+        Err(error) => Engine {
+            check: Check::problem("container engine", format!("Podman {version} can't use its store: {error}"), "Run 'podman info' and follow what it says."),
+            version: Some(version),
+            info: Value::Null,
+        },
     }
 }
 
@@ -49,7 +59,12 @@ pub(super) async fn oci_runtime(config: &Config, agent: &Path) -> (Check, Option
     const NAME: &str = "OCI runtime";
     let root = match prepare_root(agent) {
         Ok(root) => root,
-        Err(error) => return (Check::problem(NAME, format!("the trial could not be prepared: {error}"), "Check free disk and permissions of the temporary directory."), None),
+        Err(error) => {
+            return (
+                Check::problem(NAME, format!("the trial could not be prepared: {error}"), "Check free disk and permissions of the temporary directory."),
+                None,
+            );
+        }
     };
     let candidates: Vec<String> = match &config.oci_runtime {
         Some(name) => vec![name.clone()],
@@ -95,8 +110,37 @@ async fn trial(config: &Config, runtime: &str, root: &Path) -> Result<(), String
     let command = config.podman_command();
     let root = root.display().to_string();
     let mut arguments: Vec<&str> = command[1..].iter().map(String::as_str).collect();
-    arguments.extend(["--runtime", runtime, "--cgroup-manager", super::checks::choose_cgroup_manager(), "--events-backend", "none", "run", "--rm", "--network", "none", "--ipc", "none", "--no-hosts"]);
-    arguments.extend(["--log-driver", "none", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=512:512", "--memory", "64m", "--pids-limit", "16", "--cpus", "1", "--user", "1000:1000"]);
+    arguments.extend([
+        "--runtime",
+        runtime,
+        "--cgroup-manager",
+        super::checks::choose_cgroup_manager(),
+        "--events-backend",
+        "none",
+        "run",
+        "--rm",
+        "--network",
+        "none",
+        "--ipc",
+        "none",
+        "--no-hosts",
+    ]);
+    arguments.extend([
+        "--log-driver",
+        "none",
+        "--ulimit",
+        "nofile=1024:1024",
+        "--ulimit",
+        "nproc=512:512",
+        "--memory",
+        "64m",
+        "--pids-limit",
+        "16",
+        "--cpus",
+        "1",
+        "--user",
+        "1000:1000",
+    ]);
     arguments.extend(["--label", "io.cynodeai.sandbox.id=trial", "--rootfs", &root, "/cynode-sba", "--version"]);
     run(&config.podman, &arguments).await.map(drop)
 }
@@ -109,7 +153,11 @@ pub(super) fn store(engine: &Engine) -> Vec<Check> {
     let driver = engine.info["store"]["graphDriverName"].as_str().unwrap_or("unknown");
     let storage = match driver {
         "overlay" | "btrfs" | "zfs" => Check::ok("storage driver", format!("{driver} at {}", engine.info["store"]["graphRoot"].as_str().unwrap_or("unknown"))),
-        "vfs" => Check::problem("storage driver", "vfs copies the whole image for every sandbox", "Set driver = \"overlay\" in storage.conf and run 'podman system reset'."),
+        "vfs" => Check::problem(
+            "storage driver",
+            "vfs copies the whole image for every sandbox",
+            "Set driver = \"overlay\" in storage.conf and run 'podman system reset'.",
+        ),
         other => Check::adapted("storage driver", other),
     };
     let seccomp = if engine.info["host"]["security"]["seccompEnabled"].as_bool().unwrap_or(false) {

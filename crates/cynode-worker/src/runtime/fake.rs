@@ -182,7 +182,13 @@ impl Runtime for Fake {
 
     async fn list(&self, label: &str, value: &str) -> Result<Vec<Container>, Error> {
         self.check("list")?;
-        Ok(self.containers.lock().iter().filter(|(_, entry)| entry.spec.labels.get(label).is_some_and(|found| found == value)).map(|(name, entry)| container(name, entry)).collect())
+        Ok(self
+            .containers
+            .lock()
+            .iter()
+            .filter(|(_, entry)| entry.spec.labels.get(label).is_some_and(|found| found == value))
+            .map(|(name, entry)| container(name, entry))
+            .collect())
     }
 
     async fn kill(&self, name: &str, signal: &str) -> Result<(), Error> {
@@ -211,7 +217,8 @@ impl Runtime for Fake {
         self.running_pid(name)?;
         let mut child = spawn("exec", &spec.argv, &spec.env, Some(&spec.cwd), true)?;
         let missing = || Error::Refused { call: "exec", message: "a stream is missing".to_owned() };
-        let (stdin, stdout, stderr) = (child.stdin.take().ok_or_else(missing)?, child.stdout.take().ok_or_else(missing)?, child.stderr.take().ok_or_else(missing)?);
+        let (stdin, stdout, stderr) =
+            (child.stdin.take().ok_or_else(missing)?, child.stdout.take().ok_or_else(missing)?, child.stderr.take().ok_or_else(missing)?);
         let id = format!("exec-{}", self.number());
         self.execs.lock().insert(id.clone(), follow(child));
         let input: Pin<Box<dyn tokio::io::AsyncWrite + Send>> = if spec.stdin { Box::pin(Input(Some(stdin))) } else { Box::pin(tokio::io::sink()) };
@@ -232,7 +239,10 @@ impl Runtime for Fake {
 }
 
 /// Both streams as they come.
-fn merge(stdout: impl AsyncRead + Send + Unpin + 'static, stderr: impl AsyncRead + Send + Unpin + 'static) -> impl futures_util::Stream<Item = Result<(Stream, Bytes), Error>> + Send {
+fn merge(
+    stdout: impl AsyncRead + Send + Unpin + 'static,
+    stderr: impl AsyncRead + Send + Unpin + 'static,
+) -> impl futures_util::Stream<Item = Result<(Stream, Bytes), Error>> + Send {
     let (sender, receiver) = mpsc::channel(4);
     let sender = Arc::new(sender);
     let pump = |reader: Box<dyn AsyncRead + Send + Unpin>, kind: Stream| {

@@ -148,7 +148,10 @@ impl Runtime for Podman {
             let docker = clients.docker.clone();
             async move {
                 let version = docker.version().await.map_err(translate("version", "version"))?;
-                let name = version.components.and_then(|components| components.into_iter().next()).map_or_else(|| "container engine".to_owned(), |component| component.name);
+                let name = version
+                    .components
+                    .and_then(|components| components.into_iter().next())
+                    .map_or_else(|| "container engine".to_owned(), |component| component.name);
                 Ok(format!("{name} {}", version.version.unwrap_or_default()))
             }
         })
@@ -163,9 +166,20 @@ impl Runtime for Podman {
                 let config = found.config.unwrap_or_default();
                 Ok(Image {
                     id: found.id.unwrap_or_default(),
-                    digest: found.repo_digests.unwrap_or_default().into_iter().next().and_then(|digest| digest.split_once('@').map(|(_, digest)| digest.to_owned())),
+                    digest: found
+                        .repo_digests
+                        .unwrap_or_default()
+                        .into_iter()
+                        .next()
+                        .and_then(|digest| digest.split_once('@').map(|(_, digest)| digest.to_owned())),
                     labels: config.labels.unwrap_or_default().into_iter().collect(),
-                    env: config.env.unwrap_or_default().iter().filter_map(|variable| variable.split_once('=')).map(|(name, value)| (name.to_owned(), value.to_owned())).collect(),
+                    env: config
+                        .env
+                        .unwrap_or_default()
+                        .iter()
+                        .filter_map(|variable| variable.split_once('='))
+                        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+                        .collect(),
                 })
             }
         })
@@ -180,19 +194,16 @@ impl Runtime for Podman {
                 let response = request.send().await.map_err(|error| Error::Unavailable(error.to_string()))?;
                 let status = response.status().as_u16();
                 let answer: Value = response.json().await.map_err(|error| Error::Unavailable(error.to_string()))?;
-                match status {
-                    201 => Ok(answer["Id"].as_str().unwrap_or_default().to_owned()),
-                    _ => {
-                        let message = answer["message"].as_str().unwrap_or_default().to_owned();
-                        // 4.x answers a taken name with 500.
-                        if status == 409 || message.contains("already in use") {
-                            Err(Error::NameInUse(spec.name.clone()))
-                        } else if status == 404 || message.contains("no such image") || message.contains("image not known") {
-                            Err(Error::NotFound(spec.image_id.clone()))
-                        } else {
-                            Err(Error::Refused { call: "create", message })
-                        }
-                    }
+                let message = text(&answer["message"]);
+                // 4.x answers a taken name and a missing image with 500.
+                if status == 201 {
+                    Ok(text(&answer["Id"]))
+                } else if status == 409 || message.contains("already in use") {
+                    Err(Error::NameInUse(spec.name.clone()))
+                } else if status == 404 || message.contains("no such image") || message.contains("image not known") {
+                    Err(Error::NotFound(spec.image_id.clone()))
+                } else {
+                    Err(Error::Refused { call: "create", message })
                 }
             }
         })
@@ -228,7 +239,14 @@ impl Runtime for Podman {
             .as_array()
             .into_iter()
             .flatten()
-            .map(|summary| Container { id: text(&summary["Id"]), name: text(&summary["Names"][0]), running: summary["State"] == "running", pid: 0, exit_code: None, labels: labels(&summary["Labels"]) })
+            .map(|summary| Container {
+                id: text(&summary["Id"]),
+                name: text(&summary["Names"][0]),
+                running: summary["State"] == "running",
+                pid: 0,
+                exit_code: None,
+                labels: labels(&summary["Labels"]),
+            })
             .collect())
     }
 
@@ -312,7 +330,11 @@ impl Runtime for Podman {
             async move {
                 let state = docker.inspect_exec(id).await.map_err(translate("exec_state", id))?;
                 let running = state.running.unwrap_or_default();
-                Ok(RuntimeExecState { running, exit_code: state.exit_code.filter(|_| !running), pid: state.pid.and_then(|pid| pid.try_into().ok()).unwrap_or_default() })
+                Ok(RuntimeExecState {
+                    running,
+                    exit_code: state.exit_code.filter(|_| !running),
+                    pid: state.pid.and_then(|pid| pid.try_into().ok()).unwrap_or_default(),
+                })
             }
         })
         .await

@@ -55,7 +55,8 @@ impl Channel {
 
     /// The next control message; a refusal of the agent is an error.
     pub(crate) async fn reply(&mut self, limit: Duration) -> Result<Reply, ApiError> {
-        let frame = tokio::time::timeout(limit, self.next()).await.map_err(|_| ApiError::new(ErrorCode::AgentUnavailable, "the agent did not answer in time"))?;
+        let frame =
+            tokio::time::timeout(limit, self.next()).await.map_err(|_| ApiError::new(ErrorCode::AgentUnavailable, "the agent did not answer in time"))?;
         match frame.map_err(unavailable)? {
             Frame::Json(json) => match serde_json::from_slice(&json) {
                 Ok(Reply::Error(error)) => Err(agent_problem(error).into()),

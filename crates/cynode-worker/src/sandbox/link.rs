@@ -240,7 +240,7 @@ impl Greeted {
                 return Ok(frame);
             }
             self.stream.readable().await.map_err(|_| LinkError::Gone)?;
-            let mut buffer = [0; 64 * 1024];
+            let mut buffer = vec![0; 64 * 1024];
             match self.stream.try_read(&mut buffer) {
                 Ok(0) => return Err(LinkError::Gone),
                 Ok(count) => self.decoder.extend(&buffer[..count]),

@@ -3,6 +3,6 @@
 mod agent;
 mod link;
 
-pub(crate) use agent::{Channel, agent_problem};
 pub(crate) use agent::{ANSWER, unavailable, unexpected};
+pub(crate) use agent::{Channel, agent_problem};
 pub(crate) use link::{AgentLink, InitProcess, LinkError};

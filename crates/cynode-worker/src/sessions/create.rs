@@ -3,7 +3,8 @@
 use std::{collections::BTreeMap, io, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc, time::Duration};
 
 use cynode_api::{
-    ErrorCode, ExecVia, LABEL_AGENT_COMPATIBLE, LABEL_NODE_ID, LABEL_SANDBOX_ID, Problem, SandboxId, Session, SessionCreate, SessionId, SessionState, Unenforced, WorkspaceRef,
+    ErrorCode, ExecVia, LABEL_AGENT_COMPATIBLE, LABEL_NODE_ID, LABEL_SANDBOX_ID, Problem, SandboxId, Session, SessionCreate, SessionId, SessionState,
+    Unenforced, WorkspaceRef,
 };
 use cynode_sba_proto::{AGENT_BINARY, HOME, WORKSPACE};
 use cynode_service::ApiError;
@@ -128,7 +129,9 @@ impl Sessions {
         let settled = tokio::time::timeout(CREATE_WAIT, state.wait_for(|state| *state != SessionState::Creating)).await.map(|state| state.map(|state| *state));
         match settled {
             Err(_) => Ok(Created::Creating(entry.object())),
-            Ok(Ok(SessionState::Failed)) if new => Err(entry.failure.lock().clone().unwrap_or_else(|| ApiError::new(ErrorCode::Internal, "the session could not be created"))),
+            Ok(Ok(SessionState::Failed)) if new => {
+                Err(entry.failure.lock().clone().unwrap_or_else(|| ApiError::new(ErrorCode::Internal, "the session could not be created")))
+            }
             Ok(_) if new => Ok(Created::New(entry.object())),
             Ok(_) => Ok(Created::Existing(entry.object())),
         }
@@ -204,7 +207,12 @@ impl Sessions {
     async fn start_container(&self, record: &SessionRecord) -> Result<Arc<Live>, ApiError> {
         let container = record.container();
         let runtime_failed = |error: runtime::Error| ApiError::from(runtime_problem(&error));
-        let host_failed = |error: io::Error| ApiError::new(if error.kind() == io::ErrorKind::StorageFull { ErrorCode::NoSpace } else { ErrorCode::Internal }, format!("preparing the sandbox: {error}"));
+        let host_failed = |error: io::Error| {
+            ApiError::new(
+                if error.kind() == io::ErrorKind::StorageFull { ErrorCode::NoSpace } else { ErrorCode::Internal },
+                format!("preparing the sandbox: {error}"),
+            )
+        };
         let directory = self.journal.sandbox_directory(record.sandbox_id);
         self.prepare_sandbox(&directory).map_err(host_failed)?;
         let (workspace, home) = self.prepare_workspace(record.session.workspace_id, record.id_block).map_err(host_failed)?;

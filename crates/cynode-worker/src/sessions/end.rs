@@ -51,8 +51,7 @@ impl Sessions {
     async fn run_end(self: &Arc<Self>, entry: &Arc<Entry>, ending: Ending) -> Result<(), ApiError> {
         let _step = entry.step.lock().await;
         match entry.state() {
-            SessionState::Ended => return Ok(()),
-            SessionState::Failed => return Ok(()),
+            SessionState::Ended | SessionState::Failed => return Ok(()),
             _ => {}
         }
         self.update(entry, |record| {
@@ -79,7 +78,9 @@ impl Sessions {
             WorkspaceDisposal::Delete => self.delete_workspace(record.session.workspace_id),
             WorkspaceDisposal::Keep => Ok(()),
         };
-        disposed.and_then(|()| self.journal.discard(&self.journal.session_directory(record.session.session_id).join("execs"))).map_err(|error| journal_error(&error))?;
+        disposed
+            .and_then(|()| self.journal.discard(&self.journal.session_directory(record.session.session_id).join("execs")))
+            .map_err(|error| journal_error(&error))?;
         self.update(entry, |record| {
             record.session.state = SessionState::Ended;
             record.session.ended_at = Some(OffsetDateTime::now_utc());
@@ -98,13 +99,14 @@ impl Sessions {
             let (sessions, reason) = (Arc::clone(self), reason.to_owned());
             ending.spawn(async move { sessions.end_entry(&entry, Ending { reason, workspace: Disposal::KeepForAWhile }).await });
         }
-        ending.join_all().await.into_iter().filter(Result::is_ok).count()
+        ending.join_all().await.into_iter().flatten().count()
     }
 
     /// Removes container and sockets. What is gone already is fine.
     async fn remove_sandbox(&self, id: SandboxId) -> Result<(), ApiError> {
         self.runtime.remove(&crate::journal::container_name(id)).await.map_err(|error| ApiError::from(super::runtime_problem(&error)))?;
-        crate::tree::remove(&self.journal.sandbox_directory(id)).map_err(|error| ApiError::new(ErrorCode::Internal, format!("removing the sandbox's sockets: {error}")))
+        crate::tree::remove(&self.journal.sandbox_directory(id))
+            .map_err(|error| ApiError::new(ErrorCode::Internal, format!("removing the sandbox's sockets: {error}")))
     }
 
     /// As `remove_sandbox`, where nothing can be done about a failure but to try again later.
@@ -200,7 +202,11 @@ impl Sessions {
             }
             let reference = cynode_api::WorkspaceRef::Workspace(record.session.workspace_id);
             let workspace = self.workspace(&reference, record.session.task_id, id).map_err(|error| {
-                if error.0.is(ErrorCode::WorkspaceNotFound) { ApiError::new(ErrorCode::NotResumable, format!("the workspace of session {id} is gone")) } else { error }
+                if error.0.is(ErrorCode::WorkspaceNotFound) {
+                    ApiError::new(ErrorCode::NotResumable, format!("the workspace of session {id} is gone"))
+                } else {
+                    error
+                }
             })?;
             self.keep_workspace(workspace.workspace_id, false).map_err(|error| journal_error(&error))?;
             let lifetime = record.request.max_lifetime_seconds.unwrap_or(cynode_api::session_limits::DEFAULT_LIFETIME_SECONDS);

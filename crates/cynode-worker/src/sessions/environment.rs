@@ -13,7 +13,24 @@ const MAX_IMAGE_ENV_BYTES: usize = 64 * 1024;
 
 /// What an image's environment may keep: no variable that loads code into programs, none of ours, none that is huge.
 pub(super) fn clean_image_env(env: &[(String, String)]) -> Vec<(String, String)> {
-    const DANGEROUS: &[&str] = &["BASH_ENV", "ENV", "PROMPT_COMMAND", "PYTHONSTARTUP", "PYTHONPATH", "PERL5OPT", "PERL5LIB", "RUBYOPT", "NODE_OPTIONS", "GCONV_PATH", "GLIBC_TUNABLES", "IFS", "HOME", "USER", "LOGNAME", "PWD"];
+    const DANGEROUS: &[&str] = &[
+        "BASH_ENV",
+        "ENV",
+        "PROMPT_COMMAND",
+        "PYTHONSTARTUP",
+        "PYTHONPATH",
+        "PERL5OPT",
+        "PERL5LIB",
+        "RUBYOPT",
+        "NODE_OPTIONS",
+        "GCONV_PATH",
+        "GLIBC_TUNABLES",
+        "IFS",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "PWD",
+    ];
     let mut bytes = 0;
     env.iter()
         .filter(|(name, value)| {
@@ -65,7 +82,14 @@ mod tests {
 
     #[test]
     fn an_images_environment_can_not_load_code_or_pose_as_ours() {
-        let env = [("LD_PRELOAD", "/evil.so"), ("CYNODE_TASK_ID", "forged"), ("BASH_ENV", "/evil"), ("https_proxy", "http://evil"), ("GOPATH", "/go"), ("PATH", "/go/bin")];
+        let env = [
+            ("LD_PRELOAD", "/evil.so"),
+            ("CYNODE_TASK_ID", "forged"),
+            ("BASH_ENV", "/evil"),
+            ("https_proxy", "http://evil"),
+            ("GOPATH", "/go"),
+            ("PATH", "/go/bin"),
+        ];
         let env: Vec<_> = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         assert_eq!(clean_image_env(&env), [("GOPATH".to_owned(), "/go".to_owned()), ("PATH".to_owned(), "/go/bin".to_owned())]);
     }

@@ -9,7 +9,7 @@ use cynode_api::SessionState;
 use time::OffsetDateTime;
 use tokio_util::sync::CancellationToken;
 
-use super::{Entry, Ending, Sessions, end::Disposal};
+use super::{Ending, Entry, Sessions, end::Disposal};
 use crate::{journal::SessionRecord, process};
 
 const TICK: Duration = Duration::from_secs(1);
@@ -34,7 +34,7 @@ impl Sessions {
                 metrics::gauge!("cynode_execs_open").set(entries.iter().map(|entry| entry.execs.running_count()).sum::<u32>());
             }
             for entry in entries {
-                if let Some(reason) = self.is_over(&entry) {
+                if let Some(reason) = Self::is_over(&entry) {
                     let sessions = Arc::clone(&self);
                     tokio::spawn(async move {
                         if let Err(error) = sessions.end_entry(&entry, Ending { reason: reason.to_owned(), workspace: Disposal::KeepForAWhile }).await {
@@ -51,7 +51,7 @@ impl Sessions {
     }
 
     /// Why a session's time is over, if it is.
-    fn is_over(&self, entry: &Entry) -> Option<&'static str> {
+    fn is_over(entry: &Entry) -> Option<&'static str> {
         let record = entry.record();
         match record.session.state {
             SessionState::Running => {}

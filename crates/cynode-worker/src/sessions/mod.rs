@@ -140,7 +140,18 @@ impl Sessions {
             let execs = SessionExecs::open(&journal.session_directory(record.session.session_id))?;
             known.insert(record.session.session_id, Entry::new(record, execs));
         }
-        Ok(Arc::new(Self { config, node_id, runtime, journal, ids, agent_binary, max_nofile, known: Mutex::new(known), gate: tokio::sync::Mutex::new(()), settled: watch::Sender::new(false) }))
+        Ok(Arc::new(Self {
+            config,
+            node_id,
+            runtime,
+            journal,
+            ids,
+            agent_binary,
+            max_nofile,
+            known: Mutex::new(known),
+            gate: tokio::sync::Mutex::new(()),
+            settled: watch::Sender::new(false),
+        }))
     }
 
     /// The session, whatever its state.
@@ -157,7 +168,11 @@ impl Sessions {
             state => return Err(ApiError::new(ErrorCode::NotRunning, format!("session {id} is {state}"))),
         }
         entry.touch();
-        let live = entry.live.lock().clone().ok_or_else(|| ApiError::new(ErrorCode::NotRunning, format!("session {id} is being taken up again after a restart of the worker")))?;
+        let live = entry
+            .live
+            .lock()
+            .clone()
+            .ok_or_else(|| ApiError::new(ErrorCode::NotRunning, format!("session {id} is being taken up again after a restart of the worker")))?;
         Ok((entry, live))
     }
 

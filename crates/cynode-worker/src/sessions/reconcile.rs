@@ -100,7 +100,8 @@ impl Sessions {
                 }
             }
         };
-        let wanted: HashSet<String> = self.known.lock().values().filter(|entry| entry.live.lock().is_some()).map(|entry| entry.record.lock().container()).collect();
+        let wanted: HashSet<String> =
+            self.known.lock().values().filter(|entry| entry.live.lock().is_some()).map(|entry| entry.record.lock().container()).collect();
         for container in containers.into_iter().filter(|container| !wanted.contains(&container.name)) {
             tracing::info!(container = container.name, session_id = ?Self::session_of(&container.labels), "Removing a container that no session wants.");
             if let Err(error) = self.runtime.remove(&container.name).await {

@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use cynode_api::{
     API_VERSION, ErrorCode, Limits, LimitsRequest, SessionCreate,
     session_limits::{
-        DEFAULT_IDLE_SECONDS, DEFAULT_LIFETIME_SECONDS, MAX_ENV, MAX_ENV_BYTES, MAX_LABEL_BYTES, MAX_LABELS, MAX_LIFETIME_SECONDS, MIN_DISK_BYTES, MIN_MEMORY_BYTES, MIN_NOFILE, MIN_PIDS,
+        DEFAULT_IDLE_SECONDS, DEFAULT_LIFETIME_SECONDS, MAX_ENV, MAX_ENV_BYTES, MAX_LABEL_BYTES, MAX_LABELS, MAX_LIFETIME_SECONDS, MIN_DISK_BYTES,
+        MIN_MEMORY_BYTES, MIN_NOFILE, MIN_PIDS,
     },
 };
 use cynode_service::ApiError;
@@ -41,16 +42,26 @@ pub(super) fn check(request: &SessionCreate, max_nofile: u64) -> Result<Checked,
 }
 
 pub(super) fn lifetime(seconds: u64) -> Result<u64, ApiError> {
-    if (1..=MAX_LIFETIME_SECONDS).contains(&seconds) { Ok(seconds) } else { Err(ApiError::invalid(format!("max_lifetime_seconds: must lie between 1 and {MAX_LIFETIME_SECONDS}"))) }
+    if (1..=MAX_LIFETIME_SECONDS).contains(&seconds) {
+        Ok(seconds)
+    } else {
+        Err(ApiError::invalid(format!("max_lifetime_seconds: must lie between 1 and {MAX_LIFETIME_SECONDS}")))
+    }
 }
 
 pub(super) fn idle(seconds: u64) -> Result<u64, ApiError> {
-    if (1..=MAX_LIFETIME_SECONDS).contains(&seconds) { Ok(seconds) } else { Err(ApiError::invalid(format!("idle_timeout_seconds: must lie between 1 and {MAX_LIFETIME_SECONDS}"))) }
+    if (1..=MAX_LIFETIME_SECONDS).contains(&seconds) {
+        Ok(seconds)
+    } else {
+        Err(ApiError::invalid(format!("idle_timeout_seconds: must lie between 1 and {MAX_LIFETIME_SECONDS}")))
+    }
 }
 
 fn limits(request: LimitsRequest, max_nofile: u64) -> Result<Limits, ApiError> {
     let default = Limits::default();
-    let at_least = |name: &str, value: u64, least: u64| if value >= least { Ok(value) } else { Err(ApiError::invalid(format!("limits.{name}: must be at least {least}"))) };
+    let at_least = |name: &str, value: u64, least: u64| {
+        if value >= least { Ok(value) } else { Err(ApiError::invalid(format!("limits.{name}: must be at least {least}"))) }
+    };
     let cpus = request.cpus.unwrap_or(default.cpus);
     if !(0.01..=1_024.0).contains(&cpus) {
         return Err(ApiError::invalid("limits.cpus: must lie between 0.01 and 1024"));
@@ -99,7 +110,9 @@ pub(crate) fn check_labels(labels: &BTreeMap<String, String>) -> Result<(), ApiE
     if labels.len() > MAX_LABELS {
         return Err(ApiError::new(ErrorCode::TooLarge, format!("labels: more than {MAX_LABELS}")));
     }
-    match labels.iter().find(|(name, value)| name.is_empty() || name.len() > MAX_LABEL_BYTES || value.len() > MAX_LABEL_BYTES || name.contains(['=', '\0', '\n']) || value.contains('\0')) {
+    match labels.iter().find(|(name, value)| {
+        name.is_empty() || name.len() > MAX_LABEL_BYTES || value.len() > MAX_LABEL_BYTES || name.contains(['=', '\0', '\n']) || value.contains('\0')
+    }) {
         Some((name, _)) => Err(ApiError::invalid(format!("labels: {name:?} is not a label (names without '=', at most {MAX_LABEL_BYTES} bytes each)"))),
         None => Ok(()),
     }

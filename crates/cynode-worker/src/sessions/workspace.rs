@@ -20,7 +20,8 @@ impl Sessions {
     pub(super) fn workspace(&self, reference: &WorkspaceRef, task_id: TaskId, for_session: SessionId) -> Result<WorkspaceRecord, ApiError> {
         match reference {
             WorkspaceRef::New => {
-                let id_block = self.ids.take().ok_or_else(|| ApiError::new(ErrorCode::NoCapacity, "every block of ids is used by a session or a kept workspace"))?;
+                let id_block =
+                    self.ids.take().ok_or_else(|| ApiError::new(ErrorCode::NoCapacity, "every block of ids is used by a session or a kept workspace"))?;
                 let record = WorkspaceRecord { workspace_id: WorkspaceId::generate(), task_id, id_block, delete_at: None };
                 self.journal.write_workspace(&record).map_err(|error| {
                     self.ids.give_back(id_block);
@@ -31,7 +32,9 @@ impl Sessions {
             WorkspaceRef::Workspace(id) => {
                 let record = self.journal.workspace(*id).map_err(|error| journal_error(&error))?;
                 // One of another task looks like none.
-                let record = record.filter(|record| record.task_id == task_id).ok_or_else(|| ApiError::new(ErrorCode::WorkspaceNotFound, format!("no workspace {id} is kept for this task")))?;
+                let record = record
+                    .filter(|record| record.task_id == task_id)
+                    .ok_or_else(|| ApiError::new(ErrorCode::WorkspaceNotFound, format!("no workspace {id} is kept for this task")))?;
                 if self.known.lock().values().any(|entry| {
                     let other = entry.record.lock();
                     other.session.workspace_id == *id && other.session.session_id != for_session && other.is_live()

@@ -192,7 +192,9 @@ async fn an_id_is_a_uuid_in_either_case_and_anything_else_names_nothing() -> Res
     assert_eq!(Answer::of(http.request(Method::POST, "/v1/worker/sessions").json(&body)).await?.status, 201);
     assert_eq!(Answer::of(http.request(Method::POST, "/v1/worker/sessions").json(&request)).await?.status, 200, "it is the same request");
 
-    for odd in ["x", "1", "%00", "..%2f..%2fetc", "01890000-0000-7000-8000-00000000000", "01890000-0000-7000-8000-0000000000012", "null", "%ff", "*", "'%20OR%201=1"] {
+    for odd in
+        ["x", "1", "%00", "..%2f..%2fetc", "01890000-0000-7000-8000-00000000000", "01890000-0000-7000-8000-0000000000012", "null", "%ff", "*", "'%20OR%201=1"]
+    {
         for rest in ["", "/execs", "/files?path=x"] {
             let answer = Answer::of(http.request(Method::GET, &format!("/v1/worker/sessions/{odd}{rest}"))).await?;
             let code = code_of(&answer)?;

@@ -14,7 +14,15 @@ use http::Method;
 /// Runs `cynode worker` to its end, which must come by itself.
 fn worker(world: &World, config: &Path, arguments: &[&str]) -> Result<Output> {
     let mut command = Command::new("timeout");
-    command.args(["--signal", "KILL", "60"]).arg(World::cynode()?).arg("worker").arg("--state-dir").arg(world.state_dir()).arg("--config").arg(config).args(arguments);
+    command
+        .args(["--signal", "KILL", "60"])
+        .arg(World::cynode()?)
+        .arg("worker")
+        .arg("--state-dir")
+        .arg(world.state_dir())
+        .arg("--config")
+        .arg(config)
+        .args(arguments);
     Ok(command.env_remove("CYNODE_URL").env_remove("CYNODE_TOKEN").output()?)
 }
 
@@ -24,7 +32,8 @@ fn quoted(path: &Path) -> String {
 
 /// A certificate for 127.0.0.1 and the authority that signed it: (authority, certificate, key).
 fn certificates(directory: &Path) -> Result<(PathBuf, PathBuf, PathBuf)> {
-    let [authority, authority_key, certificate, request, key, extensions] = ["ca.pem", "ca.key", "cert.pem", "cert.csr", "cert.key", "cert.ext"].map(|name| directory.join(name));
+    let [authority, authority_key, certificate, request, key, extensions] =
+        ["ca.pem", "ca.key", "cert.pem", "cert.csr", "cert.key", "cert.ext"].map(|name| directory.join(name));
     fs_err::write(&extensions, "subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")?;
     let openssl = |arguments: &[&str], paths: &[(&str, &Path)]| {
         let mut command = Command::new("openssl");
@@ -36,9 +45,15 @@ fn certificates(directory: &Path) -> Result<(PathBuf, PathBuf, PathBuf)> {
         ensure!(output.status.success(), "openssl: {}", String::from_utf8_lossy(&output.stderr));
         Ok(())
     };
-    openssl(&["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test authority"], &[("-keyout", &authority_key), ("-out", &authority)])?;
+    openssl(
+        &["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test authority"],
+        &[("-keyout", &authority_key), ("-out", &authority)],
+    )?;
     openssl(&["req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=worker"], &[("-keyout", &key), ("-out", &request)])?;
-    openssl(&["x509", "-req", "-days", "2", "-CAcreateserial"], &[("-in", &request), ("-CA", &authority), ("-CAkey", &authority_key), ("-extfile", &extensions), ("-out", &certificate)])?;
+    openssl(
+        &["x509", "-req", "-days", "2", "-CAcreateserial"],
+        &[("-in", &request), ("-CA", &authority), ("-CAkey", &authority_key), ("-extfile", &extensions), ("-out", &certificate)],
+    )?;
     Ok((authority, certificate, key))
 }
 
@@ -69,7 +84,12 @@ async fn a_configuration_that_is_not_right_ends_with_64_and_says_why() -> Result
         assert!(text.contains("cynode: error[config]:") && said.iter().all(|part| text.contains(part)), "{settings:?}: {text}");
     }
     let config = world.config(&Options::default())?;
-    for (arguments, said) in [(vec!["--set", "colour=1"], "colour"), (vec!["--worker-listen", "0.0.0.0:0"], "0.0.0.0"), (vec!["--set", "novalue"], "KEY=VALUE"), (vec!["--colour"], "--colour")] {
+    for (arguments, said) in [
+        (vec!["--set", "colour=1"], "colour"),
+        (vec!["--worker-listen", "0.0.0.0:0"], "0.0.0.0"),
+        (vec!["--set", "novalue"], "KEY=VALUE"),
+        (vec!["--colour"], "--colour"),
+    ] {
         let output = worker(&world, &config, &arguments)?;
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.code() == Some(64) && text.contains(said), "{arguments:?}: {text}");
@@ -118,7 +138,11 @@ async fn beyond_loopback_a_worker_speaks_tls_or_was_told_not_to() -> Result<()> 
     // The command line trusts whom it is told to.
     let cynode = |authority: Option<&Path>| {
         let mut command = Command::new(World::cynode()?);
-        command.args(["session", "list", "--output", "json"]).env("CYNODE_URL", &base).env("CYNODE_TOKEN", running.token()?).env("CYNODE_STATE_DIR", world.directory());
+        command
+            .args(["session", "list", "--output", "json"])
+            .env("CYNODE_URL", &base)
+            .env("CYNODE_TOKEN", running.token()?)
+            .env("CYNODE_STATE_DIR", world.directory());
         if let Some(authority) = authority {
             command.env("CYNODE_CA_FILE", authority);
         }
@@ -141,7 +165,11 @@ async fn a_state_directory_has_one_worker() -> Result<()> {
     let first = world.worker(&Options::default()).await?;
     let second = worker(&world, &world.config(&Options::default())?, &[])?;
     let text = String::from_utf8_lossy(&second.stderr);
-    assert!(second.status.code() == Some(70) && text.contains(&world.state_dir().display().to_string()) && text.contains("another worker"), "{:?}: {text}", second.status);
+    assert!(
+        second.status.code() == Some(70) && text.contains(&world.state_dir().display().to_string()) && text.contains("another worker"),
+        "{:?}: {text}",
+        second.status
+    );
     assert!(first.client()?.list_sessions(&SessionFilter::default()).await?.is_empty(), "the first one goes on");
 
     // Nor do two share an address: the second of another directory says which one is taken.

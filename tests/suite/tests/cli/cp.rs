@@ -76,7 +76,13 @@ async fn files_go_both_ways_with_mode_and_name() -> Result<()> {
     cli.cp(&[&there("new dir/named"), &local("plain")])?.good()?;
     assert_eq!(
         tree(&here)?,
-        [r#"a file 751 "content\n""#, r#"back 640 "from \0 inside""#, r#"followed 640 "from \0 inside""#, r#"out file 640 "from \0 inside""#, r#"plain 755 "content\n""#]
+        [
+            r#"a file 751 "content\n""#,
+            r#"back 640 "from \0 inside""#,
+            r#"followed 640 "from \0 inside""#,
+            r#"out file 640 "from \0 inside""#,
+            r#"plain 755 "content\n""#
+        ]
     );
     // Through standard input and output.
     assert_eq!(cli.cp(&[&there("out file"), "-"])?.good()?, "from \0 inside");
@@ -119,7 +125,13 @@ async fn trees_go_both_ways_with_links_and_modes() -> Result<()> {
     let there = |path: &str| format!("{id}:{path}");
 
     cli.cp(&["-r", &local("my tree"), &there("copy")])?.good()?;
-    assert_eq!(cli.sh(&id, "cat 'copy/link' 'copy/sub dir/up'; readlink copy/link; stat -c '%a %u' copy/private; find copy | wc -l")?.split_whitespace().collect::<Vec<_>>().join(" "), "#!/bin/sh two sub dir/run 600 1000 11");
+    assert_eq!(
+        cli.sh(&id, "cat 'copy/link' 'copy/sub dir/up'; readlink copy/link; stat -c '%a %u' copy/private; find copy | wc -l")?
+            .split_whitespace()
+            .collect::<Vec<_>>()
+            .join(" "),
+        "#!/bin/sh two sub dir/run 600 1000 11"
+    );
     cli.cp(&["-r", &there("copy"), &local("back")])?.good()?;
     assert_eq!(tree(&here.join("back"))?, before);
     // Into a directory that is there, both ways; and again over what is there.

@@ -20,7 +20,9 @@ async fn a_command_ends_here_as_it_ended_there() -> Result<()> {
     let id = cli.create(&[])?;
     let exec = |arguments: &[&str]| cli.run(&[&["session", "exec", id.as_str()], arguments].concat());
     let sh = |script: &str| exec(&["--", "sh", "-c", script]);
-    for (script, code) in [("exit 0", 0), ("exit 7", 7), ("exit 255", 255), ("kill -9 $$", 137), ("kill -TERM $$", 143), ("kill -SEGV $$", 139), ("exit 69", 69)] {
+    for (script, code) in
+        [("exit 0", 0), ("exit 7", 7), ("exit 255", 255), ("kill -9 $$", 137), ("kill -TERM $$", 143), ("kill -SEGV $$", 139), ("exit 69", 69)]
+    {
         let ran = sh(script)?;
         assert_eq!((ran.code, ran.stderr.as_str()), (Some(code), ""), "{script}: {ran:?}");
     }
@@ -57,7 +59,13 @@ async fn a_command_that_waits_for_an_answer_is_ended_by_its_deadline() -> Result
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
     // Somebody holds the other end of its input and says nothing.
-    let mut child = cli.command()?.args(["session", "exec", &id, "-i", "--timeout", "500ms", "--", "sh", "-c", "printf 'Password: '; read answer"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let mut child = cli
+        .command()?
+        .args(["session", "exec", &id, "-i", "--timeout", "500ms", "--", "sh", "-c", "printf 'Password: '; read answer"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
     let held = child.stdin.take().context("stdin")?;
     let begun = Instant::now();
     let output = child.wait_with_output()?;
@@ -93,14 +101,21 @@ async fn a_signal_or_a_reader_that_leaves_reaches_the_command() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
     let begin = |script: &str| -> Result<_> {
-        let mut child = cli.command()?.args(["session", "exec", &id, "--", "sh", "-c", script]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+        let mut child = cli
+            .command()?
+            .args(["session", "exec", &id, "--", "sh", "-c", script])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()?;
         let mut stdout = BufReader::new(child.stdout.take().context("stdout")?);
         let mut line = String::new();
         stdout.read_line(&mut line)?;
         assert_eq!(line, "begun\n");
         Ok((child, stdout))
     };
-    let signal = |child: &std::process::Child, signal: Signal| -> Result<()> { Ok(kill_process(Pid::from_raw(child.id().cast_signed()).context("a pid")?, signal)?) };
+    let signal =
+        |child: &std::process::Child, signal: Signal| -> Result<()> { Ok(kill_process(Pid::from_raw(child.id().cast_signed()).context("a pid")?, signal)?) };
 
     // Ctrl-C interrupts it once; it may have its own way of ending.
     let (mut child, mut stdout) = begin("trap 'echo interrupted; exit 42' INT; echo begun; while :; do sleep 0.05; done")?;

@@ -137,7 +137,13 @@ async fn what_runs_in_a_terminal_ends_when_its_person_goes_away() -> Result<()> 
     eventually("the terminal's processes end", Duration::from_secs(20), async || Ok(!cli.sh(&id, "ps -o args")?.contains("sleep 4444\n"))).await?;
 
     // As does a shell whose cynode was asked to end.
-    let mut child = cli.command()?.args(["session", "shell", &id, "--", "sh", "-c", "echo begun; sleep 4545"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn()?;
+    let mut child = cli
+        .command()?
+        .args(["session", "shell", &id, "--", "sh", "-c", "echo begun; sleep 4545"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()?;
     let mut stdout = std::io::BufReader::new(child.stdout.take().context("stdout")?);
     std::io::BufRead::read_line(&mut stdout, &mut String::new())?;
     rustix::process::kill_process(rustix::process::Pid::from_raw(child.id().cast_signed()).context("a pid")?, rustix::process::Signal::TERM)?;

@@ -97,7 +97,10 @@ async fn up_runs_in_the_background_and_down_leaves_nothing() -> Result<()> {
     let id = machine.create()?;
     assert_eq!(machine.sh(&id, "echo precious > file; echo works")?, "works\n");
     let status = machine.run(&["status", "--output", "json"])?.json()?;
-    assert_eq!((&status["ready"], &status["pid"], &status["sessions"]["running"], &status["roles"][0]["url"]), (&true.into(), &endpoints["pid"], &1.into(), &url.as_str().into()));
+    assert_eq!(
+        (&status["ready"], &status["pid"], &status["sessions"]["running"], &status["roles"][0]["url"]),
+        (&true.into(), &endpoints["pid"], &1.into(), &url.as_str().into())
+    );
     let status = machine.run(&["status"])?.good()?;
     assert!(status.contains(": ready\n") && status.contains(&url) && status.contains("1 running"), "{status}");
 
@@ -176,7 +179,13 @@ async fn a_worker_that_dies_is_started_again_and_a_running_exec_goes_on() -> Res
     let url = machine.up()?;
     let id = machine.create()?;
     let script = "echo begun; while [ ! -e go ]; do sleep 0.05; done; echo done; exit 5";
-    let mut child = machine.command()?.args(["session", "exec", &id, "--", "sh", "-c", script]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let mut child = machine
+        .command()?
+        .args(["session", "exec", &id, "--", "sh", "-c", script])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
     let mut stdout = BufReader::new(child.stdout.take().context("stdout")?);
     let mut line = String::new();
     stdout.read_line(&mut line)?;
@@ -225,10 +234,17 @@ async fn doctor_says_what_is_well_what_was_adapted_and_what_is_wrong() -> Result
     }
     assert!(checks.iter().all(|check| ["ok", "adapted"].contains(&check["status"].as_str().unwrap_or_default()) && check["detail"].is_string()), "{json}");
 
-    for (setting, name) in [("podman=/nowhere/podman", "container engine"), ("default_image=localhost/cynode/none:latest", "default image"), ("agent_binary=/nowhere/cynode-sba", "agent")] {
+    for (setting, name) in [
+        ("podman=/nowhere/podman", "container engine"),
+        ("default_image=localhost/cynode/none:latest", "default image"),
+        ("agent_binary=/nowhere/cynode-sba", "agent"),
+    ] {
         let broken = machine.run(&["doctor", "--set", setting])?;
         let text = broken.text();
-        assert!(broken.code == Some(1) && text.lines().any(|line| line.starts_with(&format!("problem   {name}"))) && text.contains("fix: "), "{setting}: {broken:?}");
+        assert!(
+            broken.code == Some(1) && text.lines().any(|line| line.starts_with(&format!("problem   {name}"))) && text.contains("fix: "),
+            "{setting}: {broken:?}"
+        );
         let json: Value = serde_json::from_slice(&machine.run(&["doctor", "--output", "json", "--set", setting])?.stdout)?;
         let check = json["checks"].as_array().context("checks")?.iter().find(|check| check["name"] == name).context("the check")?;
         assert!(check["status"] == "problem" && check["fix"].is_string(), "{check}");

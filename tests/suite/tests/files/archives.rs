@@ -68,7 +68,11 @@ async fn a_tree_survives_export_and_import_with_links_modes_and_odd_names() -> R
     assert!(found.contains_key(&b"bad\xffname"[..]) && found.contains_key(&b"new\nline"[..]));
     assert_eq!((found[&b"link"[..]].0, found[&b"link"[..]].1.as_deref()), (EntryType::Symlink, Some(Path::new("run"))));
     assert!(!found.contains_key(&b"pipe"[..]), "a FIFO means nothing elsewhere");
-    assert!(found.keys().all(|name| !name.starts_with(b"/") && Path::new(std::ffi::OsStr::from_bytes(name)).components().all(|part| part != std::path::Component::ParentDir)));
+    assert!(
+        found.keys().all(
+            |name| !name.starts_with(b"/") && Path::new(std::ffi::OsStr::from_bytes(name)).components().all(|part| part != std::path::Component::ParentDir)
+        )
+    );
 
     sandbox.sh("rm src/pipe").await?;
     let before = sandbox.snapshot("src").await?;

@@ -29,7 +29,8 @@ async fn the_changes_of_a_repository_are_exported_with_untracked_files() -> Resu
     assert_eq!((exported.status, exported.header("content-type")), (200, "text/x-diff"));
     let diff = String::from_utf8(exported.body.to_vec())?;
     assert_eq!(sandbox.sh(state).await?, before, "the user's index and objects are as they were");
-    for part in ["+TWO", "new mode 100755", "deleted file mode 100644", "rename from old", "+++ b/sub/un tracked", "+fresh", "+++ b/staged", "GIT binary patch"] {
+    for part in ["+TWO", "new mode 100755", "deleted file mode 100644", "rename from old", "+++ b/sub/un tracked", "+fresh", "+++ b/staged", "GIT binary patch"]
+    {
         assert!(diff.contains(part), "{part} is missing in\n{diff}");
     }
     assert!(!diff.contains("secret") && !diff.contains("second"), "{diff}");

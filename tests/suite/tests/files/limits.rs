@@ -78,7 +78,11 @@ async fn a_full_disk_is_its_own_error_and_nothing_is_left() -> Result<()> {
     header.set_mode(0o644);
     let mut archive = tar::Builder::new(Vec::new());
     archive.append_data(&mut header, "file", &large[..])?;
-    let import = sandbox.http.request(Method::POST, &format!("/v1/worker/sessions/{}/import", sandbox.id)).query(&[("path", "/tmp/unpacked")]).body(archive.into_inner()?);
+    let import = sandbox
+        .http
+        .request(Method::POST, &format!("/v1/worker/sessions/{}/import", sandbox.id))
+        .query(&[("path", "/tmp/unpacked")])
+        .body(archive.into_inner()?);
     assert_eq!(Answer::of(import).await?.outcome(), no_space);
     assert_eq!(sandbox.sh("cat /tmp/kept; find /tmp -type f").await?, "old/tmp/kept\n");
     // There is room again at once.
@@ -102,10 +106,11 @@ async fn files_need_a_session_that_runs_and_its_agent() -> Result<()> {
     let (client, http) = (worker.client()?, Http::new(&worker)?);
     let made = client.create_session(&session()).await?;
     let calls = |id: &str| {
-        [("GET", "files?path=x"), ("PUT", "files?path=x"), ("DELETE", "files?path=x"), ("POST", "import?path=x"), ("POST", "files:list"), ("POST", "export")].map(|(method, call)| {
-            let request = http.request(method.parse().expect("a method"), &format!("/v1/worker/sessions/{id}/{call}"));
-            if call == "export" { request.json(&json!({"format": "tar"})) } else { request }
-        })
+        [("GET", "files?path=x"), ("PUT", "files?path=x"), ("DELETE", "files?path=x"), ("POST", "import?path=x"), ("POST", "files:list"), ("POST", "export")]
+            .map(|(method, call)| {
+                let request = http.request(method.parse().expect("a method"), &format!("/v1/worker/sessions/{id}/{call}"));
+                if call == "export" { request.json(&json!({"format": "tar"})) } else { request }
+            })
     };
     for request in calls(&made.session_id.to_string()) {
         assert_eq!(Answer::of(request).await?.outcome(), (409, "agent_required".to_owned()));

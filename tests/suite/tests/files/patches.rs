@@ -96,7 +96,10 @@ async fn a_diff_makes_changes_deletes_and_renames_files() -> Result<()> {
         ]
     );
     assert_eq!(done.files[3].from.as_deref(), Some("old"));
-    assert_eq!(sandbox.sh("cat changed renamed 'new/file with space'; echo; find . -type f | sort; stat -c %a tool 'new/file with space'").await?, "one\nzwei\nthree\nfour\na\nb\nC\nmade\nhere\n./changed\n./new/file with space\n./renamed\n./same\n./tool\n755\n755\n");
+    assert_eq!(
+        sandbox.sh("cat changed renamed 'new/file with space'; echo; find . -type f | sort; stat -c %a tool 'new/file with space'").await?,
+        "one\nzwei\nthree\nfour\na\nb\nC\nmade\nhere\n./changed\n./new/file with space\n./renamed\n./same\n./tool\n755\n755\n"
+    );
 
     // A plain diff without a prefix, and one whose place has moved.
     sandbox.patch(json!({"diff": "--- same\n+++ same\n@@ -1 +1 @@\n-same\n+other\n", "strip": 0})).await?;

@@ -31,7 +31,10 @@ async fn a_search_finds_lines_by_expression_path_and_glob() -> Result<()> {
 
     let all = ["notes.txt:1:3", "src/deep/two.rs:1:4", "src/one.rs:3:9"];
     assert_eq!(sandbox.places(json!({"pattern": "needle"})).await?, all);
-    assert_eq!(sandbox.places(json!({"pattern": "NEEDLE", "case": false})).await?, ["notes.txt:1:3", "src/deep/two.rs:1:4", "src/one.rs:3:9", "src/one.rs:6:4"]);
+    assert_eq!(
+        sandbox.places(json!({"pattern": "NEEDLE", "case": false})).await?,
+        ["notes.txt:1:3", "src/deep/two.rs:1:4", "src/one.rs:3:9", "src/one.rs:6:4"]
+    );
     assert_eq!(sandbox.places(json!({"pattern": "needle", "glob": "*.rs"})).await?, all[1..]);
     assert_eq!(sandbox.places(json!({"pattern": "needle", "glob": "src/*.rs"})).await?, all[2..]);
     assert_eq!(sandbox.places(json!({"pattern": "needle", "glob": "**/*.{rs,txt}", "path": "src"})).await?, all[1..]);
@@ -40,7 +43,10 @@ async fn a_search_finds_lines_by_expression_path_and_glob() -> Result<()> {
 
     let around = sandbox.search(json!({"pattern": "let needle", "context_lines": 2})).await?;
     let found = &around.matches[0];
-    assert_eq!((found.text.as_str(), found.before.join("|"), found.after.join("|")), ("    let needle = 1;", "fn first() {}|fn second() {".to_owned(), "    other();|}".to_owned()));
+    assert_eq!(
+        (found.text.as_str(), found.before.join("|"), found.after.join("|")),
+        ("    let needle = 1;", "fn first() {}|fn second() {".to_owned(), "    other();|}".to_owned())
+    );
     assert_eq!((around.files_searched, around.truncated), (4, false));
 
     let none = sandbox.search(json!({"pattern": "nowhere to be found"})).await?;

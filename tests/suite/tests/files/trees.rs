@@ -58,13 +58,18 @@ async fn a_list_is_sorted_and_says_what_each_entry_is() -> Result<()> {
     assert_eq!(sandbox.listed(json!({"path": "a.txt"})).await?, (names(&["a.txt"]), false));
 
     assert_eq!(sandbox.refused("files:list", json!({"path": "none"})).await?, (404, "not_found".to_owned()));
-    for body in [json!({"depth": 0}), json!({"depth": 65}), json!({"max_entries": 0}), json!({"max_entries": 10_001}), json!({"path": ""}), json!({"path": "a\u{0}b"})] {
+    for body in
+        [json!({"depth": 0}), json!({"depth": 65}), json!({"max_entries": 0}), json!({"max_entries": 10_001}), json!({"path": ""}), json!({"path": "a\u{0}b"})]
+    {
         assert_eq!(sandbox.refused("files:list", body.clone()).await?, (400, "invalid_request".to_owned()), "{body}");
     }
 
     sandbox.sh("mkdir many; cd many; seq 10000 11200 | xargs touch").await?;
     let (many, truncated) = sandbox.listed(json!({"path": "many"})).await?;
-    assert_eq!((many.len(), many.first().map(String::as_str), many.last().map(String::as_str), truncated), (1_000, Some("many/10000"), Some("many/10999"), true));
+    assert_eq!(
+        (many.len(), many.first().map(String::as_str), many.last().map(String::as_str), truncated),
+        (1_000, Some("many/10000"), Some("many/10999"), true)
+    );
     let whole = sandbox.client.list_files(sandbox.id, &ListRequest { path: Some("many".to_owned()), max_entries: Some(10_000), ..Default::default() }).await?;
     assert_eq!((whole.entries.len(), whole.truncated), (1_201, false));
     Ok(())
@@ -74,7 +79,9 @@ async fn a_list_is_sorted_and_says_what_each_entry_is() -> Result<()> {
 async fn directories_are_deleted_only_when_empty_or_asked_for_with_all_below() -> Result<()> {
     let sandbox = Sandbox::new().await?;
     sandbox.sh("mkdir -p tree/a/b /tmp/outside; echo kept > /tmp/outside/file; echo x > tree/a/file; ln -s /tmp/outside tree/link; mkfifo tree/pipe; mkdir empty; mkdir tree/closed; touch tree/closed/x; chmod 500 tree/closed").await?;
-    let delete = async |path: &str, recursive: bool| Ok::<_, anyhow::Error>(Answer::of(sandbox.file(Method::DELETE, path).query(&[("recursive", recursive)])).await?.outcome());
+    let delete = async |path: &str, recursive: bool| {
+        Ok::<_, anyhow::Error>(Answer::of(sandbox.file(Method::DELETE, path).query(&[("recursive", recursive)])).await?.outcome())
+    };
     assert_eq!(delete("tree", false).await?, (409, "not_empty".to_owned()));
     assert_eq!(delete("empty", false).await?.0, 204);
     assert_eq!(delete("tree/a/file/", true).await?, (409, "not_a_directory".to_owned()));
