@@ -10,7 +10,10 @@ use cynode_sba_proto::{ExecStart, ExecStatus, ExitReport, Frame, MAX_DATA, Reply
 use cynode_service::ApiError;
 use tokio::{sync::mpsc, time::Instant};
 
-use super::{Exec, Piece, SessionExecs, Stdin, lost_exit};
+use super::{
+    Exec, Piece, SessionExecs,
+    exec::{Stdin, lost_exit},
+};
 use crate::{
     sandbox::{ANSWER, Channel, LinkError, agent_problem, unavailable, unexpected},
     sessions::Live,

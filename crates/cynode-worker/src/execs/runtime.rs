@@ -156,7 +156,7 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, star
 
 /// Standard input: what came with the request, then what is written later.
 fn feed(exec: &Arc<Exec>, mut input: std::pin::Pin<Box<dyn tokio::io::AsyncWrite + Send>>, command: Command) {
-    let (sender, mut receiver) = mpsc::channel::<super::Stdin>(1);
+    let (sender, mut receiver) = mpsc::channel::<super::exec::Stdin>(1);
     if command.stdin_open {
         *exec.stdin.lock() = Some(sender);
     }

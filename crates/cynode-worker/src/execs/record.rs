@@ -1,0 +1,292 @@
+//! The execs of a session and the log that finds them again.
+
+use std::{
+    collections::BTreeMap,
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+};
+
+use cynode_api::{
+    ErrorCode, ExecExit, ExecId, ExecRequest,
+    exec_limits::{DEFAULT_OUTPUT_BYTES, KEPT_PER_SESSION, MAX_RUNNING},
+};
+use cynode_service::ApiError;
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
+use time::OffsetDateTime;
+
+use super::{
+    collect::Collector,
+    exec::{Exec, collect, lost_exit},
+    hex,
+    spool::Spool,
+};
+
+/// Finished execs that a session remembers.
+const MAX_FINISHED: usize = 2_000;
+/// An exec that kept more than this, and every so many-th, has the limits looked at.
+const TRIM_BYTES: u64 = 256 * 1024;
+const TRIM_EVERY: u64 = 64;
+/// The log is written anew when it has grown by this.
+const COMPACT_AFTER: u64 = 8 * 1024 * 1024;
+
+/// An exec as the log has it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct ExecRecord {
+    pub(crate) exec_id: ExecId,
+    pub(crate) argv: Vec<String>,
+    pub(crate) cwd: String,
+    pub(crate) background: bool,
+    pub(crate) timeout_ms: u64,
+    pub(crate) max_output_bytes: u64,
+    /// Of the request, so that a repetition can be told from another request.
+    pub(crate) fingerprint: String,
+    #[serde(with = "time::serde::rfc3339")]
+    pub(crate) started_at: OffsetDateTime,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Ended {
+    pub(super) exec_id: ExecId,
+    pub(super) exit: ExecExit,
+    #[serde(with = "time::serde::rfc3339")]
+    pub(super) ended_at: OffsetDateTime,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum LogLine {
+    Start(ExecRecord),
+    End(Ended),
+    /// It never ran: the start failed.
+    Void(ExecId),
+}
+
+/// All execs of one session.
+#[derive(Debug)]
+pub(crate) struct SessionExecs {
+    directory: PathBuf,
+    log: Mutex<Log>,
+    known: Mutex<BTreeMap<ExecId, Arc<Exec>>>,
+    running: AtomicUsize,
+    finished: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Log {
+    file: fs_err::File,
+    appended: u64,
+}
+
+/// What `begin` found.
+pub(crate) enum Begun {
+    New(Arc<Exec>),
+    Existing(Arc<Exec>),
+}
+
+impl SessionExecs {
+    /// Opens a session's records, as an earlier worker left them.
+    pub(crate) fn open(directory: &Path) -> io::Result<Self> {
+        let directory = directory.join("execs");
+        fs_err::create_dir_all(&directory)?;
+        let path = directory.join("log");
+        let mut known = BTreeMap::new();
+        if let Ok(text) = fs_err::read(&path) {
+            // The last line may be cut off by a crash; it says nothing then.
+            for line in text.split(|byte| *byte == b'\n') {
+                match serde_json::from_slice(line) {
+                    Ok(LogLine::Start(record)) => {
+                        let spool = Spool::recover(directory.clone(), record.exec_id)?;
+                        let collector = (!record.background).then(|| collect(&spool, record.max_output_bytes));
+                        known.insert(record.exec_id, Arc::new(Exec::new(record, spool, collector)));
+                    }
+                    Ok(LogLine::End(ended)) => {
+                        if let Some(exec) = known.get(&ended.exec_id) {
+                            let mut inner = exec.inner.lock();
+                            inner.expired = ended.exit.bytes.stdout + ended.exit.bytes.stderr > 0 && inner.spool.last_seq() == 0;
+                            inner.ended = Some(ended);
+                            inner.collector = None;
+                        }
+                    }
+                    Ok(LogLine::Void(exec_id)) => {
+                        known.remove(&exec_id);
+                    }
+                    Err(_) => {}
+                }
+            }
+        }
+        let file = fs_err::OpenOptions::new().create(true).append(true).open(&path)?;
+        let running = AtomicUsize::new(known.values().filter(|exec| exec.is_running()).count());
+        let execs = Self { directory, log: Mutex::new(Log { file, appended: 0 }), known: Mutex::new(known), running, finished: AtomicU64::new(0) };
+        execs.compact()?;
+        Ok(execs)
+    }
+
+    /// Registers a request. The same id with the same request is the same exec.
+    pub(crate) fn begin(&self, request: &ExecRequest, cwd: String) -> Result<Begun, ApiError> {
+        let fingerprint = fingerprint(request);
+        let exec_id = request.exec_id.unwrap_or_else(ExecId::generate);
+        let mut known = self.known.lock();
+        if let Some(exec) = known.get(&exec_id) {
+            return if exec.record.fingerprint == fingerprint {
+                Ok(Begun::Existing(Arc::clone(exec)))
+            } else {
+                Err(ApiError::new(ErrorCode::ExecIdInUse, format!("exec {exec_id} was made by another request")))
+            };
+        }
+        if self.running.load(Ordering::Relaxed) >= MAX_RUNNING {
+            return Err(ApiError::new(ErrorCode::PidsExhausted, format!("{MAX_RUNNING} execs run in this session already")));
+        }
+        let max_output_bytes = request.max_output_bytes.unwrap_or(DEFAULT_OUTPUT_BYTES);
+        let record = ExecRecord {
+            exec_id,
+            argv: request.argv.clone(),
+            cwd,
+            background: request.background,
+            timeout_ms: request.timeout_ms,
+            max_output_bytes,
+            fingerprint,
+            started_at: OffsetDateTime::now_utc(),
+        };
+        self.append(&LogLine::Start(record.clone())).map_err(|error| ApiError::new(ErrorCode::Internal, format!("recording the exec: {error}")))?;
+        let collector = (!record.background).then(|| Collector::new(usize::try_from(max_output_bytes).unwrap_or(usize::MAX)));
+        let exec = Arc::new(Exec::new(record, Spool::new(self.directory.clone(), exec_id), collector));
+        known.insert(exec_id, Arc::clone(&exec));
+        self.running.fetch_add(1, Ordering::Relaxed);
+        Ok(Begun::New(exec))
+    }
+
+    /// The start failed: nothing ran, so nothing is remembered.
+    pub(crate) fn void(&self, exec: &Exec, error: ApiError) {
+        if let Err(error) = self.append(&LogLine::Void(exec.id())) {
+            tracing::warn!(%error, "Recording a failed start failed.");
+        }
+        if self.known.lock().remove(&exec.id()).is_some() {
+            self.running.fetch_sub(1, Ordering::Relaxed);
+        }
+        let mut inner = exec.inner.lock();
+        inner.failed = Some(error);
+        inner.spool.clear();
+        drop(inner);
+        exec.announce();
+    }
+
+    /// The exec has ended: recorded first, then told.
+    pub(crate) fn finish(&self, exec: &Exec, exit: ExecExit) {
+        let ended = Ended { exec_id: exec.id(), exit, ended_at: OffsetDateTime::now_utc() };
+        if let Err(error) = self.append(&LogLine::End(ended.clone())) {
+            tracing::error!(%error, exec_id = %exec.id(), "Recording an exec's end failed.");
+        }
+        exec.stdin.lock().take();
+        let bytes = {
+            let mut inner = exec.inner.lock();
+            if inner.ended.replace(ended).is_none() {
+                self.running.fetch_sub(1, Ordering::Relaxed);
+            }
+            inner.spool.bytes()
+        };
+        exec.announce();
+        // Looking at every exec of a long session at each end would make each the slower; small ones are looked at now and then.
+        if bytes > TRIM_BYTES || self.finished.fetch_add(1, Ordering::Relaxed).is_multiple_of(TRIM_EVERY) {
+            self.trim();
+        }
+    }
+
+    fn append(&self, line: &LogLine) -> io::Result<()> {
+        let mut bytes = serde_json::to_vec(line)?;
+        bytes.push(b'\n');
+        let mut log = self.log.lock();
+        log.file.write_all(&bytes)?;
+        log.appended += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Keeps to the limits: the oldest finished execs lose their output, then their record.
+    fn trim(&self) {
+        let mut known = self.known.lock();
+        let mut finished: Vec<Arc<Exec>> = known.values().filter(|exec| !exec.is_running()).cloned().collect();
+        finished.sort_by_key(|exec| exec.ended_at());
+        let mut kept: u64 = known.values().map(|exec| exec.inner.lock().spool.bytes()).sum();
+        for exec in &finished {
+            if kept <= KEPT_PER_SESSION {
+                break;
+            }
+            let mut inner = exec.inner.lock();
+            let bytes = inner.spool.bytes();
+            if bytes > 0 && inner.readers.is_empty() {
+                inner.spool.clear();
+                inner.expired = true;
+                kept -= bytes;
+            }
+        }
+        for exec in finished.iter().take(finished.len().saturating_sub(MAX_FINISHED)) {
+            exec.inner.lock().spool.clear();
+            known.remove(&exec.id());
+        }
+        drop(known);
+        if self.log.lock().appended > COMPACT_AFTER
+            && let Err(error) = self.compact()
+        {
+            tracing::warn!(%error, "Rewriting an exec log failed.");
+        }
+    }
+
+    /// Writes the log anew with what is known now.
+    fn compact(&self) -> io::Result<()> {
+        let known = self.known.lock();
+        let mut bytes = Vec::new();
+        for exec in known.values() {
+            serde_json::to_writer(&mut bytes, &LogLine::Start(exec.record.clone()))?;
+            bytes.push(b'\n');
+            if let Some(ended) = &exec.inner.lock().ended {
+                serde_json::to_writer(&mut bytes, &LogLine::End(ended.clone()))?;
+                bytes.push(b'\n');
+            }
+        }
+        let mut log = self.log.lock();
+        let path = self.directory.join("log");
+        let staged = self.directory.join("log.new");
+        fs_err::write(&staged, &bytes)?;
+        fs_err::rename(&staged, &path)?;
+        log.file = fs_err::OpenOptions::new().append(true).open(&path)?;
+        log.appended = 0;
+        Ok(())
+    }
+
+    pub(crate) fn get(&self, id: ExecId) -> Result<Arc<Exec>, ApiError> {
+        self.known.lock().get(&id).cloned().ok_or_else(|| ApiError::new(ErrorCode::ExecNotFound, format!("no exec {id} in this session")))
+    }
+
+    /// By their ids, which are ordered by time when we made them.
+    pub(crate) fn list(&self) -> Vec<Arc<Exec>> {
+        let mut all: Vec<_> = self.known.lock().values().cloned().collect();
+        all.sort_by_key(|exec| (exec.record.started_at, exec.id()));
+        all
+    }
+
+    pub(crate) fn running(&self) -> Vec<Arc<Exec>> {
+        self.known.lock().values().filter(|exec| exec.is_running()).cloned().collect()
+    }
+
+    pub(crate) fn running_count(&self) -> u32 {
+        u32::try_from(self.running.load(Ordering::Relaxed)).unwrap_or(u32::MAX)
+    }
+
+    /// Everything that runs is lost: its sandbox is gone.
+    pub(crate) fn lose_all(&self) {
+        for exec in self.running() {
+            let exit = lost_exit(&exec);
+            self.finish(&exec, exit);
+        }
+    }
+}
+
+fn fingerprint(request: &ExecRequest) -> String {
+    let bytes = serde_json::to_vec(request).unwrap_or_default();
+    hex(&Sha256::digest(&bytes))
+}
