@@ -97,7 +97,7 @@ async fn run(plan: Plan) -> Result<Report> {
     say("create and end");
     (report.create, report.end) = create::measure(&plan, &ours, &rivals, &world).await?;
     ours.shut_down().await?;
-    drop(world);
+    leave(world).await;
 
     say("memory of idle sessions");
     // A worker that has done nothing yet: one that was busy has room in its heap, which would hide what sessions add.
@@ -105,7 +105,15 @@ async fn run(plan: Plan) -> Result<Report> {
     let mut ours = Ours::start(&world).await?;
     report.memory = memory::measure(&plan, &ours).await?;
     ours.shut_down().await?;
+    leave(world).await;
     Ok(report)
+}
+
+/// Podman's cleanup of the last containers may still run, and would write into what is being removed.
+async fn leave(world: World) {
+    if let Err(error) = world.assert_clean().await {
+        eprintln!("bench: {error:#}");
+    }
 }
 
 fn say(what: &str) {

@@ -17,7 +17,8 @@ pub enum ConfigError {
 }
 
 /// Reads section `section` of the file, `CYNODE_<SECTION>_<KEY>` of the environment and the flags, in rising order of
-/// precedence. Keys of flags are written without the section.
+/// precedence. Keys of flags are written without the section; `tls.cert` is a key within a key, and in the environment
+/// `TLS__CERT`.
 pub fn load<T: DeserializeOwned>(
     path: Option<&Path>,
     section: &str,
@@ -29,7 +30,7 @@ pub fn load<T: DeserializeOwned>(
         None => Table::new(),
     };
     let prefix = format!("CYNODE_{}_", section.to_uppercase());
-    let environment = environment.into_iter().filter_map(|(name, value)| Some((name.strip_prefix(&prefix)?.to_lowercase(), value)));
+    let environment = environment.into_iter().filter_map(|(name, value)| Some((name.strip_prefix(&prefix)?.to_lowercase().replace("__", "."), value)));
     for (key, value) in environment.chain(flags) {
         insert(&mut table, &key, &value);
     }
@@ -56,8 +57,13 @@ fn read_section(path: &Path, section: &str) -> Result<Table, ConfigError> {
 /// The sections that a configuration file may have.
 const SECTIONS: &[&str] = &["worker"];
 
-/// A value as TOML would read it, else a string. `tls_cert`-style names are left as they are: keys are flat.
+/// Sets a key, or a key within a key. The value is what TOML reads in it, else a string.
 fn insert(table: &mut Table, key: &str, value: &str) {
+    if let Some((outer, inner)) = key.split_once('.')
+        && let Value::Table(nested) = table.entry(outer).or_insert_with(|| Value::Table(Table::new()))
+    {
+        return insert(nested, inner, value);
+    }
     let parsed =
         format!("value = {value}").parse::<Table>().ok().and_then(|mut table| table.remove("value")).unwrap_or_else(|| Value::String(value.to_owned()));
     table.insert(key.to_owned(), parsed);
@@ -97,6 +103,15 @@ mod tests {
     fn flags_win_over_the_environment() {
         let read = sample(&[("CYNODE_WORKER_LISTEN", "a"), ("CYNODE_WORKER_SIZE", "3"), ("OTHER", "x")], &[("listen", "b")]).expect("valid");
         assert_eq!(read, Sample { listen: "b".to_owned(), size: 3 });
+    }
+
+    #[test]
+    fn a_dot_reaches_into_a_table() {
+        let mut table = Table::new();
+        insert(&mut table, "tls.cert", "/a");
+        insert(&mut table, "tls.key", "/b");
+        assert_eq!(table["tls"]["cert"].as_str(), Some("/a"));
+        assert_eq!(table["tls"]["key"].as_str(), Some("/b"));
     }
 
     #[test]

@@ -16,11 +16,11 @@ const DRAIN: Duration = Duration::from_secs(5);
 
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
-    #[error("{0} is not a loopback address: give tls_cert and tls_key, or --insecure-listen to do without")]
+    #[error("{0} is not a loopback address: give tls.cert and tls.key, or --insecure-listen to do without")]
     Insecure(SocketAddr),
     #[error("can't listen on {address}")]
     Bind { address: SocketAddr, source: std::io::Error },
-    #[error("tls_cert and tls_key must be given together")]
+    #[error("tls.cert and tls.key must be given together")]
     HalfTls,
     #[error("can't read {path} as {what}")]
     Pem { path: PathBuf, what: &'static str, source: rustls::pki_types::pem::Error },

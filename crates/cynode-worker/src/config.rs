@@ -18,8 +18,7 @@ pub struct Config {
     #[serde(skip)]
     pub state_dir: PathBuf,
     pub listen: SocketAddr,
-    pub tls_cert: Option<PathBuf>,
-    pub tls_key: Option<PathBuf>,
+    pub tls: TlsFiles,
     pub insecure_listen: bool,
     /// What `image_ref: "default"` means.
     pub default_image: String,
@@ -43,13 +42,20 @@ pub struct Config {
     pub oci_runtime: Option<String>,
 }
 
+/// Certificate chain and key, as PEM files.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TlsFiles {
+    pub cert: Option<PathBuf>,
+    pub key: Option<PathBuf>,
+}
+
 impl Default for Config {
     fn default() -> Self {
         Self {
             state_dir: PathBuf::new(),
             listen: SocketAddr::from(([127, 0, 0, 1], 12_090)),
-            tls_cert: None,
-            tls_key: None,
+            tls: TlsFiles::default(),
             insecure_listen: false,
             default_image: DEFAULT_IMAGE.to_owned(),
             exec_via: ExecVia::Agent,

@@ -34,7 +34,7 @@ use rustix::fs::{FlockOperation, flock};
 use sha2::{Digest as _, Sha256};
 
 pub use api::openapi;
-pub use config::{Config, DEFAULT_IMAGE};
+pub use config::{Config, DEFAULT_IMAGE, TlsFiles};
 use journal::Journal;
 use runtime::{Podman, PodmanOptions, Runtime, ServiceOptions};
 use sessions::{Means, Sessions};
@@ -101,7 +101,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let ids = idrange::IdBlocks::claim(Path::new(ID_REGISTRY), &config.state_dir)?;
     let node_id = held.journal.node_id().map_err(state("reading the node's id"))?;
     let token = read_or_create_token(&config.state_dir.join("worker.token")).map_err(state("reading the token"))?;
-    let tls = Tls { cert: config.tls_cert.clone(), key: config.tls_key.clone(), insecure: config.insecure_listen };
+    let tls = Tls { cert: config.tls.cert.clone(), key: config.tls.key.clone(), insecure: config.insecure_listen };
     let bound = listen::bind(config.listen, &tls).await?;
     let stop = shutdown::on_signals().map_err(state("watching signals"))?;
     let url = bound.url();

@@ -27,7 +27,7 @@ pub fn worker_url(config: &cynode_worker::Config) -> String {
     if address.ip().is_unspecified() {
         address.set_ip(if address.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
     }
-    format!("{}://{address}", if config.tls_cert.is_some() { "https" } else { "http" })
+    format!("{}://{address}", if config.tls.cert.is_some() { "https" } else { "http" })
 }
 
 /// The worker role, until it is told to stop.

@@ -1,4 +1,5 @@
 //! The Worker API as a foreign client meets it: who is let in, what is refused and how, what is described.
+#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 #[path = "api/bodies.rs"]
 mod bodies;

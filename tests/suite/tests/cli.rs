@@ -1,4 +1,5 @@
 //! The `cynode` program as people and scripts use it.
+#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 #[path = "cli/cp.rs"]
 mod cp;
@@ -12,11 +13,15 @@ mod up;
 use std::{
     ffi::OsStr,
     io::Write as _,
+    os::unix::process::ExitStatusExt as _,
     process::{Command, Stdio},
+    sync::mpsc::{self, RecvTimeoutError},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_tests::{IMAGE, Options, RunningWorker, World};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 /// How a run of `cynode` ended.
@@ -61,14 +66,28 @@ fn cynode(world: &World) -> Result<Command> {
     Ok(command)
 }
 
+/// Nothing that a test waits for takes longer.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 fn run(command: &mut Command, stdin: &[u8]) -> Result<Ran> {
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let mut input = child.stdin.take().context("stdin")?;
+    let pid = Pid::from_raw(child.id().cast_signed()).context("a pid")?;
     let output = std::thread::scope(|scope| {
         // A program that does not read its input closes it: that is not ours to judge.
         scope.spawn(move || drop(input.write_all(stdin)));
-        child.wait_with_output()
+        let (ended, waiting) = mpsc::channel::<()>();
+        scope.spawn(move || {
+            if waiting.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+                // It may have ended in this moment.
+                kill_process(pid, Signal::KILL).ok();
+            }
+        });
+        let output = child.wait_with_output();
+        drop(ended);
+        output
     })?;
+    ensure!(output.status.signal() != Some(9), "{command:?} did not end within {PATIENCE:?}: {output:?}");
     Ok(Ran { code: output.status.code(), stdout: output.stdout, stderr: String::from_utf8_lossy(&output.stderr).into_owned() })
 }
 
@@ -159,17 +178,30 @@ async fn sessions_are_made_listed_shown_ended_and_resumed() -> Result<()> {
     let table = cli.run(&["session", "list"])?.good()?;
     assert!(table.starts_with("SESSION") && table.lines().count() == 3 && table.contains("team=red"), "{table}");
 
-    cli.sh(&id, "echo kept > file")?;
     let ended = cli.run(&["session", "end", &id, "--keep-workspace", "--reason", "a break"])?;
     assert_eq!((ended.code, ended.text().as_str()), (Some(0), ""));
     assert!(ended.stderr.contains("has ended; workspace"), "{ended:?}");
     assert_eq!(cli.run(&["session", "exec", &id, "true"])?.failure(), (64, "session_ended".to_owned()));
-    assert_eq!(cli.run(&["session", "resume", &id])?.good()?, format!("{id}\n"));
-    assert_eq!(cli.sh(&id, "cat file")?, "kept\n");
     let all = cli.run(&["session", "end", "--all", "--output", "json"])?.json()?;
-    assert_eq!(all["items"].as_array().map(Vec::len), Some(2));
+    assert_eq!(all["items"][0]["session_id"], other);
     assert_eq!(cli.run(&["session", "end", "--all", "--output", "json"])?.json()?["items"].as_array().map(Vec::len), Some(0));
     assert!(cli.world.containers()?.is_empty());
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_session_that_has_ended_can_be_resumed_with_its_files() -> Result<()> {
+    let cli = Cli::new().await?;
+    let id = cli.create(&[])?;
+    cli.sh(&id, "echo kept > file")?;
+    for _ in 0..2 {
+        cli.run(&["session", "end", &id, "--keep-workspace"])?.good()?;
+        assert_eq!(cli.run(&["session", "resume", &id])?.good()?, format!("{id}\n"));
+        assert_eq!(cli.sh(&id, "cat file")?, "kept\n");
+    }
+    // Without its files there is nothing to go on with.
+    cli.run(&["session", "end", &id])?.good()?;
+    assert_eq!(cli.run(&["session", "resume", &id])?.failure(), (64, "not_resumable".to_owned()));
     Ok(())
 }
 

@@ -363,3 +363,22 @@ async fn a_sandbox_has_loopback_and_no_other_way_out() -> Result<()> {
     assert_eq!(interfaces.iter().filter(|line| **line == "lo").count(), 1);
     Ok(())
 }
+
+#[tokio::test]
+async fn a_foreground_exec_whose_caller_is_gone_is_ended_unless_somebody_attached() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let command = |seconds: &str| ExecRequest { exec_id: Some(ExecId::generate()), timeout_ms: 600_000, ..exec(["sleep", seconds]) };
+    let (left, attended) = (command("7001"), command("7002"));
+    for request in [&left, &attended] {
+        // A caller who goes away right after the start.
+        let mut events = client.exec_stream(id, request).await?;
+        assert!(matches!(events.next().await?, Some(ExecEvent::Start { .. })));
+    }
+    let (left, attended) = (left.exec_id.context("an id")?, attended.exec_id.context("an id")?);
+    let _reader = client.exec_output_stream(id, attended, 0).await?;
+    eventually("nobody waits for it, so it ends", Duration::from_secs(60), async || Ok(client.get_exec(id, left).await?.state == ExecState::Exited)).await?;
+    assert_eq!(client.get_exec(id, left).await?.exit.and_then(|exit| exit.signal).as_deref(), Some("KILL"));
+    assert_eq!(client.get_exec(id, attended).await?.state, ExecState::Running);
+    Ok(())
+}

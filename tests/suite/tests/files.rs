@@ -19,7 +19,7 @@ use anyhow::{Result, ensure};
 use bytes::Bytes;
 use cynode_api::{SessionCreate, SessionId};
 use cynode_client::WorkerClient;
-use cynode_tests::{Answer, Http, Options, RunningWorker, World, eventually, session, sh};
+use cynode_tests::{Answer, Http, Options, RunningWorker, World, eventually, hex, session, sh};
 use http::Method;
 use reqwest::RequestBuilder;
 use serde_json::Value;
@@ -31,8 +31,7 @@ struct Sandbox {
     http: Http,
     id: SessionId,
     worker: RunningWorker,
-    /// Removed with all that is in it when the test ends.
-    _world: World,
+    world: World,
 }
 
 impl Sandbox {
@@ -45,7 +44,7 @@ impl Sandbox {
         let worker = world.worker(&Options::default()).await?;
         let client = worker.client()?;
         client.create_session(request).await?;
-        Ok(Self { client, http: Http::new(&worker)?, id: request.session_id, worker, _world: world })
+        Ok(Self { client, http: Http::new(&worker)?, id: request.session_id, worker, world: world })
     }
 
     fn file(&self, method: Method, path: &str) -> RequestBuilder {
@@ -86,7 +85,7 @@ impl Sandbox {
 }
 
 fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&Sha256::digest(bytes))
 }
 
 // proves: ISC-05, CYNAI.SANDBX.FilesystemWorkingDirs
@@ -296,7 +295,7 @@ async fn a_caller_has_the_rights_of_the_sandboxs_own_user() -> Result<()> {
     }
     // The host's own files are somewhere else.
     let marker = sandbox.worker.token()?;
-    let token = sandbox._world.state_dir().join("worker.token");
+    let token = sandbox.world.state_dir().join("worker.token");
     assert_eq!(sandbox.get(&token.display().to_string()).await?.outcome(), (404, "not_found".to_owned()));
     sandbox.sh(&format!("ln -s {} host", token.display())).await?;
     let through = sandbox.get("host").await?;

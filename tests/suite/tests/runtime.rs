@@ -94,7 +94,8 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     let mut unknown = spec(runtime, &name, "true").await?;
     unknown.image_id = "0".repeat(64);
     assert!(matches!(runtime.create(&unknown).await, Err(Error::NotFound(_))), "creating from an unknown image fails as such");
-    let waiting = "trap 'exit 3' TERM; while :; do sleep 0.02; done";
+    // Bounded, because the fake's processes are the host's: a test that is killed must not leave them for ever.
+    let waiting = "trap 'exit 3' TERM; i=0; while [ $i -lt 2000 ]; do sleep 0.02; i=$((i+1)); done";
     run(runtime, &name, waiting).await?;
     assert!(matches!(runtime.create(&spec(runtime, &name, "true").await?).await, Err(Error::NameInUse(_))), "a name is taken once");
     runtime.start(&name).await?;
@@ -136,7 +137,7 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     runtime.remove(&name).await?;
 
     // What ignores TERM goes all the same, and at once.
-    run(runtime, &name, "trap '' TERM; while :; do sleep 0.02; done").await?;
+    run(runtime, &name, "trap '' TERM; i=0; while [ $i -lt 2000 ]; do sleep 0.02; i=$((i+1)); done").await?;
     let pid = runtime.inspect(&name).await?.pid;
     runtime.remove(&name).await?;
     assert!(fs_err::metadata(format!("/proc/{pid}")).is_err(), "its process is gone");

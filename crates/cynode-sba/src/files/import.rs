@@ -35,12 +35,15 @@ impl Files {
     pub(super) fn import(&self, path: &[u8], body: Body<'_>) -> Outcome<()> {
         let place = self.locate(path)?;
         let mut source = Source { body, piece: Vec::new(), at: 0, ended: false };
-        // Nothing is made for what is no archive.
-        let Some(first) = source.header()? else { return Err(broken("it is empty")) };
+        // Nothing is made for what is no archive. One that only says that it ends is one of an empty directory.
+        let first = source.header()?;
+        if first.is_none() && source.ended {
+            return Err(broken("it is empty"));
+        }
         path::make_directories(&place)?;
         let root = Confined::open(&place).doing("opening", path::bytes(&place))?;
         let mut import = Import { root, directories: Vec::new(), directory_bytes: 0 };
-        let mut next = Some(first);
+        let mut next = first;
         let mut attributes = Attributes::default();
         while let Some(header) = next {
             import.entry(&header, &mut attributes, &mut source)?;
@@ -467,10 +470,16 @@ mod tests {
     }
 
     #[test]
+    fn an_archive_of_nothing_makes_an_empty_directory() {
+        let sandbox = Sandbox::new();
+        import(&sandbox, &Maker::default().end()).expect("unpacked");
+        assert!(sandbox.names("into").is_empty());
+    }
+
+    #[test]
     fn a_broken_archive_is_refused() {
         let sandbox = Sandbox::new();
         refusal(&sandbox, b"");
-        refusal(&sandbox, &[0; 1024]);
         refusal(&sandbox, b"short");
         refusal(&sandbox, &[b'x'; 2_048]);
         assert!(!sandbox.path("into").exists());

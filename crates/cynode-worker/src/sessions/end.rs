@@ -52,7 +52,9 @@ impl Sessions {
         let _step = entry.step.lock().await;
         match entry.state() {
             SessionState::Ended | SessionState::Failed => return Ok(()),
-            _ => {}
+            // Taken up again: as it was asked for the first time.
+            SessionState::Ending => return self.finish_end(entry).await,
+            SessionState::Creating | SessionState::Running | SessionState::Lost => {}
         }
         self.update(entry, |record| {
             record.session.state = SessionState::Ending;

@@ -64,12 +64,12 @@ async fn a_configuration_that_is_not_right_ends_with_64_and_says_why() -> Result
     let (certificate, key, missing) = (quoted(&certificate), quoted(&key), quoted(Path::new("/nowhere.pem")));
     let any = "\"0.0.0.0:0\"";
     for (settings, said) in [
-        (vec![("listen", any)], vec!["0.0.0.0", "tls_cert", "--insecure-listen"]),
-        (vec![("listen", "\"[::]:0\"")], vec!["tls_cert", "--insecure-listen"]),
-        (vec![("listen", any), ("tls_cert", certificate.as_str())], vec!["tls_cert and tls_key"]),
-        (vec![("tls_key", key.as_str())], vec!["tls_cert and tls_key"]),
-        (vec![("tls_cert", missing.as_str()), ("tls_key", key.as_str())], vec!["/nowhere.pem"]),
-        (vec![("tls_cert", key.as_str()), ("tls_key", key.as_str())], vec!["cert"]),
+        (vec![("listen", any)], vec!["0.0.0.0", "tls.cert", "--insecure-listen"]),
+        (vec![("listen", "\"[::]:0\"")], vec!["tls.cert", "--insecure-listen"]),
+        (vec![("listen", any), ("tls.cert", certificate.as_str())], vec!["tls.cert and tls.key"]),
+        (vec![("tls.key", key.as_str())], vec!["tls.cert and tls.key"]),
+        (vec![("tls.cert", missing.as_str()), ("tls.key", key.as_str())], vec!["/nowhere.pem"]),
+        (vec![("tls.cert", key.as_str()), ("tls.key", key.as_str())], vec!["cert"]),
         (vec![("listen", "\"somewhere\"")], vec!["worker.listen"]),
         (vec![("colour", "1")], vec!["colour"]),
         (vec![("max_sandboxes", "\"many\"")], vec!["worker.max_sandboxes"]),
@@ -106,7 +106,7 @@ async fn a_configuration_that_is_not_right_ends_with_64_and_says_why() -> Result
 async fn beyond_loopback_a_worker_speaks_tls_or_was_told_not_to() -> Result<()> {
     let world = World::new()?;
     let (authority, certificate, key) = certificates(world.directory())?;
-    let options = Options::default().set("listen", "\"0.0.0.0:0\"").set("tls_cert", &quoted(&certificate)).set("tls_key", &quoted(&key));
+    let options = Options::default().set("listen", "\"0.0.0.0:0\"").set("tls.cert", &quoted(&certificate)).set("tls.key", &quoted(&key));
     let mut running = world.start_worker(&options)?;
     // Installed once per process; a second time changes nothing.
     drop(rustls::crypto::aws_lc_rs::default_provider().install_default());

@@ -116,7 +116,7 @@ async fn trees_go_both_ways_with_links_and_modes() -> Result<()> {
     write(&source.join("sub dir/run"), "#!/bin/sh\n", 0o755)?;
     write(&source.join("private"), "two\n", 0o600)?;
     write(&source.join("gr\u{fc}n \u{1f331}"), "", 0o644)?;
-    write(&source.join(&"n".repeat(120)).join("deep"), "three\n", 0o644)?;
+    write(&source.join("n".repeat(120)).join("deep"), "three\n", 0o644)?;
     fs_err::create_dir(source.join("empty"))?;
     symlink("sub dir/run", source.join("link"))?;
     symlink("../private", source.join("sub dir/up"))?;

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use bytes::Bytes;
 use cynode_api::{LimitsRequest, SessionEnd, file_limits::MAX_PUT_BYTES};
-use cynode_tests::{Answer, Http, Options, World, session};
+use cynode_tests::{Answer, Http, Options, World, hex, session};
 use futures_util::stream;
 use http::Method;
 use serde_json::json;
@@ -25,7 +25,7 @@ async fn a_hundred_mebibytes_pass_both_ways_whole_and_without_filling_memory() -
     let piece = |number: usize| Bytes::from((0..MEBIBYTE / 8).flat_map(|word| (word as u64 * 0x9e37_79b9 + number as u64).to_le_bytes()).collect::<Vec<u8>>());
     let mut expected = Sha256::new();
     (0..100).for_each(|number| expected.update(piece(number)));
-    let expected: String = expected.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+    let expected = hex(&expected.finalize());
 
     let put = Answer::of(sandbox.file(Method::PUT, "large").body(streamed((0..100).map(piece)))).await?;
     assert_eq!((put.status, put.header("etag")), (201, format!("\"sha256:{expected}\"").as_str()));
@@ -37,7 +37,7 @@ async fn a_hundred_mebibytes_pass_both_ways_whole_and_without_filling_memory() -
     while let Some(piece) = file.chunk().await? {
         received.update(&piece);
     }
-    assert_eq!(received.finalize().iter().map(|byte| format!("{byte:02x}")).collect::<String>(), expected);
+    assert_eq!(hex(&received.finalize()), expected);
     let (_, peak) = sandbox.worker.memory()?;
     assert!(peak < 100 << 20, "the worker took {} MiB", peak >> 20);
     Ok(())

@@ -24,7 +24,8 @@ impl Sandbox {
 }
 
 /// As git writes it: a file is made, one changed, one deleted, one renamed and changed, one made executable.
-const DIFF: &str = r#"diff --git a/changed b/changed
+const DIFF: &str = "\
+diff --git a/changed b/changed
 index 1111111..2222222 100644
 --- a/changed
 +++ b/changed
@@ -49,7 +50,7 @@ index 0000000..4444444
 @@ -0,0 +1,2 @@
 +made
 +here
-\ No newline at end of file
+\\ No newline at end of file
 diff --git a/old b/renamed
 similarity index 66%
 rename from old
@@ -65,7 +66,7 @@ index 5555555..6666666 100644
 diff --git a/tool b/tool
 old mode 100644
 new mode 100755
-"#;
+";
 
 async fn before() -> Result<Sandbox> {
     let sandbox = Sandbox::new().await?;
