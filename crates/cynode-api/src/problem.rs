@@ -63,7 +63,7 @@ codes! {
     ImageNotFound = "image_not_found", 422, "The image is not on this node", "Load the image on the node, or name another.";
     ImageNotCompatible = "image_not_compatible", 422, "The image is not marked for sessions", "Use an image with the label io.cynodeai.sandbox.agent-compatible=true.";
     UnsupportedVersion = "unsupported_version", 422, "The body's version is unknown", "Send \"version\": 1.";
-    LimitUnenforceable = "limit_unenforceable", 422, "This host can't enforce that limit", "Run 'cynode doctor', or allow it by name in worker.allow_unenforced.";
+    LimitUnenforceable = "limit_unenforceable", 422, "This host can't enforce that limit", "Ask for less; 'cynode doctor' says what this host can do.";
     QuotaExceeded = "quota_exceeded", 429, "The quota is used up", "End sessions that are no longer needed.";
     Internal = "internal", 500, "Something went wrong inside", "Try again; the worker's log has the details under this request_id.";
     AgentUnavailable = "agent_unavailable", 503, "The in-sandbox agent did not answer", "Try again; if it lasts, end the session.";

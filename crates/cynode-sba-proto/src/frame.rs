@@ -57,10 +57,7 @@ pub fn encode(frame: &Frame, out: &mut Vec<u8>) {
             out.extend_from_slice(json);
         }
         Frame::Output { stream, seq, at_ms, data } => encode_output(*stream, *seq, *at_ms, data, out),
-        Frame::Data(data) => {
-            header(DATA, data.len(), out);
-            out.extend_from_slice(data);
-        }
+        Frame::Data(data) => encode_data(data, out),
         Frame::End => header(END, 0, out),
         Frame::Ack(seq) => {
             header(ACK, 8, out);
@@ -78,6 +75,12 @@ pub fn encode_output(stream: Stream, seq: u64, at_ms: u64, data: &[u8], out: &mu
     header(kind, OUTPUT_HEADER + data.len(), out);
     out.extend_from_slice(&seq.to_le_bytes());
     out.extend_from_slice(&at_ms.to_le_bytes());
+    out.extend_from_slice(data);
+}
+
+/// Appends a data frame without taking the data over.
+pub fn encode_data(data: &[u8], out: &mut Vec<u8>) {
+    header(DATA, data.len(), out);
     out.extend_from_slice(data);
 }
 

@@ -12,7 +12,7 @@
 mod frame;
 mod message;
 
-pub use frame::{Decoder, Frame, FrameError, encode, encode_message, encode_output};
+pub use frame::{Decoder, Frame, FrameError, encode, encode_data, encode_message, encode_output};
 pub use message::{AgentError, ExecStart, ExecStatus, ExitReport, FileOp, FileStat, Hello, Reply, Request, Role, Written};
 
 /// The protocol that this build speaks.
@@ -29,7 +29,7 @@ pub const MAX_DATA: usize = 64 * 1024;
 /// Output that an agent holds, sent but not acknowledged, before it stops reading the command's pipes.
 pub const WINDOW: usize = 1024 * 1024;
 /// Connections that an agent keeps parked.
-pub const PARKED: usize = 2;
+pub const PARKED: usize = 4;
 
 /// Where everything is inside a sandbox.
 pub const CONTROL_SOCKET: &str = "/run/cynode/control.sock";

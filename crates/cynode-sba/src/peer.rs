@@ -5,18 +5,19 @@ use std::{
     os::unix::net::UnixStream,
 };
 
-use cynode_sba_proto::{Decoder, Frame, MAX_DATA, Reply, encode, encode_message};
+use cynode_sba_proto::{Decoder, Frame, MAX_DATA, Reply, encode, encode_data, encode_message};
 
 #[derive(Debug)]
 pub(crate) struct Peer {
     stream: UnixStream,
     decoder: Decoder,
+    buffer: Vec<u8>,
 }
 
 impl Peer {
     /// `decoder` holds what was read of the connection already.
     pub(crate) fn new(stream: UnixStream, decoder: Decoder) -> Self {
-        Self { stream, decoder }
+        Self { stream, decoder, buffer: Vec::new() }
     }
 
     #[cfg(test)]
@@ -34,7 +35,7 @@ impl Peer {
         let mut out = Vec::with_capacity(bytes.len().min(MAX_DATA) + 8);
         for piece in bytes.chunks(MAX_DATA) {
             out.clear();
-            encode(&Frame::Data(piece.to_vec()), &mut out);
+            encode_data(piece, &mut out);
             self.stream.write_all(&out)?;
         }
         Ok(())
@@ -48,7 +49,7 @@ impl Peer {
 
     /// The next piece of what the worker sends; `None` at its end. A connection that closes before that is an error.
     pub(crate) fn next_data(&mut self) -> io::Result<Option<Vec<u8>>> {
-        let mut buffer = vec![0; MAX_DATA];
+        self.buffer.resize(MAX_DATA, 0);
         loop {
             match self.decoder.next_frame().map_err(io::Error::other)? {
                 Some(Frame::Data(data)) => return Ok(Some(data)),
@@ -56,11 +57,11 @@ impl Peer {
                 Some(other) => return Err(io::Error::other(format!("expected data, got {other:?}"))),
                 None => {}
             }
-            let count = self.stream.read(&mut buffer)?;
+            let count = self.stream.read(&mut self.buffer)?;
             if count == 0 {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
-            self.decoder.extend(&buffer[..count]);
+            self.decoder.extend(&self.buffer[..count]);
         }
     }
 }

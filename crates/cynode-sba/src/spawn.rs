@@ -20,7 +20,7 @@ use std::{
 use cynode_api::ErrorCode;
 use cynode_sba_proto::{AgentError, ExecStart, WORKSPACE};
 use rustix::{
-    fs::{Mode, OFlags},
+    fs::{Access, Mode, OFlags},
     pipe::PipeFlags,
 };
 
@@ -207,6 +207,10 @@ fn subreaper(plan: &Plan, stdin: &OwnedFd, stdout: &OwnedFd, stderr: &OwnedFd, r
 fn start(plan: &Plan) -> Result<i32, i32> {
     let mut worst = libc::ENOENT;
     for candidate in &plan.candidates {
+        // A look is far cheaper than a spawn that fails.
+        if plan.candidates.len() > 1 && rustix::fs::access(candidate, Access::EXISTS).is_err() {
+            continue;
+        }
         match sys::spawn(candidate, &plan.argv, &plan.env) {
             Ok(pid) => return Ok(pid),
             Err(error) => match error.raw_os_error().unwrap_or(libc::EINVAL) {

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use cynode_api::{ExecVia, Unenforced};
+use cynode_api::ExecVia;
 use cynode_service::{ConfigError, config};
 use serde::Deserialize;
 
@@ -25,8 +25,6 @@ pub struct Config {
     pub exec_via: ExecVia,
     pub max_sandboxes: usize,
     pub workspace_grace_seconds: u64,
-    /// Limits that may stay unenforced on this host, by name.
-    pub allow_unenforced: Vec<Unenforced>,
     /// The agent's binary; looked for beside this program when absent.
     pub agent_binary: Option<PathBuf>,
     pub podman: String,
@@ -61,7 +59,6 @@ impl Default for Config {
             exec_via: ExecVia::Agent,
             max_sandboxes: 200,
             workspace_grace_seconds: 86_400,
-            allow_unenforced: Vec::new(),
             agent_binary: None,
             podman: "podman".to_owned(),
             podman_socket: None,

@@ -1,7 +1,7 @@
 //! Ids on the host for sandboxes: each workspace has a block of 65,536, so that no two sandboxes share an owner.
 //!
 //! As root a worker claims one of a few ranges above what systemd hands out and below 2³¹; the claim names the state
-//! directory, and a range whose owner's directory is gone is free again. The block belongs to the workspace, not to the
+//! directory, and a range whose owner is gone, or does not run and has no workspace left, is free again. The block belongs to the workspace, not to the
 //! container, because files keep their owner when a workspace is mounted again.
 
 use std::{
@@ -36,6 +36,13 @@ pub(crate) struct IdBlocks {
     used: Mutex<BTreeSet<u32>>,
 }
 
+/// Whether no worker runs on this directory and no file of a sandbox is in it.
+fn is_unused(directory: &Path) -> bool {
+    let holds_none = |name: &str| fs_err::read_dir(directory.join(name)).is_ok_and(|mut entries| entries.next().is_none());
+    let runs = || fs_err::File::open(directory.join("lock")).is_ok_and(|lock| flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err());
+    !directory.is_dir() || (holds_none("workspaces") && holds_none("trash") && !runs())
+}
+
 impl IdBlocks {
     /// Claims a range for the worker of `state_dir`, the same one as before when it had one.
     pub(crate) fn claim(registry: &Path, state_dir: &Path) -> Result<Self, Error> {
@@ -49,8 +56,7 @@ impl IdBlocks {
             if Path::new(owner.trim()) == state_dir {
                 return Ok(Self::at(range));
             }
-            let is_free = owner.trim().is_empty() || !Path::new(owner.trim()).join("worker").is_dir();
-            if is_free && free.is_none() {
+            if free.is_none() && (owner.trim().is_empty() || is_unused(&Path::new(owner.trim()).join("worker"))) {
                 free = Some(range);
             }
         }

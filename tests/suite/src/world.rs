@@ -64,6 +64,17 @@ if [ -f "$dir/state/worker/podman/service.json" ]; then
     tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -qF "$dir" && kill -9 "$pid" 2>/dev/null
 fi
 [ -d "$dir/root" ] && timeout 60 "$podman" --root "$dir/root" --runroot "$dir/run" --storage-driver overlay --runtime runc --cgroup-manager cgroupfs --events-backend none rm -f -a -t 0 >/dev/null 2>&1
+# Monitors and Podman's own cleanup may still write below the directory.
+for try in 1 2 3 4 5 6 7 8 9 10; do
+    again=
+    for pid in $(grep -lF "$dir" /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3); do
+        if ! grep -qF -e cynode-test-cleanup -e grep "/proc/$pid/cmdline" 2>/dev/null; then
+            kill -9 "$pid" 2>/dev/null && again=1
+        fi
+    done
+    [ -n "$again" ] || break
+    sleep 0.1
+done
 grep -F " $dir/" /proc/self/mountinfo | cut -d' ' -f5 | sort -r | while read -r mount; do umount -l "$mount" 2>/dev/null; done
 rm -rf "$dir"
 "#;

@@ -2,6 +2,7 @@
 
 mod execs;
 mod files;
+mod linger;
 mod output;
 mod pty;
 mod sessions;
@@ -107,6 +108,7 @@ pub(crate) fn router(api: Api, token: Token, readiness: admin::Readiness) -> Rou
         .fallback(edge::not_found)
         .method_not_allowed_fallback(edge::method_not_allowed)
         .layer(middleware::from_fn(edge::request_id))
+        .layer(middleware::from_fn(linger::read_away))
         .with_state(api)
 }
 

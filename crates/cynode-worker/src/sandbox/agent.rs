@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use cynode_api::{ErrorCode, Problem};
-use cynode_sba_proto::{AgentError, Frame, MAX_DATA, Reply, Request, encode, encode_message};
+use cynode_sba_proto::{AgentError, Frame, MAX_DATA, Reply, Request, encode, encode_data, encode_message};
 use cynode_service::ApiError;
 use tokio::io::AsyncWriteExt as _;
 
@@ -99,8 +99,11 @@ impl Channel {
 
     /// Sends bytes in pieces that the agent takes. An agent that stops reading answers with an error, which counts.
     pub(crate) async fn send_data(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
+        let mut frame = Vec::with_capacity(bytes.len().min(MAX_DATA) + 16);
         for piece in bytes.chunks(MAX_DATA) {
-            self.send(&Frame::Data(piece.to_vec())).await?;
+            frame.clear();
+            encode_data(piece, &mut frame);
+            self.0.stream.write_all(&frame).await.map_err(|_| LinkError::Gone)?;
         }
         Ok(())
     }

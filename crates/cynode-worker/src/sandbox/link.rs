@@ -4,7 +4,6 @@
 //! kernel names. Whoever else connects from inside is turned away. All that is read is bounded, in size and in time.
 
 use std::{
-    collections::VecDeque,
     io,
     os::fd::AsFd as _,
     path::{Path, PathBuf},
@@ -13,11 +12,10 @@ use std::{
 };
 
 use cynode_sba_proto::{Decoder, Frame, Hello, MAX_AGENT_FRAME, OLDEST_PROTOCOL, PROTOCOL, Reply, Role};
-use parking_lot::Mutex;
 use tokio::{
     io::AsyncReadExt as _,
     net::{UnixListener, UnixStream},
-    sync::{Notify, Semaphore, watch},
+    sync::{Mutex, Semaphore, mpsc, watch},
     task::AbortHandle,
 };
 
@@ -69,8 +67,9 @@ pub(crate) struct Greeted {
 
 #[derive(Debug)]
 struct Shared {
-    parked: Mutex<VecDeque<Greeted>>,
-    arrived: Notify,
+    /// Requests wait for connections in the order in which they came.
+    parked: Mutex<mpsc::Receiver<Greeted>>,
+    park: mpsc::Sender<Greeted>,
     /// Whether the agent's watch connection is open.
     present: watch::Sender<bool>,
     init: watch::Sender<Option<InitProcess>>,
@@ -93,7 +92,8 @@ impl AgentLink {
     pub(crate) fn listen(directory: &Path, init: Option<InitProcess>) -> Result<Self, LinkError> {
         let failed = |source| LinkError::Listen { directory: directory.to_owned(), source };
         let listener = bind(directory).map_err(failed)?;
-        let shared = Arc::new(Shared { parked: Mutex::default(), arrived: Notify::new(), present: watch::Sender::new(false), init: watch::Sender::new(init) });
+        let (park, parked) = mpsc::channel(MAX_PARKED);
+        let shared = Arc::new(Shared { parked: Mutex::new(parked), park, present: watch::Sender::new(false), init: watch::Sender::new(init) });
         let accepting = tokio::spawn(accept(listener, Arc::clone(&shared))).abort_handle();
         Ok(Self { shared, accepting })
     }
@@ -117,25 +117,17 @@ impl AgentLink {
 
     /// A parked connection.
     pub(crate) async fn take(&self) -> Result<Greeted, LinkError> {
-        let deadline = tokio::time::Instant::now() + TAKE;
-        loop {
-            let arrived = self.shared.arrived.notified();
-            while let Some(connection) = self.pop() {
+        let taking = async {
+            let mut parked = self.shared.parked.lock().await;
+            while let Some(connection) = parked.recv().await {
                 // A parked connection has nothing to say; one that is readable is closed or confused.
-                let mut byte = [0];
-                match connection.stream.try_read(&mut byte) {
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(connection),
-                    _ => {}
+                if is_quiet(&connection.stream) {
+                    return Ok(connection);
                 }
             }
-            if tokio::time::timeout_at(deadline, arrived).await.is_err() {
-                return Err(LinkError::NoConnection);
-            }
-        }
-    }
-
-    fn pop(&self) -> Option<Greeted> {
-        self.shared.parked.lock().pop_front()
+            Err(LinkError::Gone)
+        };
+        tokio::time::timeout(TAKE, taking).await.unwrap_or(Err(LinkError::NoConnection))
     }
 }
 
@@ -168,14 +160,15 @@ async fn accept(listener: UnixListener, shared: Arc<Shared>) {
         // Whoever is not process 1 is closed here at once, before it costs anything. While the container starts, its
         // process is not known yet, and connections wait for that.
         let init = *shared.init.borrow();
-        if init.is_some() && !is_init(&stream, init) {
+        let known = init.is_some();
+        if known && !is_init(&stream, init) {
             metrics::counter!("cynode_control_strangers_total").increment(1);
             continue;
         }
         let Ok(permit) = Arc::clone(&ungreeted).try_acquire_owned() else { continue };
         let shared = Arc::clone(&shared);
         tokio::spawn(async move {
-            let greeted = tokio::time::timeout(HELLO, greet(stream, &shared)).await;
+            let greeted = tokio::time::timeout(HELLO, greet(stream, &shared, known)).await;
             drop(permit);
             match greeted {
                 Ok(Ok((Role::Watch, connection))) => {
@@ -183,15 +176,8 @@ async fn accept(listener: UnixListener, shared: Arc<Shared>) {
                     watch_agent(connection).await;
                     shared.present.send_replace(false);
                 }
-                Ok(Ok((Role::Request, connection))) => {
-                    let mut parked = shared.parked.lock();
-                    parked.retain(|connection| is_quiet(&connection.stream));
-                    if parked.len() < MAX_PARKED {
-                        parked.push_back(connection);
-                        drop(parked);
-                        shared.arrived.notify_waiters();
-                    }
-                }
+                // An agent parks few; what is beyond the limit is closed.
+                Ok(Ok((Role::Request, connection))) => drop(shared.park.try_send(connection)),
                 Ok(Err(error)) => tracing::debug!(%error, "Turned a control connection away."),
                 Err(_) => {}
             }
@@ -209,10 +195,11 @@ fn is_init(stream: &UnixStream, init: Option<InitProcess>) -> bool {
     init.is_some_and(|init| credentials.pid.as_raw_nonzero().get() == init.pid && init.is_alive())
 }
 
-async fn greet(stream: UnixStream, shared: &Shared) -> Result<(Role, Greeted), LinkError> {
+/// `checked`: the peer is known to be process 1.
+async fn greet(stream: UnixStream, shared: &Shared, checked: bool) -> Result<(Role, Greeted), LinkError> {
     let mut known = shared.init.subscribe();
     let init = *known.wait_for(Option::is_some).await.map_err(|_| LinkError::Gone)?;
-    if !is_init(&stream, init) {
+    if !checked && !is_init(&stream, init) {
         metrics::counter!("cynode_control_strangers_total").increment(1);
         return Err(LinkError::Protocol("the peer is not process 1".to_owned()));
     }
