@@ -1,9 +1,14 @@
 //! Bodies, queries and ids that are not as they should be: refused by name, and nothing happens.
 
+use std::{
+    io::{Read as _, Write as _},
+    time::Duration,
+};
+
 use anyhow::{Context as _, Result};
 use cynode_api::{SessionId, SessionState};
 use cynode_client::SessionFilter;
-use cynode_tests::{Answer, Http, IMAGE, Options, World, session, sh};
+use cynode_tests::{Answer, Http, IMAGE, Options, RunningWorker, World, session, sh};
 use http::Method;
 use serde_json::{Value, json};
 
@@ -172,6 +177,47 @@ async fn calls_on_a_session_that_are_not_as_described_do_nothing_to_it() -> Resu
     assert_eq!(client.get_session(id).await?.state, SessionState::Running);
     assert!(client.list_execs(id).await?.items.is_empty());
     assert_eq!(client.exec(id, &sh("ls -A")).await?.stdout, "");
+    Ok(())
+}
+
+/// Sends a head and then so many bytes without looking, as simple clients do; returns what comes back.
+fn send_all_then_read(worker: &RunningWorker, head: &str, bytes: usize) -> Result<String> {
+    let mut socket = std::net::TcpStream::connect(worker.url()?.trim_start_matches("http://"))?;
+    socket.set_read_timeout(Some(Duration::from_secs(20)))?;
+    socket.write_all(format!("{head}\r\nhost: worker\r\nconnection: close\r\n\r\n").as_bytes())?;
+    let piece = vec![b' '; 1 << 16];
+    for _ in 0..bytes / piece.len() {
+        socket.write_all(&piece)?;
+    }
+    socket.write_all(&piece[..bytes % piece.len()])?;
+    let mut answer = String::new();
+    socket.read_to_string(&mut answer)?;
+    Ok(answer)
+}
+
+#[tokio::test]
+async fn a_refusal_reaches_a_caller_that_sends_its_whole_body_first() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let id = worker.client()?.create_session(&session()).await?.session_id;
+    let good = format!("authorization: Bearer {}", worker.token()?);
+    let sessions = "/v1/worker/sessions";
+    for (target, authorization, bytes, status) in [
+        (format!("POST {sessions}"), "x: y", 30 << 20, 401),
+        (format!("POST {sessions}"), good.as_str(), (10 << 20) + 1, 413),
+        (format!("POST {sessions}"), &good, 60 << 20, 413),
+        (format!("POST {sessions}/nothing/end"), &good, 5 << 20, 404),
+        (format!("DELETE {sessions}"), &good, 5 << 20, 405),
+        (format!("PUT {sessions}/{id}/files?path=/etc/x"), &good, 50 << 20, 403),
+        (format!("PUT {sessions}/{id}/files?path=large"), &good, 101 << 20, 413),
+        (format!("POST {sessions}/{id}/import?path=into"), &good, 50 << 20, 400),
+    ] {
+        let answer = send_all_then_read(&worker, &format!("{target} HTTP/1.1\r\n{authorization}\r\ncontent-length: {bytes}"), bytes)?;
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")) && answer.contains("\"remedy\""), "{target} with {bytes} bytes: {answer}");
+    }
+    // Who asks first is not asked to send what is refused anyway.
+    let asked = send_all_then_read(&worker, &format!("POST {sessions} HTTP/1.1\r\nexpect: 100-continue\r\ncontent-length: 1000"), 0)?;
+    assert!(asked.starts_with("HTTP/1.1 401 "), "{asked}");
     Ok(())
 }
 
