@@ -35,7 +35,7 @@ pub(crate) struct Chunk {
     pub(crate) seq: u64,
     pub(crate) stream: Stream,
     pub(crate) at_ms: u64,
-    pub(crate) data: Rc<[u8]>,
+    pub(crate) data: Vec<u8>,
 }
 
 /// A command, running or ended but not yet forgotten.
@@ -51,6 +51,8 @@ pub(crate) struct Exec {
     unacked: RefCell<VecDeque<Chunk>>,
     unacked_bytes: Cell<usize>,
     last_seq: Cell<u64>,
+    /// The newest piece that was sent to anybody; later ones can still grow.
+    sent_seq: Cell<u64>,
     stdout_bytes: Cell<u64>,
     stderr_bytes: Cell<u64>,
     /// Bytes read of each pipe, kept or not.
@@ -111,6 +113,7 @@ impl Execs {
             unacked: RefCell::default(),
             unacked_bytes: Cell::default(),
             last_seq: Cell::default(),
+            sent_seq: Cell::default(),
             stdout_bytes: Cell::default(),
             stderr_bytes: Cell::default(),
             drained: Default::default(),
@@ -219,10 +222,20 @@ impl Exec {
             Stream::Stderr => &self.stderr_bytes,
         };
         counter.set(counter.get() + data.len() as u64);
-        let seq = self.last_seq.get() + 1;
-        self.last_seq.set(seq);
         self.unacked_bytes.set(self.unacked_bytes.get() + data.len());
-        self.unacked.borrow_mut().push_back(Chunk { seq, stream, at_ms: now_ms(), data: data.into() });
+        let mut unacked = self.unacked.borrow_mut();
+        match unacked.back_mut() {
+            // A program that writes byte by byte must not make a piece of each.
+            Some(last) if last.seq > self.sent_seq.get() && last.stream == stream && last.data.len() + data.len() <= MAX_DATA => {
+                last.data.extend_from_slice(data)
+            }
+            _ => {
+                let seq = self.last_seq.get() + 1;
+                self.last_seq.set(seq);
+                unacked.push_back(Chunk { seq, stream, at_ms: now_ms(), data: data.to_vec() });
+            }
+        }
+        drop(unacked);
         self.news.notify_waiters();
     }
 
@@ -358,6 +371,7 @@ impl Exec {
                 break;
             }
         }
+        self.sent_seq.set(self.sent_seq.get().max(sent));
         let exit = self.exit.borrow().clone().filter(|_| sent >= self.last_seq.get());
         (sent, exit)
     }

@@ -156,6 +156,7 @@ fn store_agent(config: &Config) -> Result<PathBuf, Error> {
     let bytes = fs_err::read(&source).map_err(state("reading the agent's binary"))?;
     let directory = config.directory().join("agents").join(execs::hex(&Sha256::digest(&bytes)));
     let path = directory.join("cynode-sba");
+    forget_unused_agents(&config.directory().join("agents"), &directory);
     if !path.is_file() {
         let stored = fs_err::create_dir_all(&directory).and_then(|()| {
             let staged = directory.join(format!(".{}", uuid::Uuid::new_v4().simple()));
@@ -167,6 +168,17 @@ fn store_agent(config: &Config) -> Result<PathBuf, Error> {
         stored.map_err(state("storing the agent's binary"))?;
     }
     Ok(path)
+}
+
+/// Removes binaries that no sandbox is linked to any more.
+fn forget_unused_agents(agents: &Path, current: &Path) {
+    use std::os::unix::fs::MetadataExt as _;
+    for entry in fs_err::read_dir(agents).into_iter().flatten().flatten() {
+        let unused = fs_err::metadata(entry.path().join("cynode-sba")).is_ok_and(|metadata| metadata.nlink() == 1);
+        if unused && entry.path() != current {
+            drop(fs_err::remove_dir_all(entry.path()));
+        }
+    }
 }
 
 /// What a cleanup removed.

@@ -386,3 +386,26 @@ async fn a_foreground_exec_whose_caller_is_gone_is_ended_unless_somebody_attache
     assert_eq!(client.get_exec(id, attended).await?.state, ExecState::Running);
     Ok(())
 }
+
+#[tokio::test]
+async fn a_program_that_writes_byte_by_byte_costs_no_more_than_its_output() -> Result<()> {
+    let world = World::new()?;
+    let (worker, client, id) = one_session(&world).await?;
+    let request = ExecRequest { background: true, timeout_ms: 120_000, ..exec(["dd", "if=/dev/zero", "bs=1", "count=200000"]) };
+    let exec_id = client.exec_background(id, &request).await?.exec_id;
+    eventually("it exits", Duration::from_secs(100), async || Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)).await?;
+    let (mut bytes, mut after) = (0, 0);
+    loop {
+        let page = client.exec_output(id, exec_id, &OutputQuery { after_seq: Some(after), ..Default::default() }).await?;
+        bytes += page.chunks.iter().filter(|chunk| chunk.stream == Stream::Stdout).map(|chunk| chunk.data.as_ref().map_or(0, String::len)).sum::<usize>();
+        after = page.next_seq;
+        if page.exit.is_some() {
+            break;
+        }
+        assert!(!page.chunks.is_empty());
+    }
+    assert_eq!(bytes, 200_000);
+    let (_, peak) = worker.memory()?;
+    assert!(peak < 100 << 20, "the worker took {peak} bytes");
+    Ok(())
+}

@@ -9,6 +9,7 @@ use axum::{
     },
     response::Response,
 };
+use bytes::Bytes;
 use cynode_api::{ErrorCode, Problem, SessionId};
 use cynode_sba_proto::WORKSPACE;
 use cynode_service::{ApiError, QueryParams};
@@ -94,7 +95,8 @@ async fn serve(mut socket: WebSocket, live: Arc<Live>, exec: RuntimeExec, stop: 
         tokio::select! {
             piece = output.next() => match piece {
                 Some(Ok((_, data))) => {
-                    if socket.send(Message::Binary(data)).await.is_err() {
+                    let data = without_last_word(data);
+                    if !data.is_empty() && socket.send(Message::Binary(data)).await.is_err() {
                         return hang_up(&live, &id).await;
                     }
                 }
@@ -124,6 +126,22 @@ async fn serve(mut socket: WebSocket, live: Arc<Live>, exec: RuntimeExec, stop: 
     drop(socket.send(Message::Close(None)).await);
 }
 
+/// When a program ends without reading all that was typed, Podman writes of its broken socket into the terminal, as the
+/// last thing in it. That is between Podman and conmon.
+fn without_last_word(mut data: Bytes) -> Bytes {
+    let found = [&b"Error: read unixpacket @->"[..], b"Error: write unixpacket @->"]
+        .iter()
+        .find_map(|word| data.windows(word.len()).rposition(|window| window == *word));
+    if let Some(start) = found
+        && data.ends_with(b"\n")
+        // A terminal's own lines end in both.
+        && !data[start..].contains(&b'\r')
+    {
+        data.truncate(start);
+    }
+    data
+}
+
 /// The exit code, once the runtime has it.
 async fn ended(live: &Live, id: &str) -> Option<i64> {
     for _ in 0..100 {
@@ -150,4 +168,24 @@ async fn hang_up(live: &Live, id: &str) {
         }
     }
     process::signal_session(state.pid, 9);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn podmans_complaint_is_not_the_programs_output() {
+        let complaint = "Error: read unixpacket @->/proc/self/fd/13/attach: read: connection reset by peer\n";
+        for (data, shown) in [
+            (complaint.to_owned(), ""),
+            (format!("$ {complaint}"), "$ "),
+            (format!("a\r\n{}", complaint.replace("read", "write")), "a\r\n"),
+            ("Error: read unixpacket @-> was printed\r\n".to_owned(), "Error: read unixpacket @-> was printed\r\n"),
+            ("plain\n".to_owned(), "plain\n"),
+            (String::new(), ""),
+        ] {
+            assert_eq!(without_last_word(data.clone().into()), shown, "{data:?}");
+        }
+    }
 }

@@ -21,6 +21,9 @@ use super::{
     spool::{Piece, Spool, SpoolReader},
 };
 
+/// Pieces in one page at most, however small they are.
+const MAX_PAGE_PIECES: usize = 4_096;
+
 /// A piece of standard input; `None` is its end. The answer says whether it was taken.
 pub(super) type Stdin = (Option<Vec<u8>>, oneshot::Sender<bool>);
 
@@ -192,7 +195,7 @@ impl Exec {
         let lost_before_seq = (after_seq + 1 < inner.spool.first_seq()).then(|| inner.spool.first_seq());
         let mut pieces = Vec::new();
         let mut bytes = 0;
-        while bytes < max_bytes {
+        while bytes < max_bytes && pieces.len() < MAX_PAGE_PIECES {
             match reader.next(&inner.spool).map_err(|error| unreadable(&error))? {
                 Some(piece) => {
                     bytes += piece.data.len() as u64;
@@ -210,17 +213,7 @@ impl Exec {
     pub(crate) fn before_tail(&self, tail_bytes: u64) -> Result<u64, ApiError> {
         let inner = self.inner.lock();
         self.check_kept(&inner)?;
-        let mut reader = inner.spool.read_after(0);
-        let mut sizes = std::collections::VecDeque::new();
-        let mut bytes = 0;
-        while let Some(piece) = reader.next(&inner.spool).map_err(|error| unreadable(&error))? {
-            sizes.push_back((piece.seq, piece.data.len() as u64));
-            bytes += piece.data.len() as u64;
-            while sizes.front().is_some_and(|(_, size)| bytes - size >= tail_bytes) {
-                bytes -= sizes.pop_front().map_or(0, |(_, size)| size);
-            }
-        }
-        Ok(sizes.front().map_or(inner.spool.last_seq(), |(seq, _)| seq - 1))
+        inner.spool.before_tail(tail_bytes).map_err(|error| unreadable(&error))
     }
 
     fn check_kept(&self, inner: &Inner) -> Result<(), ApiError> {

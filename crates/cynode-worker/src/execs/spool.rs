@@ -5,7 +5,7 @@
 //! calls do not block for long and are made without leaving the async thread.
 
 use std::{
-    io::{self, Read as _, Seek as _, SeekFrom, Write as _},
+    io::{self, BufReader, Read, Write as _},
     path::{Path, PathBuf},
 };
 
@@ -56,19 +56,19 @@ impl Spool {
         found.sort_unstable();
         for first_seq in found {
             let path = spool.path(first_seq);
-            let mut file = fs_err::OpenOptions::new().read(true).write(true).open(&path)?;
-            let length = file.metadata()?.len();
+            let mut file = open(&path)?;
+            let length = fs_err::metadata(&path)?.len();
             let mut whole = 0;
             while let Some((header, data_bytes)) = read_header(&mut file)? {
                 let end = whole + HEADER as u64 + data_bytes;
                 if end > length {
                     break;
                 }
-                file.seek(SeekFrom::Start(end))?;
+                file.seek_relative(i64::try_from(data_bytes).unwrap_or(i64::MAX))?;
                 whole = end;
                 spool.last_seq = header.seq;
             }
-            file.set_len(whole)?;
+            fs_err::OpenOptions::new().write(true).open(&path)?.set_len(whole)?;
             spool.segments.push(Segment { first_seq, bytes: whole, path });
         }
         Ok(spool)
@@ -144,9 +144,33 @@ impl Spool {
         SpoolReader { next_seq: (seq + 1).max(self.first_seq()), file: None }
     }
 
+    /// The sequence number before the newest pieces that hold at least so many bytes.
+    pub(crate) fn before_tail(&self, tail_bytes: u64) -> io::Result<u64> {
+        let mut bytes = 0;
+        for segment in self.segments.iter().rev() {
+            let mut file = open(&segment.path)?;
+            let mut sizes = Vec::new();
+            while let Some((header, data_bytes)) = read_header(&mut file)? {
+                file.seek_relative(i64::try_from(data_bytes).unwrap_or(i64::MAX))?;
+                sizes.push((header.seq, data_bytes));
+            }
+            for (seq, size) in sizes.into_iter().rev() {
+                if bytes >= tail_bytes {
+                    return Ok(seq);
+                }
+                bytes += size;
+            }
+        }
+        Ok(if bytes == 0 { self.last_seq } else { self.first_seq() - 1 })
+    }
+
     fn segment_of(&self, seq: u64) -> Option<&Segment> {
         self.segments.iter().rev().find(|segment| segment.first_seq <= seq)
     }
+}
+
+fn open(path: &Path) -> io::Result<BufReader<fs_err::File>> {
+    Ok(BufReader::with_capacity(64 * 1024, fs_err::File::open(path)?))
 }
 
 fn remove(path: &Path) {
@@ -159,7 +183,7 @@ fn remove(path: &Path) {
 #[derive(Debug)]
 pub(crate) struct SpoolReader {
     next_seq: u64,
-    file: Option<(u64, fs_err::File)>,
+    file: Option<(u64, BufReader<fs_err::File>)>,
 }
 
 impl SpoolReader {
@@ -177,7 +201,7 @@ impl SpoolReader {
             let Some(segment) = spool.segment_of(self.next_seq) else { return Ok(None) };
             let file = match &mut self.file {
                 Some((first_seq, file)) if *first_seq == segment.first_seq => file,
-                _ => &mut self.file.insert((segment.first_seq, fs_err::File::open(&segment.path)?)).1,
+                _ => &mut self.file.insert((segment.first_seq, open(&segment.path)?)).1,
             };
             let Some((header, data_bytes)) = read_header(file)? else {
                 // The end of this segment, although the piece should be in it: look again from its start.
@@ -197,7 +221,7 @@ impl SpoolReader {
 }
 
 /// A record's header, as a piece without its data, and how many bytes follow. `None` at the end or within a cut header.
-fn read_header(file: &mut fs_err::File) -> io::Result<Option<(Piece, u64)>> {
+fn read_header(file: &mut impl Read) -> io::Result<Option<(Piece, u64)>> {
     let mut header = [0; HEADER];
     let mut filled = 0;
     while filled < HEADER {
@@ -239,6 +263,19 @@ mod tests {
         }
         for after in [0, 1, 17, 49, 50, 99] {
             assert_eq!(all(&spool, after), pieces.iter().filter(|piece| piece.seq > after).cloned().collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn the_tail_begins_at_a_piece_and_holds_what_was_asked_for() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let mut spool = Spool::new(directory.path().to_owned(), ExecId::generate());
+        assert_eq!(spool.before_tail(10).expect("reads"), 0);
+        for seq in 1..=10 {
+            spool.append(&piece(seq, 10)).expect("appends");
+        }
+        for (asked, before) in [(0, 10), (1, 9), (10, 9), (11, 8), (95, 0), (1_000, 0)] {
+            assert_eq!(spool.before_tail(asked).expect("reads"), before, "{asked}");
         }
     }
 
