@@ -27,6 +27,8 @@ use crate::{
     sys,
 };
 
+/// A start takes milliseconds; on a host that has no time left, seconds.
+const START_LIMIT: Duration = Duration::from_secs(10);
 /// Pieces of output below this size are held back for nothing; the limit only bounds bookkeeping.
 const MAX_UNACKED_CHUNKS: usize = 4_096;
 
@@ -95,12 +97,16 @@ impl Execs {
         let Spawned { subreaper, stdin, stdout, stderr, report } = spawn::spawn(&start)?;
         let subreaper_end = self.processes.own(subreaper);
         let report = register(report, Interest::READABLE)?;
-        let main = match read_report(&report).await {
-            Ok(Some(Report::Started { pid })) => pid,
-            Ok(Some(other)) => return Err(spawn::start_error(&start, other)),
-            Ok(None) | Err(_) => {
+        let main = match tokio::time::timeout(START_LIMIT, read_report(&report)).await {
+            Ok(Ok(Some(Report::Started { pid }))) => pid,
+            Ok(Ok(Some(other))) => return Err(spawn::start_error(&start, other)),
+            // The command runs before its subreaper has said so, and hostile code can use that moment.
+            Ok(Ok(None) | Err(_)) | Err(_) => {
                 self.processes.end_tree(subreaper).await;
-                return Err(AgentError::new(ErrorCode::ExecFailed, "the command's supervisor was killed before the command started"));
+                return Err(AgentError::new(
+                    ErrorCode::ExecFailed,
+                    "the command's supervisor was killed or stopped before it could say that the command had started",
+                ));
             }
         };
         let exec = Rc::new(Exec {

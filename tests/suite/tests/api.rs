@@ -46,7 +46,6 @@ fn code_of(answer: &Answer) -> Result<String> {
     Ok(code.to_owned())
 }
 
-// proves: REQ-SANDBX-0102
 #[tokio::test]
 async fn every_route_refuses_callers_without_the_token() -> Result<()> {
     let world = World::new()?;

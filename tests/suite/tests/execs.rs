@@ -176,14 +176,21 @@ async fn signals_reach_the_group_the_tree_or_everything() -> Result<()> {
 async fn hostile_code_that_kills_its_supervisor_leaves_nothing_behind() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let request = sh("(setsid sleep 6789 &); kill -9 $PPID; sleep 6789");
-    let result = client.exec(id, &request).await?;
+    let result = client.exec(id, &sh("(setsid sleep 6789 &); sleep 0.3; kill -9 $PPID; sleep 6789")).await?;
     assert!(result.exit.lost && result.exit.exit_code.is_none(), "{result:?}");
     let left = inside(&client, id).await?;
     assert!(!left.contains("6789"), "{left}");
-    let stopped = client.exec(id, &ExecRequest { timeout_ms: 500, ..sh("kill -STOP $PPID; sleep 6789") }).await?;
+    let stopped = client.exec(id, &ExecRequest { timeout_ms: 900, ..sh("sleep 0.3; kill -STOP $PPID; sleep 6789") }).await?;
     assert!(stopped.exit.timed_out);
     assert!(!inside(&client, id).await?.contains("6789"));
+    // In the moment before the start is reported, an answer comes all the same: lost, timed out or failed.
+    for script in ["kill -9 $PPID; sleep 6789", "kill -STOP $PPID; sleep 6789"] {
+        match client.exec(id, &ExecRequest { timeout_ms: 500, ..sh(script) }).await {
+            Ok(result) => assert!(result.exit.lost || result.exit.timed_out, "{result:?}"),
+            Err(error) => assert!(error.is(ErrorCode::ExecFailed), "{error}"),
+        }
+        assert!(!inside(&client, id).await?.contains("6789"));
+    }
     Ok(())
 }
 

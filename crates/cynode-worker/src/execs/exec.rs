@@ -239,6 +239,7 @@ impl Exec {
     /// Counts a caller who waits for this exec.
     pub(crate) fn watch(self: &Arc<Self>) -> Watching {
         self.watchers.fetch_add(1, Ordering::SeqCst);
+        self.announce();
         Watching(Arc::clone(self))
     }
 

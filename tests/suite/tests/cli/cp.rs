@@ -51,7 +51,6 @@ impl Cli {
     }
 }
 
-// proves: REQ-SANDBX-0114
 #[tokio::test]
 async fn files_go_both_ways_with_mode_and_name() -> Result<()> {
     let cli = Cli::new().await?;

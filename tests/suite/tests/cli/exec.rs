@@ -132,7 +132,6 @@ async fn a_signal_or_a_reader_that_leaves_reaches_the_command() -> Result<()> {
     let (mut child, stdout) = begin("echo begun; while :; do echo more; done")?;
     drop(stdout);
     assert_eq!(child.wait()?.code(), Some(141));
-    // A cynode that was killed leaves a command that nobody reads: the worker ends it after a while, but not at once.
     eventually("what was signalled is gone", Duration::from_secs(20), async || {
         let left = run(cli.command()?.args(["session", "exec", &id, "--", "ps", "-o", "args"]), b"")?.good()?;
         Ok(!left.contains("sleep 4343") && !left.contains("echo more"))

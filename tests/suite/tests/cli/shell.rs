@@ -70,7 +70,7 @@ impl Cli {
     }
 }
 
-// proves: CYNAI.SANDBX.LongRunningSession, ISC-04
+// proves: CYNAI.SANDBX.LongRunningSession, ISC-04, REQ-SANDBX-0102, REQ-SANDBX-0103
 #[tokio::test]
 async fn a_shell_is_a_terminal_that_can_be_resized_and_ends_with_its_own_code() -> Result<()> {
     let cli = Cli::new().await?;
@@ -117,7 +117,6 @@ async fn a_shell_without_a_terminal_here_takes_its_input_as_it_comes() -> Result
     Ok(())
 }
 
-// proves: ISC-04
 #[tokio::test]
 async fn a_session_has_no_terminal_unless_it_was_asked_for() -> Result<()> {
     let cli = Cli::new().await?;

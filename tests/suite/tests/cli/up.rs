@@ -78,7 +78,6 @@ fn is_gone(pid: u32) -> bool {
     fs_err::read(format!("/proc/{pid}/cmdline")).map_or(true, |line| line.is_empty())
 }
 
-// proves: REQ-SANDBX-0103
 #[tokio::test]
 async fn up_runs_in_the_background_and_down_leaves_nothing() -> Result<()> {
     let machine = Machine::new()?;

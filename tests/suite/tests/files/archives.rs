@@ -106,7 +106,6 @@ async fn a_tree_survives_export_and_import_with_links_modes_and_odd_names() -> R
     Ok(())
 }
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn no_archive_reaches_out_of_its_directory() -> Result<()> {
     use EntryType::{Block, Char, Directory, Fifo, Link, Regular, Symlink};

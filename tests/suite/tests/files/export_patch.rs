@@ -6,7 +6,6 @@ use serde_json::json;
 
 use super::Sandbox;
 
-// proves: ISC-08
 #[tokio::test]
 async fn the_changes_of_a_repository_are_exported_with_untracked_files() -> Result<()> {
     let mut request = session();

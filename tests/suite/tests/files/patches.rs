@@ -142,7 +142,6 @@ async fn a_diff_that_does_not_apply_names_every_place_and_changes_nothing() -> R
     Ok(())
 }
 
-// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn no_diff_reaches_out_of_the_workspace_or_into_git() -> Result<()> {
     let sandbox = before().await?;
