@@ -96,7 +96,7 @@ fn rust_files(directory: &Path) -> Result<Vec<PathBuf>> {
                 if name != "target" && name != ".git" && name != "xtask" {
                     pending.push(path);
                 }
-            } else if name.ends_with(".rs") {
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
                 files.push(path);
             }
         }

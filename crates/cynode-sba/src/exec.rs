@@ -233,7 +233,7 @@ impl Exec {
         match unacked.back_mut() {
             // A program that writes byte by byte must not make a piece of each.
             Some(last) if last.seq > self.sent_seq.get() && last.stream == stream && last.data.len() + data.len() <= MAX_DATA => {
-                last.data.extend_from_slice(data)
+                last.data.extend_from_slice(data);
             }
             _ => {
                 let seq = self.last_seq.get() + 1;

@@ -2,10 +2,11 @@
 
 use std::{
     io::{self, Read, Write},
-    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
+use fs_err::os::unix::fs::OpenOptionsExt as _;
 use tar::{Builder, EntryType, Header};
 
 /// The sandbox's own user. Who owns a file here is nobody's business there.
@@ -64,7 +65,7 @@ pub fn pack_file(path: &Path, name: &Path, to: &mut impl Write) -> io::Result<()
 fn append_file(builder: &mut Builder<impl Write>, path: &Path, name: &Path) -> io::Result<()> {
     // It was a file a moment ago; a pipe that took its place must not hold us.
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
-    let file = fs_err::OpenOptions::from_options(std::fs::OpenOptions::new().read(true).custom_flags(flags).clone()).open(path)?;
+    let file = fs_err::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() {
         return Err(io::Error::other(format!("{} changed while it was copied", path.display())));

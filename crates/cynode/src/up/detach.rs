@@ -21,6 +21,7 @@ use crate::{
 const PATIENCE: Duration = Duration::from_mins(2);
 const TAIL_LINES: usize = 30;
 
+#[expect(clippy::disallowed_methods, reason = "the one place that starts this program again, in the background")]
 pub async fn run(globals: &Globals, settings: &Settings, state: &StateDir) -> Result<Endpoints, Failure> {
     let log = state.log("up.log");
     let file = fs_err::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&log)?;

@@ -139,6 +139,7 @@ fn never_ready(role: &Role, status: ExitStatus, log: &str) -> Failure {
         .remedy(format!("See the lines above and {log}; 'cynode doctor' checks this machine."))
 }
 
+#[expect(clippy::disallowed_methods, reason = "the one place that starts roles")]
 fn spawn(role: &Role, lines: &Arc<Mutex<Lines>>) -> Result<Running, Failure> {
     let mut child = Command::new(&role.program)
         .args(&role.arguments)
