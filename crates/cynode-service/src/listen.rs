@@ -51,17 +51,31 @@ impl Bound {
     }
 }
 
-pub async fn bind(address: SocketAddr, tls: &Tls) -> Result<Bound, ListenError> {
-    let config = match (&tls.cert, &tls.key) {
+/// A listener whose rules are kept and whose files are read; nothing is open yet.
+#[derive(Debug)]
+pub struct Prepared {
+    address: SocketAddr,
+    tls: Option<Arc<rustls::ServerConfig>>,
+}
+
+pub fn prepare(address: SocketAddr, tls: &Tls) -> Result<Prepared, ListenError> {
+    let tls = match (&tls.cert, &tls.key) {
         (Some(cert), Some(key)) => Some(Arc::new(tls_config(cert, key)?)),
         (None, None) if address.ip().is_loopback() || tls.insecure => None,
         (None, None) => return Err(ListenError::Insecure(address)),
         _ => return Err(ListenError::HalfTls),
     };
-    let failed = |source| ListenError::Bind { address, source };
-    let listener = TcpListener::bind(address).await.map_err(failed)?;
-    let address = listener.local_addr().map_err(failed)?;
-    Ok(Bound { listener, tls: config, address })
+    Ok(Prepared { address, tls })
+}
+
+impl Prepared {
+    pub async fn bind(self) -> Result<Bound, ListenError> {
+        let Self { address, tls } = self;
+        let failed = |source| ListenError::Bind { address, source };
+        let listener = TcpListener::bind(address).await.map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        Ok(Bound { listener, tls, address })
+    }
 }
 
 fn tls_config(cert: &PathBuf, key: &PathBuf) -> Result<rustls::ServerConfig, ListenError> {

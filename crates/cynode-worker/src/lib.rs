@@ -92,6 +92,9 @@ fn podman(config: &Config, choice: &host::Choice) -> Arc<dyn Runtime> {
 
 /// Runs a worker until it is told to stop.
 pub async fn run(config: Config) -> Result<(), Error> {
+    // What only the configuration decides comes first: it is wrong whatever the host is like.
+    let tls = Tls { cert: config.tls.cert.clone(), key: config.tls.key.clone(), insecure: config.insecure_listen };
+    let listener = listen::prepare(config.listen, &tls)?;
     let held = hold(&config)?;
     let agent_binary = store_agent(&config)?;
     let choice = host::choose(&config)
@@ -101,8 +104,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let ids = idrange::IdBlocks::claim(Path::new(ID_REGISTRY), &config.state_dir)?;
     let node_id = held.journal.node_id().map_err(state("reading the node's id"))?;
     let token = read_or_create_token(&config.state_dir.join("worker.token")).map_err(state("reading the token"))?;
-    let tls = Tls { cert: config.tls.cert.clone(), key: config.tls.key.clone(), insecure: config.insecure_listen };
-    let bound = listen::bind(config.listen, &tls).await?;
+    let bound = listener.bind().await?;
     let stop = shutdown::on_signals().map_err(state("watching signals"))?;
     let url = bound.url();
     cynode_service::files::replace(&config.directory().join("url"), url.as_bytes()).map_err(state("writing the address"))?;
@@ -130,6 +132,8 @@ pub async fn run(config: Config) -> Result<(), Error> {
     if end_sandboxes.load(Ordering::SeqCst) {
         let ended = sessions.end_all("the worker was stopped").await;
         tracing::info!(ended, "Ended all sandboxes.");
+        // Nothing is left behind, also not what would be deleted by and by.
+        drop(sessions.empty_trash().await);
     }
     runtime.close().await;
     Ok(())

@@ -277,6 +277,18 @@ impl SessionExecs {
         u32::try_from(self.running.load(Ordering::Relaxed)).unwrap_or(u32::MAX)
     }
 
+    /// Forgets every exec with its output. The session can be resumed, so the directory stays and is written to again.
+    pub(crate) fn forget_all(&self) -> io::Result<()> {
+        let mut known = self.known.lock();
+        for exec in known.values() {
+            exec.inner.lock().spool.clear();
+        }
+        known.clear();
+        self.running.store(0, Ordering::Relaxed);
+        drop(known);
+        self.compact()
+    }
+
     /// Everything that runs is lost: its sandbox is gone.
     pub(crate) fn lose_all(&self) {
         for exec in self.running() {

@@ -80,16 +80,14 @@ impl Sessions {
             WorkspaceDisposal::Delete => self.delete_workspace(record.session.workspace_id),
             WorkspaceDisposal::Keep => Ok(()),
         };
-        disposed
-            .and_then(|()| self.journal.discard(&self.journal.session_directory(record.session.session_id).join("execs")))
-            .map_err(|error| journal_error(&error))?;
+        disposed.and_then(|()| entry.execs.forget_all()).map_err(|error| journal_error(&error))?;
         self.update(entry, |record| {
             record.session.state = SessionState::Ended;
             record.session.ended_at = Some(OffsetDateTime::now_utc());
             record.init = None;
         })
         .map_err(|error| journal_error(&error))?;
-        self.empty_trash();
+        drop(self.empty_trash());
         Ok(())
     }
 
@@ -119,7 +117,7 @@ impl Sessions {
     }
 
     /// Deletes what was thrown away, in the background.
-    pub(super) fn empty_trash(&self) {
+    pub(crate) fn empty_trash(&self) -> tokio::task::JoinHandle<()> {
         let trash = self.journal.trash();
         tokio::task::spawn_blocking(move || {
             let Ok(entries) = fs_err::read_dir(&trash) else { return };
@@ -131,7 +129,7 @@ impl Sessions {
                     tracing::warn!(path = %entry.path().display(), %error, "Emptying the trash failed; it is tried again.");
                 }
             }
-        });
+        })
     }
 
     /// Watches a live container: when it goes away by itself, the session is lost.

@@ -106,7 +106,7 @@ impl Sessions {
             }
         }
         if deleted {
-            self.empty_trash();
+            drop(self.empty_trash());
         }
     }
 }

@@ -50,7 +50,7 @@ impl Sessions {
         }
         rest.join_all().await;
         self.sweep_directories();
-        self.empty_trash();
+        drop(self.empty_trash());
         self.settled.send_replace(true);
     }
 
