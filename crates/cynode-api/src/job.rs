@@ -33,7 +33,7 @@ pub struct JobSandbox {
     pub timeout_seconds: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_policy: Option<NetworkPolicy>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "crate::session::object_only", skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsRequest>,
 }
 

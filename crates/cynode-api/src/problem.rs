@@ -156,6 +156,15 @@ mod tests {
     }
 
     #[test]
+    fn the_page_of_errors_is_complete_and_true() {
+        let page = include_str!("../../../docs/errors.md");
+        for code in ErrorCode::ALL {
+            let row = format!("| `{code}` | {} | {} | {} |", code.status(), code.title(), code.remedy());
+            assert!(page.contains(&row), "docs/errors.md lacks the row {row}");
+        }
+    }
+
+    #[test]
     fn a_problem_survives_the_wire_with_its_extensions() {
         let problem = Problem::new(ErrorCode::ExecFailed, "no such command").with("errno", "ENOENT");
         let text = serde_json::to_string(&problem).expect("problems serialise");

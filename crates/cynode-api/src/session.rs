@@ -38,7 +38,7 @@ pub struct SessionCreate {
     pub workspace_ref: Option<WorkspaceRef>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, deserialize_with = "object_only", skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsRequest>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_policy: Option<NetworkPolicy>,
@@ -130,6 +130,12 @@ pub struct LimitsRequest {
     pub disk_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub nofile: Option<u64>,
+}
+
+/// An object within a request. A list would be taken for its fields in order, which is nobody's intention.
+pub(crate) fn object_only<'de, D: serde::Deserializer<'de>, T: serde::de::DeserializeOwned>(deserializer: D) -> Result<Option<T>, D::Error> {
+    let object = Option::<serde_json::Map<String, serde_json::Value>>::deserialize(deserializer)?;
+    object.map(|object| serde_json::from_value(object.into()).map_err(serde::de::Error::custom)).transpose()
 }
 
 /// The limits in force.
@@ -292,5 +298,16 @@ mod tests {
         let body = format!(r#"{{"task_id":"{}","session_id":"{}","image_ref":"default","memory":1}}"#, TaskId::generate(), SessionId::generate());
         let error = serde_json::from_str::<SessionCreate>(&body).expect_err("unknown field");
         assert!(error.to_string().contains("memory"), "{error}");
+    }
+
+    #[test]
+    fn limits_are_an_object_and_not_a_list() {
+        let body = |limits: &str| {
+            format!(r#"{{"task_id":"{}","session_id":"{}","image_ref":"default","limits":{limits}}}"#, TaskId::generate(), SessionId::generate())
+        };
+        assert!(serde_json::from_str::<SessionCreate>(&body("[1,2,3,4,5]")).is_err());
+        assert!(serde_json::from_str::<SessionCreate>(&body(r#"{"pids":20,"pid":3}"#)).expect_err("unknown").to_string().contains("pid"));
+        assert_eq!(serde_json::from_str::<SessionCreate>(&body(r#"{"pids":20}"#)).expect("valid").limits.and_then(|limits| limits.pids), Some(20));
+        assert_eq!(serde_json::from_str::<SessionCreate>(&body("null")).expect("valid").limits, None);
     }
 }
