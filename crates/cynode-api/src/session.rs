@@ -1,8 +1,11 @@
 //! Sessions: sandboxes that stay.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, marker::PhantomData};
 
-use serde::{Deserialize, Serialize};
+use serde::{
+    Deserialize, Deserializer, Serialize,
+    de::{MapAccess, Visitor, value::MapAccessDeserializer},
+};
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
@@ -133,9 +136,30 @@ pub struct LimitsRequest {
 }
 
 /// An object within a request. A list would be taken for its fields in order, which is nobody's intention.
-pub(crate) fn object_only<'de, D: serde::Deserializer<'de>, T: serde::de::DeserializeOwned>(deserializer: D) -> Result<Option<T>, D::Error> {
-    let object = Option::<serde_json::Map<String, serde_json::Value>>::deserialize(deserializer)?;
-    object.map(|object| serde_json::from_value(object.into()).map_err(serde::de::Error::custom)).transpose()
+pub(crate) fn object_only<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
+    struct Object<T>(PhantomData<T>);
+
+    impl<'de, T: Deserialize<'de>> Visitor<'de> for Object<T> {
+        type Value = Option<T>;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            f.write_str("an object")
+        }
+
+        fn visit_none<E>(self) -> Result<Self::Value, E> {
+            Ok(None)
+        }
+
+        fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+            deserializer.deserialize_map(self)
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Self::Value, A::Error> {
+            T::deserialize(MapAccessDeserializer::new(map)).map(Some)
+        }
+    }
+
+    deserializer.deserialize_option(Object(PhantomData))
 }
 
 /// The limits in force.
