@@ -192,7 +192,7 @@ impl Exec {
         let inner = self.inner.lock();
         self.check_kept(&inner)?;
         let mut reader = inner.spool.read_after(after_seq);
-        let lost_before_seq = (after_seq + 1 < inner.spool.first_seq()).then(|| inner.spool.first_seq());
+        let lost_before_seq = (after_seq.saturating_add(1) < inner.spool.first_seq()).then(|| inner.spool.first_seq());
         let mut pieces = Vec::new();
         let mut bytes = 0;
         while bytes < max_bytes && pieces.len() < MAX_PAGE_PIECES {
@@ -228,7 +228,7 @@ impl Exec {
     pub(crate) fn attach(self: &Arc<Self>, after_seq: u64) -> Result<Reader, ApiError> {
         let mut inner = self.inner.lock();
         self.check_kept(&inner)?;
-        let lost_before_seq = (after_seq + 1 < inner.spool.first_seq()).then(|| inner.spool.first_seq());
+        let lost_before_seq = (after_seq.saturating_add(1) < inner.spool.first_seq()).then(|| inner.spool.first_seq());
         let reader = inner.spool.read_after(after_seq);
         let id = self.reader_ids.fetch_add(1, Ordering::Relaxed);
         inner.readers.insert(id, reader.next_seq());

@@ -188,6 +188,7 @@ impl SessionExecs {
             if inner.ended.replace(ended).is_none() {
                 self.running.fetch_sub(1, Ordering::Relaxed);
             }
+            inner.spool.close();
             inner.spool.bytes()
         };
         exec.announce();

@@ -131,6 +131,11 @@ impl Spool {
         }
     }
 
+    /// Nothing more is written: the file is closed until somebody reads.
+    pub(crate) fn close(&mut self) {
+        self.current = None;
+    }
+
     /// Forgets everything.
     pub(crate) fn clear(&mut self) {
         self.current = None;
@@ -141,7 +146,7 @@ impl Spool {
 
     /// A reader at the first kept piece after `seq`.
     pub(crate) fn read_after(&self, seq: u64) -> SpoolReader {
-        SpoolReader { next_seq: (seq + 1).max(self.first_seq()), file: None }
+        SpoolReader { next_seq: seq.saturating_add(1).max(self.first_seq()), file: None }
     }
 
     /// The sequence number before the newest pieces that hold at least so many bytes.

@@ -50,6 +50,8 @@ impl Sessions {
             }
             let session_id = request.session_id;
             let workspace = self.workspace(request.workspace_ref.as_ref().unwrap_or(&WorkspaceRef::New), request.task_id, session_id)?;
+            // A date of deletion from an earlier end no longer holds.
+            self.keep_workspace(workspace.workspace_id, false).map_err(|error| journal_error(&error))?;
             let now = OffsetDateTime::now_utc();
             let record = SessionRecord {
                 session: Session {
