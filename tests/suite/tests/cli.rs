@@ -69,6 +69,18 @@ fn cynode(world: &World) -> Result<Command> {
 /// Nothing that a test waits for takes longer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Starts `session exec` of a script that first says `begun`, and returns once it has.
+fn begin_exec(mut command: Command, id: &str, script: &str) -> Result<(std::process::Child, std::io::BufReader<std::process::ChildStdout>)> {
+    use std::io::BufRead as _;
+    command.args(["session", "exec", id, "--", "sh", "-c", script]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn()?;
+    let mut stdout = std::io::BufReader::new(child.stdout.take().context("stdout")?);
+    let mut line = String::new();
+    stdout.read_line(&mut line)?;
+    ensure!(line == "begun\n", "{line:?}");
+    Ok((child, stdout))
+}
+
 fn run(command: &mut Command, stdin: &[u8]) -> Result<Ran> {
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let mut input = child.stdin.take().context("stdin")?;

@@ -1,7 +1,7 @@
 //! `session exec`: a command's output, input and end as if it ran here.
 
 use std::{
-    io::{BufRead as _, BufReader, Read as _},
+    io::Read as _,
     process::Stdio,
     time::{Duration, Instant},
 };
@@ -11,7 +11,7 @@ use cynode_tests::{eventually, hex};
 use rustix::process::{Pid, Signal, kill_process};
 use sha2::{Digest as _, Sha256};
 
-use super::{Cli, run};
+use super::{Cli, begin_exec, run};
 
 // proves: CYNAI.SANDBX.RuntimeContractBaseline
 #[tokio::test]
@@ -100,20 +100,7 @@ async fn input_is_forwarded_to_its_end() -> Result<()> {
 async fn a_signal_or_a_reader_that_leaves_reaches_the_command() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
-    let begin = |script: &str| -> Result<_> {
-        let mut child = cli
-            .command()?
-            .args(["session", "exec", &id, "--", "sh", "-c", script])
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()?;
-        let mut stdout = BufReader::new(child.stdout.take().context("stdout")?);
-        let mut line = String::new();
-        stdout.read_line(&mut line)?;
-        assert_eq!(line, "begun\n");
-        Ok((child, stdout))
-    };
+    let begin = |script: &str| begin_exec(cli.command()?, &id, script);
     let signal =
         |child: &std::process::Child, signal: Signal| -> Result<()> { Ok(kill_process(Pid::from_raw(child.id().cast_signed()).context("a pid")?, signal)?) };
 

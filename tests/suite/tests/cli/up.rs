@@ -1,19 +1,13 @@
 //! `up`, `status`, `down` and `doctor`: CyNode on this machine.
 
-use std::{
-    io::{BufRead as _, BufReader},
-    os::unix::fs::PermissionsExt as _,
-    path::Path,
-    process::{Command, Stdio},
-    time::Duration,
-};
+use std::{io::BufRead as _, os::unix::fs::PermissionsExt as _, path::Path, process::Command, time::Duration};
 
 use anyhow::{Context as _, Result};
 use cynode_tests::{Options, World, eventually};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use super::{Ran, cynode, run};
+use super::{Ran, begin_exec, cynode, run};
 
 /// `cynode` on a machine on which no worker was started by hand.
 struct Machine {
@@ -178,17 +172,7 @@ async fn a_worker_that_dies_is_started_again_and_a_running_exec_goes_on() -> Res
     let url = machine.up()?;
     let id = machine.create()?;
     let script = "echo begun; while [ ! -e go ]; do sleep 0.05; done; echo done; exit 5";
-    let mut child = machine
-        .command()?
-        .args(["session", "exec", &id, "--", "sh", "-c", script])
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()?;
-    let mut stdout = BufReader::new(child.stdout.take().context("stdout")?);
-    let mut line = String::new();
-    stdout.read_line(&mut line)?;
-    assert_eq!(line, "begun\n");
+    let (mut child, stdout) = begin_exec(machine.command()?, &id, script)?;
 
     let worker = machine.worker_pid()?;
     kill(worker, Signal::KILL)?;
