@@ -252,6 +252,8 @@ async fn output_is_read_in_pages_by_tail_and_as_a_stream_during_and_after_the_ru
         }
     }
     assert_eq!((String::from_utf8_lossy(&text).as_ref(), exit.and_then(|exit| exit.exit_code)), ("one\ntwo\nthree\n", Some(0)));
+    let beyond = client.exec_output(id, exec_id, &OutputQuery { after_seq: Some(u64::MAX), ..Default::default() }).await?;
+    assert!(beyond.chunks.is_empty() && beyond.exit.is_some());
     let tail = client.exec_output(id, exec_id, &OutputQuery { tail_bytes: Some(3), ..Default::default() }).await?;
     assert_eq!(tail.chunks.iter().filter_map(|chunk| chunk.data.as_deref()).collect::<String>(), "three\n");
     assert!(tail.exit.is_some());
