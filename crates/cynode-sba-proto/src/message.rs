@@ -177,7 +177,12 @@ pub struct ExitReport {
 pub struct ExecStatus {
     pub exec_id: ExecId,
     pub last_seq: u64,
+    /// All of its output is taken or given up, and its exit is known.
     pub exited: bool,
+    /// The command's own process has ended, or the tree was killed at its deadline: what is left is its output, which a
+    /// slow reader may hold up for as long as it likes.
+    #[serde(default)]
+    pub ended: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -63,6 +63,8 @@ pub(crate) struct Exec {
     exit: RefCell<Option<ExitReport>>,
     kill: Notify,
     killed: Cell<bool>,
+    /// Its deadline has been kept: from here on only output is waited for.
+    ended: Cell<bool>,
     /// Something new to send: output or the exit.
     pub(crate) news: Notify,
     /// Room in the window, or nobody wants the output any more.
@@ -85,7 +87,11 @@ impl Execs {
     }
 
     pub(crate) fn list(&self) -> Vec<ExecStatus> {
-        self.live.borrow().values().map(|exec| ExecStatus { exec_id: exec.id, last_seq: exec.last_seq.get(), exited: exec.exit.borrow().is_some() }).collect()
+        self.live
+            .borrow()
+            .values()
+            .map(|exec| ExecStatus { exec_id: exec.id, last_seq: exec.last_seq.get(), exited: exec.exit.borrow().is_some(), ended: exec.ended.get() })
+            .collect()
     }
 
     /// Starts a command and waits until it runs or has failed to.
@@ -127,6 +133,7 @@ impl Execs {
             exit: RefCell::default(),
             kill: Notify::new(),
             killed: Cell::default(),
+            ended: Cell::default(),
             news: Notify::new(),
             room: Notify::new(),
             stdin: RefCell::new(stdin.map(|fd| register(fd, Interest::WRITABLE).map(Rc::new)).transpose()?),
@@ -271,6 +278,7 @@ impl Exec {
             Some((code, signal)) => (code, signal, false),
             None => (None, Some(libc::SIGKILL), !by_us),
         };
+        self.ended.set(true);
         self.drain(stdout, stderr).await;
         self.stdin.borrow_mut().take();
         *self.exit.borrow_mut() = Some(ExitReport {

@@ -269,6 +269,12 @@ impl RunningWorker {
         Ok(WorkerClient::new(&self.url()?, &self.token()?)?)
     }
 
+    /// What the worker says.
+    #[must_use]
+    pub fn log(&self) -> PathBuf {
+        self.log.clone()
+    }
+
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()

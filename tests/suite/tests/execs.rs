@@ -348,6 +348,31 @@ async fn a_slow_reader_holds_up_its_own_program_and_nobody_else() -> Result<()> 
 }
 
 #[tokio::test]
+async fn a_reader_may_stall_past_the_commands_deadline_and_costs_nothing_but_time() -> Result<()> {
+    let world = World::new()?;
+    let (worker, client, id) = one_session(&world).await?;
+    // More than the node keeps, then silence until the deadline: the exit waits behind the output.
+    let request = ExecRequest { timeout_ms: 500, ..sh("head -c 60000000 /dev/zero; exec sleep 1000") };
+    let mut events = client.exec_stream(id, &request).await?;
+    client.exec_background(id, &background("exec sleep 4321")).await?;
+    let log = worker.log();
+    eventually("the worker has looked at the late exit", Duration::from_secs(60), async || {
+        let log = fs_err::read_to_string(&log)?;
+        Ok(log.contains("a reader holds up its output") || log.contains("missed an exec's deadline"))
+    })
+    .await?;
+    let mut exit = None;
+    while let Some(event) = events.next().await? {
+        if let ExecEvent::Exit(seen) = event {
+            exit = Some(seen);
+        }
+    }
+    assert!(exit.is_some_and(|exit| exit.timed_out && !exit.lost));
+    assert!(inside(&client, id).await?.contains("4321"), "nothing else in the sandbox was touched");
+    Ok(())
+}
+
+#[tokio::test]
 async fn only_the_newest_output_is_kept_when_nobody_reads() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;

@@ -125,7 +125,7 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, mut 
                 }
             },
         };
-        match pump(&exec, &mut current, &mut stdin).await {
+        match pump(&live, &exec, &mut current, &mut stdin).await {
             Ok(report) => {
                 let exit = translate(&live, &report);
                 execs.finish(&exec, exit);
@@ -146,7 +146,7 @@ async fn attach(live: &Live, exec: &Exec) -> Result<Channel, ApiError> {
 }
 
 /// Moves output in and standard input out until the exit comes.
-async fn pump(exec: &Exec, channel: &mut Channel, stdin: &mut Option<mpsc::Receiver<Stdin>>) -> Result<ExitReport, LinkError> {
+async fn pump(live: &Live, exec: &Exec, channel: &mut Channel, stdin: &mut Option<mpsc::Receiver<Stdin>>) -> Result<ExitReport, LinkError> {
     let mut writing: Option<tokio::sync::oneshot::Sender<bool>> = None;
     loop {
         let frame = tokio::select! {
@@ -176,6 +176,9 @@ async fn pump(exec: &Exec, channel: &mut Channel, stdin: &mut Option<mpsc::Recei
                 exec.make_room().await;
                 // A full disk on the node: the output can't be kept, so the agent keeps it and the program waits.
                 while let Err(error) = exec.keep(&Piece { seq, at_ms, stream, data: data.clone() }) {
+                    if live.is_gone() {
+                        return Err(LinkError::Gone);
+                    }
                     tracing::error!(%error, exec_id = %exec.id(), "Keeping output failed; the program waits.");
                     tokio::time::sleep(Duration::from_secs(1)).await;
                 }
@@ -228,21 +231,43 @@ fn translate(live: &Live, report: &ExitReport) -> ExecExit {
 async fn guard(live: Arc<Live>, exec: Arc<Exec>) {
     let deadline = (exec.record.timeout_ms > 0).then(|| Instant::now() + Duration::from_millis(exec.record.timeout_ms + GRACE_MS) + DOUBT);
     tokio::select! {
-        () = until(deadline) => {
-            tracing::warn!(exec_id = %exec.id(), "The agent missed an exec's deadline; killing everything in the sandbox.");
-            drop(kill_tree(&live, &exec).await);
-            tokio::time::sleep(Duration::from_secs(2)).await;
-            if let Ok(link) = live.link() {
-                drop(link.call(&Request::SignalAll { signal: 9 }).await);
-            }
-            tokio::time::sleep(Duration::from_secs(5)).await;
-            // Past this, the container goes; what watches the sandbox sees that.
-            live.kill_container().await;
-        }
+        () = until(deadline) => enforce_deadline(&live, &exec).await,
         () = abandoned(&exec) => {
             tracing::info!(exec_id = %exec.id(), "Nobody waits for this exec any more; ending it.");
             drop(kill_tree(&live, &exec).await);
         }
+    }
+}
+
+/// The exit is late. When the command has ended and only its output is held up, by a reader who may take his time, all is
+/// well. Otherwise the agent did not keep the deadline, and everything in the sandbox goes, step by step.
+async fn enforce_deadline(live: &Live, exec: &Exec) {
+    if has_ended(live, exec).await {
+        tracing::info!(exec_id = %exec.id(), "An exec has ended; a reader holds up its output.");
+        return;
+    }
+    tracing::warn!(exec_id = %exec.id(), "The agent missed an exec's deadline; killing everything in the sandbox.");
+    drop(kill_tree(live, exec).await);
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    if has_ended(live, exec).await {
+        return;
+    }
+    if let Ok(link) = live.link() {
+        drop(link.call(&Request::SignalAll { signal: 9 }).await);
+    }
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    // Past this, the container goes; what watches the sandbox sees that.
+    if !has_ended(live, exec).await {
+        live.kill_container().await;
+    }
+}
+
+/// Whether the agent says that nothing of this exec is left to be ended.
+async fn has_ended(live: &Live, exec: &Exec) -> bool {
+    let Ok(link) = live.link() else { return false };
+    match link.call(&Request::Execs).await {
+        Ok(Reply::Execs { execs }) => execs.iter().find(|status| status.exec_id == exec.id()).is_none_or(|status| status.ended),
+        _ => false,
     }
 }
 
