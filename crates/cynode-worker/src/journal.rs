@@ -29,6 +29,9 @@ pub(crate) struct SessionRecord {
     pub(crate) init: Option<InitProcess>,
     /// Set when it is to end: how the workspace is disposed of.
     pub(crate) disposal: Option<WorkspaceDisposal>,
+    /// It had a container before: its workspace holds files, which a failure to start again must not cost.
+    #[serde(default)]
+    pub(crate) resumed: bool,
 }
 
 impl SessionRecord {
@@ -80,7 +83,8 @@ impl Journal {
         if let Some(NodeRecord { node_id }) = read(&path)? {
             return Ok(node_id);
         }
-        let node_id = NodeId::generate();
+        // Containers are found by this id: when its file is lost, what the sessions remember of it still holds.
+        let node_id = self.sessions()?.first().map_or_else(NodeId::generate, |record| record.session.node_id);
         write(&path, &NodeRecord { node_id })?;
         Ok(node_id)
     }
@@ -133,14 +137,27 @@ impl Journal {
         let directory = self.directory.join(kind);
         let mut found = Vec::new();
         for name in names(&directory)? {
-            // A directory without its record: the crash came between the two. Nothing refers to it.
-            match read(&directory.join(&name).join(file))? {
-                Some(record) => found.push(record),
-                None if directory.join(&name).join(file).with_extension("unreadable").exists() => {}
-                None => self.discard(&directory.join(&name))?,
-            }
+            found.extend(read(&directory.join(&name).join(file))?);
         }
         Ok(found)
+    }
+
+    /// Directories of sessions whose record never came: a crash was between the two, and nothing refers to them. To be asked
+    /// only while nobody makes new ones.
+    pub(crate) fn unrecorded_sessions(&self) -> io::Result<Vec<PathBuf>> {
+        let found = self.unrecorded("sessions", "session.json")?;
+        Ok(found.into_iter().filter(|directory| !directory.join("session.unreadable").exists()).collect())
+    }
+
+    /// Directories of workspaces without a record that can be read.
+    pub(crate) fn unrecorded_workspaces(&self) -> io::Result<Vec<PathBuf>> {
+        self.unrecorded("workspaces", "workspace.json")
+    }
+
+    fn unrecorded(&self, kind: &str, file: &str) -> io::Result<Vec<PathBuf>> {
+        let directory = self.directory.join(kind);
+        let paths = names(&directory)?.into_iter().map(|name| directory.join(name));
+        Ok(paths.filter(|path| matches!(fs_err::metadata(path.join(file)), Err(error) if error.kind() == io::ErrorKind::NotFound)).collect())
     }
 
     /// Moves a directory to the trash, at once and whole; the files go later.

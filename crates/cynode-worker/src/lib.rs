@@ -95,6 +95,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     // What only the configuration decides comes first: it is wrong whatever the host is like.
     let tls = Tls { cert: config.tls.cert.clone(), key: config.tls.key.clone(), insecure: config.insecure_listen };
     let listener = listen::prepare(config.listen, &tls)?;
+    process::raise_open_files();
     let held = hold(&config)?;
     let agent_binary = store_agent(&config)?;
     let choice = host::choose(&config)
@@ -143,8 +144,8 @@ pub async fn run(config: Config) -> Result<(), Error> {
 const ID_REGISTRY: &str = "/run/cynode/ids";
 
 async fn readiness(sessions: &Sessions) -> Result<(), String> {
-    if !sessions.is_settled() {
-        return Err("taking up what an earlier worker left".to_owned());
+    if let Some(reason) = sessions.unsettled() {
+        return Err(reason);
     }
     match tokio::time::timeout(Duration::from_secs(5), sessions.runtime.version()).await {
         Ok(Ok(_)) => Ok(()),

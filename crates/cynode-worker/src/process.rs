@@ -1,5 +1,7 @@
 //! Processes of the host: one way to start them, and facts about them from `/proc`.
 
+use std::io;
+
 use tokio::process::Command;
 
 /// The one place that starts host programs.
@@ -13,14 +15,22 @@ pub(crate) fn command(program: &str) -> Command {
     command
 }
 
-/// When a process started, in clock ticks since boot: with its id this names it for as long as the machine runs.
-pub(crate) fn start_time(pid: i32) -> Option<u64> {
-    stat_field(pid, 19)
+/// When a process started, in clock ticks since boot: with its id this names it for as long as the machine runs. `None`
+/// when it is gone; an error says nothing about it (no descriptor may be free to look).
+pub(crate) fn start_time(pid: i32) -> io::Result<Option<u64>> {
+    match fs_err::read(format!("/proc/{pid}/stat")) {
+        Ok(stat) => Ok(field_of(&stat, 19)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// A field of `/proc/<pid>/stat`, counted from the state (0) on.
 fn stat_field(pid: i32, index: usize) -> Option<u64> {
-    let stat = fs_err::read(format!("/proc/{pid}/stat")).ok()?;
+    field_of(&fs_err::read(format!("/proc/{pid}/stat")).ok()?, index)
+}
+
+fn field_of(stat: &[u8], index: usize) -> Option<u64> {
     let end = stat.iter().rposition(|byte| *byte == b')')?;
     let mut fields = std::str::from_utf8(&stat[end + 1..]).ok()?.split_ascii_whitespace();
     let state = fields.next()?;
@@ -105,4 +115,34 @@ pub(crate) fn oom_kills(pid: i32) -> Option<u64> {
         .or_else(|| cgroups.lines().find_map(|line| line.strip_prefix("0::")).map(|path| format!("/sys/fs/cgroup{path}/memory.events")))?;
     let text = fs_err::read_to_string(file).ok()?;
     text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
+}
+
+/// Lets this process have as many open files as its hard limit allows: each session holds a few for as long as it lives.
+pub(crate) fn raise_open_files() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!(%error, "Raising the limit of open files failed.");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_is_gone_only_when_the_kernel_says_so() {
+        let own = start_time(std::process::id().cast_signed()).expect("readable");
+        assert!(own.is_some());
+        // Beyond any id that Linux gives out.
+        assert_eq!(start_time(i32::MAX).expect("no such process"), None);
+        // Without a descriptor to look with, nothing is known. Every test is a process of its own.
+        let mut limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        limit.current = Some(64);
+        rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).expect("lowers");
+        let held: Vec<_> = std::iter::from_fn(|| fs_err::File::open("/dev/null").ok()).take(100).collect();
+        assert!(start_time(std::process::id().cast_signed()).is_err());
+        drop(held);
+    }
 }

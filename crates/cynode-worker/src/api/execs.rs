@@ -20,7 +20,7 @@ use utoipa::IntoParams;
 use super::{
     Api,
     output::{self, accepts_events, chunk},
-    sessions::{Id, parse_id},
+    sessions::{Id, page, parse_id},
 };
 use crate::{
     execs::{self, Begun, Command, Exec},
@@ -132,12 +132,26 @@ async fn run(api: &Api, entry: &Entry, live: Arc<Live>, request: ExecRequest) ->
     Ok(exec)
 }
 
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ListQuery {
+    /// 1 to 1000; 1000 by default.
+    limit: Option<usize>,
+    cursor: Option<String>,
+}
+
 /// List the commands of a session, oldest first.
-#[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs", tag = "execs", params(("id" = SessionId, Path)),
+#[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs", tag = "execs", params(("id" = SessionId, Path), ListQuery),
     responses((status = 200, body = Page<ExecObject>), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn list(State(api): State<Api>, Id(id): Id<SessionId>) -> Result<Json<Page<ExecObject>>, ApiError> {
+pub(super) async fn list(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    QueryParams(query): QueryParams<ListQuery>,
+) -> Result<Json<Page<ExecObject>>, ApiError> {
     let entry = with_execs(&api, id)?;
-    Ok(Json(Page { items: entry.execs.list().iter().map(|exec| exec.object()).collect(), next_cursor: None }))
+    let (execs, next_cursor) = page(entry.execs.list(), query.limit, query.cursor, |exec| exec.id())?;
+    Ok(Json(Page { items: execs.iter().map(|exec| exec.object()).collect(), next_cursor }))
 }
 
 /// A session whose execs can be asked for: one that has ended has none.

@@ -71,30 +71,41 @@ pub(super) struct ListQuery {
     responses((status = 200, body = Page<Session>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(State(api): State<Api>, QueryParams(query): QueryParams<ListQuery>) -> Result<Json<Page<Session>>, ApiError> {
     let state = query.state.map(|text| text.parse::<SessionState>()).transpose().map_err(|error| ApiError::invalid(format!("state: {error}")))?;
-    let limit = query.limit.unwrap_or(1_000);
-    if !(1..=1_000).contains(&limit) {
-        return Err(ApiError::invalid("limit: must lie between 1 and 1000"));
-    }
-    let after = query.cursor.map(|cursor| cursor.parse::<SessionId>()).transpose().map_err(|_| ApiError::invalid("cursor: is not one of ours"))?;
     let has_label = |session: &Session| {
         query.label.as_ref().is_none_or(|label| match label.split_once('=') {
             Some((name, value)) => session.labels.get(name).is_some_and(|found| found == value),
             None => session.labels.contains_key(label),
         })
     };
-    let mut items: Vec<Session> = api
+    let items: Vec<Session> = api
         .sessions
         .list()
         .into_iter()
         .filter(|session| state.is_none_or(|state| session.state == state) && query.task_id.is_none_or(|task| session.task_id == task) && has_label(session))
         .collect();
-    if let Some(after) = after {
-        let position = items.iter().position(|session| session.session_id == after).map_or(items.len(), |position| position + 1);
+    let (items, next_cursor) = page(items, query.limit, query.cursor, |session| session.session_id)?;
+    Ok(Json(Page { items, next_cursor }))
+}
+
+/// The part of a list that a caller asks for, and the cursor of the next one: the id of the last item.
+pub(super) fn page<T, I: PartialEq + ToString + std::str::FromStr>(
+    mut items: Vec<T>,
+    limit: Option<usize>,
+    cursor: Option<String>,
+    id: impl Fn(&T) -> I,
+) -> Result<(Vec<T>, Option<String>), ApiError> {
+    let limit = limit.unwrap_or(1_000);
+    if !(1..=1_000).contains(&limit) {
+        return Err(ApiError::invalid("limit: must lie between 1 and 1000"));
+    }
+    if let Some(cursor) = cursor {
+        let after = cursor.parse::<I>().map_err(|_| ApiError::invalid("cursor: is not one of ours"))?;
+        let position = items.iter().position(|item| id(item) == after).map_or(items.len(), |position| position + 1);
         items.drain(..position);
     }
-    let next_cursor = (items.len() > limit).then(|| items[limit - 1].session_id.to_string());
+    let next_cursor = (items.len() > limit).then(|| id(&items[limit - 1]).to_string());
     items.truncate(limit);
-    Ok(Json(Page { items, next_cursor }))
+    Ok((items, next_cursor))
 }
 
 /// Show a session.
@@ -108,7 +119,7 @@ pub(super) async fn show(State(api): State<Api>, Id(id): Id<SessionId>) -> Resul
 #[utoipa::path(patch, path = "/v1/worker/sessions/{id}", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionPatch,
     responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionPatch>) -> Result<Json<Session>, ApiError> {
-    api.sessions.patch(id, request).map(Json)
+    api.sessions.patch(id, request).await.map(Json)
 }
 
 /// End a session. 200 also when it has ended already.

@@ -24,6 +24,9 @@ use super::{
 /// Pieces in one page at most, however small they are.
 const MAX_PAGE_PIECES: usize = 4_096;
 
+/// An exec's bookkeeping without its command.
+const RECORD_BYTES: usize = 1_024;
+
 /// A piece of standard input; `None` is its end. The answer says whether it was taken.
 pub(super) type Stdin = (Option<Vec<u8>>, oneshot::Sender<bool>);
 
@@ -130,10 +133,13 @@ impl Exec {
                     return Err(error.clone());
                 }
                 if let Some(ended) = &inner.ended {
-                    let (stdout, stderr, truncated) = match &inner.collector {
+                    let (stdout, stderr, mut truncated) = match &inner.collector {
                         Some(collector) => collector.finish(),
                         None => collect(&inner.spool, self.record.max_output_bytes).finish(),
                     };
+                    // What was dropped before it was collected is missing too.
+                    truncated.stdout |= ended.exit.bytes.stdout > stdout.len() as u64;
+                    truncated.stderr |= ended.exit.bytes.stderr > stderr.len() as u64;
                     let (stdout, stderr, encoding) = encode_streams(stdout, stderr);
                     return Ok(ExecResult { exec_id: self.id(), exit: ended.exit.clone(), stdout, stderr, encoding: encoding.to_owned(), truncated });
                 }
@@ -247,6 +253,19 @@ impl Exec {
         self.watchers.load(Ordering::SeqCst) > 0
     }
 
+    /// Nobody waits any more: an exec that has ended need not hold its answer in memory, its output being in files.
+    pub(super) fn release(&self) {
+        let mut inner = self.inner.lock();
+        if inner.ended.is_some() && !self.is_watched() {
+            inner.collector = None;
+        }
+    }
+
+    /// What its record takes in memory and in the log, about.
+    pub(super) fn record_bytes(&self) -> usize {
+        RECORD_BYTES + self.record.cwd.len() + self.record.argv.iter().map(|argument| argument.len() + 32).sum::<usize>()
+    }
+
     /// Passes standard input on; false when the command takes no more.
     pub(crate) async fn write_stdin(&self, data: Option<Vec<u8>>) -> bool {
         let Some(sender) = self.stdin.lock().clone() else { return false };
@@ -289,7 +308,9 @@ pub(crate) struct Watching(Arc<Exec>);
 
 impl Drop for Watching {
     fn drop(&mut self) {
-        self.0.watchers.fetch_sub(1, Ordering::SeqCst);
+        if self.0.watchers.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.0.release();
+        }
         self.0.announce();
     }
 }

@@ -32,6 +32,8 @@ const MAX_FINISHED: usize = 2_000;
 /// An exec that kept more than this, and every so many-th, has the limits looked at.
 const TRIM_BYTES: u64 = 256 * 1024;
 const TRIM_EVERY: u64 = 64;
+/// What the records of finished execs may take, commands and all.
+const MAX_RECORD_BYTES: usize = 8 * 1024 * 1024;
 /// The log is written anew when it has grown by this.
 const COMPACT_AFTER: u64 = 8 * 1024 * 1024;
 
@@ -75,12 +77,17 @@ pub(crate) struct SessionExecs {
     known: Mutex<BTreeMap<ExecId, Arc<Exec>>>,
     running: AtomicUsize,
     finished: AtomicU64,
+    /// Bytes of records since the limits were last looked at.
+    recorded: AtomicUsize,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Log {
-    file: fs_err::File,
+    /// Open from the first line on until the log is written anew: sessions that only are remembered hold no descriptor.
+    file: Option<fs_err::File>,
     appended: u64,
+    /// The last line may be half written.
+    torn: bool,
 }
 
 /// What `begin` found.
@@ -97,8 +104,7 @@ impl SessionExecs {
         let path = directory.join("log");
         let mut known = BTreeMap::new();
         if let Ok(text) = fs_err::read(&path) {
-            // The last line may be cut off by a crash; it says nothing then.
-            for line in text.split(|byte| *byte == b'\n') {
+            for line in text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
                 match serde_json::from_slice(line) {
                     Ok(LogLine::Start(record)) => {
                         let spool = Spool::recover(directory.clone(), record.exec_id)?;
@@ -116,13 +122,13 @@ impl SessionExecs {
                     Ok(LogLine::Void(exec_id)) => {
                         known.remove(&exec_id);
                     }
-                    Err(_) => {}
+                    // The last line may be cut off by a crash: the agent was never told of it, so it says nothing.
+                    Err(error) => tracing::warn!(%error, path = %path.display(), "A line of an exec log can't be read; it is passed over."),
                 }
             }
         }
-        let file = fs_err::OpenOptions::new().create(true).append(true).open(&path)?;
         let running = AtomicUsize::new(known.values().filter(|exec| exec.is_running()).count());
-        let execs = Self { directory, log: Mutex::new(Log { file, appended: 0 }), known: Mutex::new(known), running, finished: AtomicU64::new(0) };
+        let execs = Self { directory, log: Mutex::default(), known: Mutex::new(known), running, finished: AtomicU64::new(0), recorded: AtomicUsize::new(0) };
         execs.compact()?;
         Ok(execs)
     }
@@ -177,7 +183,7 @@ impl SessionExecs {
     }
 
     /// The exec has ended: recorded first, then told.
-    pub(crate) fn finish(&self, exec: &Exec, exit: ExecExit) {
+    pub(crate) fn finish(self: &Arc<Self>, exec: &Exec, exit: ExecExit) {
         let ended = Ended { exec_id: exec.id(), exit, ended_at: OffsetDateTime::now_utc() };
         if let Err(error) = self.append(&LogLine::End(ended.clone())) {
             tracing::error!(%error, exec_id = %exec.id(), "Recording an exec's end failed.");
@@ -191,10 +197,15 @@ impl SessionExecs {
             inner.spool.close();
             inner.spool.bytes()
         };
+        exec.release();
         exec.announce();
+        self.recorded.fetch_add(exec.record_bytes(), Ordering::Relaxed);
         // Looking at every exec of a long session at each end would make each the slower; small ones are looked at now and then.
-        if bytes > TRIM_BYTES || self.finished.fetch_add(1, Ordering::Relaxed).is_multiple_of(TRIM_EVERY) {
-            self.trim();
+        let many = self.finished.fetch_add(1, Ordering::Relaxed).is_multiple_of(TRIM_EVERY) || self.recorded.load(Ordering::Relaxed) > MAX_RECORD_BYTES;
+        if bytes > TRIM_BYTES || many {
+            // It may write the log anew, which takes its time.
+            let execs = Arc::clone(self);
+            tokio::task::spawn_blocking(move || execs.trim());
         }
     }
 
@@ -202,13 +213,23 @@ impl SessionExecs {
         let mut bytes = serde_json::to_vec(line)?;
         bytes.push(b'\n');
         let mut log = self.log.lock();
-        log.file.write_all(&bytes)?;
+        let torn = std::mem::replace(&mut log.torn, true);
+        let file = match &mut log.file {
+            Some(file) => file,
+            None => log.file.insert(fs_err::OpenOptions::new().create(true).append(true).open(self.directory.join("log"))?),
+        };
+        if torn {
+            bytes.insert(0, b'\n');
+        }
+        file.write_all(&bytes)?;
+        log.torn = false;
         log.appended += bytes.len() as u64;
         Ok(())
     }
 
     /// Keeps to the limits: the oldest finished execs lose their output, then their record.
     fn trim(&self) {
+        self.recorded.store(0, Ordering::Relaxed);
         let mut known = self.known.lock();
         let mut finished: Vec<Arc<Exec>> = known.values().filter(|exec| !exec.is_running()).cloned().collect();
         finished.sort_by_key(|exec| exec.ended_at());
@@ -225,7 +246,13 @@ impl SessionExecs {
                 kept -= bytes;
             }
         }
-        for exec in finished.iter().take(finished.len().saturating_sub(MAX_FINISHED)) {
+        let excess = finished.len().saturating_sub(MAX_FINISHED);
+        let mut record_bytes: usize = finished.iter().map(|exec| exec.record_bytes()).sum();
+        for (index, exec) in finished.iter().enumerate() {
+            if index >= excess && record_bytes <= MAX_RECORD_BYTES {
+                break;
+            }
+            record_bytes -= exec.record_bytes();
             exec.inner.lock().spool.clear();
             known.remove(&exec.id());
         }
@@ -254,8 +281,7 @@ impl SessionExecs {
         let staged = self.directory.join("log.new");
         fs_err::write(&staged, &bytes)?;
         fs_err::rename(&staged, &path)?;
-        log.file = fs_err::OpenOptions::new().append(true).open(&path)?;
-        log.appended = 0;
+        *log = Log::default();
         Ok(())
     }
 
@@ -291,7 +317,7 @@ impl SessionExecs {
     }
 
     /// Everything that runs is lost: its sandbox is gone.
-    pub(crate) fn lose_all(&self) {
+    pub(crate) fn lose_all(self: &Arc<Self>) {
         for exec in self.running() {
             let exit = lost_exit(&exec);
             self.finish(&exec, exit);
@@ -302,4 +328,64 @@ impl SessionExecs {
 fn fingerprint(request: &ExecRequest) -> String {
     let bytes = serde_json::to_vec(request).unwrap_or_default();
     hex(&Sha256::digest(&bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(argument: &str) -> ExecRequest {
+        ExecRequest { argv: vec!["true".to_owned(), argument.to_owned()], timeout_ms: 1_000, ..Default::default() }
+    }
+
+    fn run(execs: &Arc<SessionExecs>, argument: &str) -> Arc<Exec> {
+        let Ok(Begun::New(exec)) = execs.begin(&request(argument), "/".to_owned()) else { panic!("a new exec") };
+        execs.finish(&exec, lost_exit(&exec));
+        exec
+    }
+
+    #[tokio::test]
+    async fn long_commands_are_forgotten_before_they_fill_the_memory() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
+        let argument = "x".repeat(512 * 1024);
+        let last = (0..100).map(|_| run(&execs, &argument).id()).last().expect("one");
+        execs.trim();
+        let kept: usize = execs.list().iter().map(|exec| exec.record_bytes()).sum();
+        assert!((MAX_RECORD_BYTES / 2..=MAX_RECORD_BYTES).contains(&kept), "{kept}");
+        assert!(execs.get(last).is_ok(), "the newest stay");
+        let log = fs_err::metadata(directory.path().join("execs/log")).expect("a log").len();
+        assert!(log < COMPACT_AFTER + 2 * MAX_RECORD_BYTES as u64, "{log}");
+    }
+
+    #[tokio::test]
+    async fn an_ended_exec_that_nobody_waits_for_holds_no_output_in_memory() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
+        let Ok(Begun::New(exec)) = execs.begin(&request("a"), "/".to_owned()) else { panic!("a new exec") };
+        let watching = exec.watch();
+        exec.keep(&crate::execs::Piece { seq: 1, at_ms: 0, stream: cynode_api::Stream::Stdout, data: b"text".to_vec() }).expect("kept");
+        execs.finish(&exec, ExecExit { bytes: cynode_api::Bytes { stdout: 4, stderr: 0 }, ..lost_exit(&exec) });
+        assert!(exec.inner.lock().collector.is_some());
+        drop(watching);
+        assert!(exec.inner.lock().collector.is_none());
+        let again = exec.result().await.expect("the same answer from the files");
+        assert_eq!((again.stdout.as_str(), again.truncated.stdout), ("text", false));
+    }
+
+    #[tokio::test]
+    async fn a_line_that_was_half_written_costs_only_itself() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
+        let first = run(&execs, "a").id();
+        {
+            // A full disk took half of a line.
+            let mut log = execs.log.lock();
+            log.file.as_mut().expect("open").write_all(b"{\"start\":{\"exec_id\"").expect("writes");
+            log.torn = true;
+        }
+        let second = run(&execs, "b").id();
+        let again = SessionExecs::open(directory.path()).expect("opens");
+        assert!(again.get(first).is_ok_and(|exec| !exec.is_running()) && again.get(second).is_ok_and(|exec| !exec.is_running()));
+    }
 }

@@ -276,7 +276,7 @@ pub(crate) struct Leftovers;
 
 impl Leftovers {
     /// Their streams are gone: they are ended and counted as lost.
-    pub(crate) fn end(live: &Live, execs: &SessionExecs) {
+    pub(crate) fn end(live: &Live, execs: &Arc<SessionExecs>) {
         for process in process::in_namespace_of(live.init.pid) {
             if process::has_mark(process.pid, MARK) {
                 process::kill(process.pid, 9);

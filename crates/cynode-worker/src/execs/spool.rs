@@ -61,7 +61,9 @@ impl Spool {
             let mut whole = 0;
             while let Some((header, data_bytes)) = read_header(&mut file)? {
                 let end = whole + HEADER as u64 + data_bytes;
-                if end > length {
+                let due = if whole == 0 { first_seq } else { spool.last_seq.saturating_add(1) };
+                // Cut off, or not what we wrote: a disk that lies must not make us take its word for a number.
+                if end > length || header.seq != due || due == u64::MAX {
                     break;
                 }
                 file.seek_relative(i64::try_from(data_bytes).unwrap_or(i64::MAX))?;
@@ -69,6 +71,10 @@ impl Spool {
                 spool.last_seq = header.seq;
             }
             fs_err::OpenOptions::new().write(true).open(&path)?.set_len(whole)?;
+            if whole == 0 {
+                remove(&path);
+                continue;
+            }
             spool.segments.push(Segment { first_seq, bytes: whole, path });
         }
         Ok(spool)
@@ -219,7 +225,7 @@ impl SpoolReader {
             }
             let mut data = vec![0; usize::try_from(data_bytes).unwrap_or(0)];
             file.read_exact(&mut data)?;
-            self.next_seq = header.seq + 1;
+            self.next_seq = header.seq.saturating_add(1);
             return Ok(Some(Piece { data, ..header }));
         }
     }
@@ -299,6 +305,29 @@ mod tests {
         assert_eq!(kept.first().map(|piece| piece.seq), Some(spool.first_seq()));
         assert!(kept.windows(2).all(|pair| pair[1].seq == pair[0].seq + 1));
         assert_eq!(kept.last().map(|piece| piece.seq), Some(600));
+    }
+
+    #[test]
+    fn what_a_broken_disk_says_is_not_believed() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let id = ExecId::generate();
+        let mut spool = Spool::new(directory.path().to_owned(), id);
+        for seq in 1..=3 {
+            spool.append(&piece(seq, 100)).expect("appends");
+        }
+        let path = directory.path().join(format!("{id}.1"));
+        let good = fs_err::read(&path).expect("there");
+        for (place, last) in [(0, 0), (HEADER + 100, 1), (2 * (HEADER + 100), 2)] {
+            let mut bad = good.clone();
+            bad[place..place + 8].fill(0xff);
+            fs_err::write(&path, &bad).expect("writes");
+            let mut recovered = Spool::recover(directory.path().to_owned(), id).expect("recovers");
+            assert_eq!(recovered.last_seq(), last);
+            for seq in last + 1..=3 {
+                recovered.append(&piece(seq, 100)).expect("appends");
+            }
+            assert_eq!(all(&recovered, 0), (1..=3).map(|seq| piece(seq, 100)).collect::<Vec<_>>());
+        }
     }
 
     #[test]

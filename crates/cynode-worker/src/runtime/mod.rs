@@ -30,6 +30,9 @@ pub enum Error {
     Timeout { call: &'static str, limit: Duration },
     #[error("the container runtime can't be reached: {0}")]
     Unavailable(String),
+    /// As `Unavailable`, and the call was never sent: it is safe to repeat.
+    #[error("the container runtime can't be reached: {0}")]
+    Unreached(String),
     #[error("the container runtime refused '{call}': {message}")]
     Refused { call: &'static str, message: String },
 }

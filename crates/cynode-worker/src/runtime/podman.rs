@@ -85,9 +85,9 @@ impl Podman {
         let started = std::time::Instant::now();
         let result = self.try_call(call, limit, &run).await;
         let result = match (result, &self.service) {
-            (Err(error @ (Error::Timeout { .. } | Error::Unavailable(_))), Some(service)) => {
+            (Err(error @ (Error::Timeout { .. } | Error::Unavailable(_) | Error::Unreached(_))), Some(service)) => {
                 service.restart(if matches!(error, Error::Timeout { .. }) { service::HUNG } else { "it is gone" }).await?;
-                if repeat { self.try_call(call, limit, &run).await } else { Err(error) }
+                if repeat || matches!(error, Error::Unreached(_)) { self.try_call(call, limit, &run).await } else { Err(error) }
             }
             (result, _) => result,
         };
@@ -191,7 +191,10 @@ impl Runtime for Podman {
         self.call("create", 2 * self.call_limit, false, |clients| {
             let request = clients.libpod.post("http://podman/v4.0.0/libpod/containers/create").json(&body);
             async move {
-                let response = request.send().await.map_err(|error| Error::Unavailable(error.to_string()))?;
+                let unreached = |error: reqwest::Error| {
+                    if error.is_connect() { Error::Unreached(error.to_string()) } else { Error::Unavailable(error.to_string()) }
+                };
+                let response = request.send().await.map_err(unreached)?;
                 let status = response.status().as_u16();
                 let answer: Value = response.json().await.map_err(|error| Error::Unavailable(error.to_string()))?;
                 let message = text(&answer["message"]);
@@ -350,7 +353,9 @@ impl Runtime for Podman {
 
     async fn close(&self) {
         if let Some(service) = &self.service {
-            service.kill();
+            if let Err(error) = service.kill() {
+                tracing::warn!(%error, "Ending the private Podman service failed.");
+            }
         }
     }
 }

@@ -59,7 +59,7 @@ impl Service {
         if answers(&self.socket()).await {
             return Ok(());
         }
-        self.kill();
+        self.kill()?;
         self.spawn().await
     }
 
@@ -72,7 +72,7 @@ impl Service {
         }
         tracing::warn!(why, "Restarting the private Podman service.");
         metrics::counter!("cynode_runtime_service_restarts_total").increment(1);
-        self.kill();
+        self.kill()?;
         self.spawn().await
     }
 
@@ -89,9 +89,15 @@ impl Service {
         command.stdin(Stdio::null()).stdout(log).stderr(errors).process_group(0).kill_on_drop(false);
         let mut child = command.spawn().map_err(|error| unavailable("starting podman", &error))?;
         if let Some(pid) = child.id().map(u32::cast_signed) {
-            let recorded = Recorded { pid, start_time: process::start_time(pid).unwrap_or(0) };
-            let recorded = serde_json::to_vec(&recorded).unwrap_or_default();
-            files::replace(&self.record(), &recorded).map_err(|error| unavailable("recording its process", &error))?;
+            let recorded = process::start_time(pid).and_then(|start_time| {
+                let recorded = Recorded { pid, start_time: start_time.unwrap_or(0) };
+                files::replace(&self.record(), &serde_json::to_vec(&recorded)?)
+            });
+            // One that is not written down would never be found again.
+            if let Err(error) = recorded {
+                drop(child.kill().await);
+                return Err(unavailable("recording its process", &error));
+            }
         }
         let deadline = tokio::time::Instant::now() + START;
         loop {
@@ -112,16 +118,22 @@ impl Service {
         }
     }
 
-    /// Kills the recorded process, if it is still that process.
-    pub(super) fn kill(&self) {
-        let recorded = fs_err::read(self.record()).ok().and_then(|bytes| serde_json::from_slice::<Recorded>(&bytes).ok());
+    /// Kills the recorded process, if it is still that process. The record stays as long as that is not known.
+    pub(super) fn kill(&self) -> Result<(), Error> {
+        let unknown = |error: &std::io::Error| Error::Unavailable(format!("finding its old process: {error}"));
+        let recorded = match fs_err::read(self.record()) {
+            Ok(bytes) => serde_json::from_slice::<Recorded>(&bytes).ok(),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+            Err(error) => return Err(unknown(&error)),
+        };
         if let Some(Recorded { pid, start_time }) = recorded
-            && process::start_time(pid) == Some(start_time)
+            && process::start_time(pid).map_err(|error| unknown(&error))? == Some(start_time)
         {
             process::kill(pid, 9);
         }
         drop(fs_err::remove_file(self.record()));
         drop(fs_err::remove_file(self.socket()));
+        Ok(())
     }
 }
 

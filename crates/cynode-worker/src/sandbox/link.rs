@@ -50,11 +50,12 @@ pub(crate) struct InitProcess {
 
 impl InitProcess {
     pub(crate) fn of(pid: i32) -> Option<Self> {
-        Some(Self { pid, start_time: process::start_time(pid)? })
+        Some(Self { pid, start_time: process::start_time(pid).ok()?? })
     }
 
+    /// False only when it is known to be gone.
     pub(crate) fn is_alive(self) -> bool {
-        process::start_time(self.pid) == Some(self.start_time)
+        process::start_time(self.pid).map_or(true, |found| found == Some(self.start_time))
     }
 }
 

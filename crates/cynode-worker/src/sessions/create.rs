@@ -10,7 +10,7 @@ use cynode_sba_proto::{AGENT_BINARY, HOME, WORKSPACE};
 use cynode_service::ApiError;
 use time::OffsetDateTime;
 
-use super::{CREATE_WAIT, Entry, Live, Sessions, environment, journal_error, runtime_problem, validate};
+use super::{CREATE_WAIT, Entry, Live, Sessions, blocking, environment, journal_error, runtime_problem, validate};
 use crate::{
     execs::SessionExecs,
     idrange::IdBlocks,
@@ -38,68 +38,85 @@ impl Sessions {
         if let Some(existing) = self.existing(&request)? {
             return self.outcome(&existing, false).await;
         }
-        self.wait_until_settled().await;
+        self.wait_until_settled().await?;
         let image = self.image(&request.image_ref).await?;
-        let entry = {
-            let _gate = self.gate.lock().await;
-            if let Some(existing) = self.existing(&request)? {
-                return self.outcome(&existing, false).await;
-            }
-            if self.live_count() >= self.config.max_sandboxes {
-                return Err(ApiError::new(ErrorCode::NoCapacity, format!("{} sandboxes run on this node already", self.config.max_sandboxes)));
-            }
-            let session_id = request.session_id;
-            let workspace = self.workspace(request.workspace_ref.as_ref().unwrap_or(&WorkspaceRef::New), request.task_id, session_id)?;
-            // A date of deletion from an earlier end no longer holds.
-            self.keep_workspace(workspace.workspace_id, false).map_err(|error| journal_error(&error))?;
-            let now = OffsetDateTime::now_utc();
-            let record = SessionRecord {
-                session: Session {
-                    session_id,
-                    task_id: request.task_id,
-                    state: SessionState::Creating,
-                    end_reason: None,
-                    image_ref: request.image_ref.clone(),
-                    image_digest: Some(image.digest.clone().unwrap_or_else(|| image.id.clone())),
-                    workspace_id: workspace.workspace_id,
-                    node_id: self.node_id,
-                    warm: false,
-                    limits: checked.limits,
-                    unenforced: vec![Unenforced::Disk],
-                    network_policy: request.network_policy.unwrap_or_default(),
-                    pty_allowed: request.pty_allowed.unwrap_or(false),
-                    labels: request.labels.clone(),
-                    created_at: now,
-                    expires_at: validate::after(now, checked.lifetime_seconds),
-                    idle_expires_at: validate::after(now, checked.idle_seconds),
-                    ended_at: None,
-                    create_duration_ms: None,
-                    running_execs: 0,
-                },
-                request,
-                sandbox_id: SandboxId::generate(),
-                image_id: image.id.clone(),
-                image_env: environment::clean_image_env(&image.env),
-                id_block: workspace.id_block,
-                idle_timeout_seconds: checked.idle_seconds,
-                init: None,
-                disposal: None,
-            };
-            self.admit(record)?
-        };
+        // To its end even when the caller goes away: a session is either not there or is brought up.
         let sessions = Arc::clone(self);
-        tokio::spawn({
-            let entry = Arc::clone(&entry);
-            async move { sessions.bring_up(&entry).await }
-        });
-        self.outcome(&entry, true).await
+        let admitted = tokio::spawn(async move { sessions.admit(request, &checked, image).await }).await;
+        let (entry, new) = admitted.map_err(|_| ApiError::new(ErrorCode::Internal, "creating the session was interrupted"))??;
+        self.outcome(&entry, new).await
+    }
+
+    /// Gives a request a workspace and a record and starts to bring it up; or finds the session that it made before.
+    async fn admit(self: &Arc<Self>, request: SessionCreate, checked: &validate::Checked, image: Image) -> Result<(Arc<Entry>, bool), ApiError> {
+        let _gate = self.gate.lock().await;
+        if let Some(existing) = self.existing(&request)? {
+            return Ok((existing, false));
+        }
+        self.check_capacity()?;
+        let session_id = request.session_id;
+        let workspace = self.workspace(request.workspace_ref.as_ref().unwrap_or(&WorkspaceRef::New), request.task_id, session_id).await?;
+        let now = OffsetDateTime::now_utc();
+        let record = SessionRecord {
+            session: Session {
+                session_id,
+                task_id: request.task_id,
+                state: SessionState::Creating,
+                end_reason: None,
+                image_ref: request.image_ref.clone(),
+                image_digest: Some(image.digest.clone().unwrap_or_else(|| image.id.clone())),
+                workspace_id: workspace.workspace_id,
+                node_id: self.node_id,
+                warm: false,
+                limits: checked.limits,
+                unenforced: vec![Unenforced::Disk],
+                network_policy: request.network_policy.unwrap_or_default(),
+                pty_allowed: request.pty_allowed.unwrap_or(false),
+                labels: request.labels.clone(),
+                created_at: now,
+                expires_at: validate::after(now, checked.lifetime_seconds),
+                idle_expires_at: validate::after(now, checked.idle_seconds),
+                ended_at: None,
+                create_duration_ms: None,
+                running_execs: 0,
+            },
+            request,
+            sandbox_id: SandboxId::generate(),
+            image_id: image.id,
+            image_env: environment::clean_image_env(&image.env),
+            id_block: workspace.id_block,
+            idle_timeout_seconds: checked.idle_seconds,
+            init: None,
+            disposal: None,
+            resumed: false,
+        };
+        let entry = self.write_down(record).await?;
+        self.spawn_bring_up(&entry);
+        Ok((entry, true))
+    }
+
+    pub(super) fn check_capacity(&self) -> Result<(), ApiError> {
+        if self.live_count() < self.config.max_sandboxes {
+            Ok(())
+        } else {
+            Err(ApiError::new(ErrorCode::NoCapacity, format!("{} sandboxes run on this node already", self.config.max_sandboxes)))
+        }
+    }
+
+    pub(super) fn spawn_bring_up(self: &Arc<Self>, entry: &Arc<Entry>) {
+        let (sessions, entry) = (Arc::clone(self), Arc::clone(entry));
+        tokio::spawn(async move { sessions.bring_up(&entry).await });
     }
 
     /// Writes a new session down and makes it known.
-    fn admit(&self, record: SessionRecord) -> Result<Arc<Entry>, ApiError> {
+    async fn write_down(&self, record: SessionRecord) -> Result<Arc<Entry>, ApiError> {
         let session_id = record.session.session_id;
-        let written = self.journal.write_session(&record).and_then(|()| SessionExecs::open(&self.journal.session_directory(session_id)));
-        match written {
+        let (journal, written) = (self.journal.clone(), record.clone());
+        let opened = blocking(move || {
+            journal.write_session(&written)?;
+            SessionExecs::open(&journal.session_directory(session_id))
+        });
+        match opened.await {
             Ok(execs) => {
                 let entry = Entry::new(record, execs);
                 self.known.lock().insert(session_id, Arc::clone(&entry));
@@ -126,12 +143,12 @@ impl Sessions {
     }
 
     /// Waits for the session to run, within the time that a caller is made to wait.
-    async fn outcome(&self, entry: &Arc<Entry>, new: bool) -> Result<Created, ApiError> {
+    pub(super) async fn outcome(&self, entry: &Arc<Entry>, new: bool) -> Result<Created, ApiError> {
         let mut state = entry.state.subscribe();
         let settled = tokio::time::timeout(CREATE_WAIT, state.wait_for(|state| *state != SessionState::Creating)).await.map(|state| state.map(|state| *state));
         match settled {
             Err(_) => Ok(Created::Creating(entry.object())),
-            Ok(Ok(SessionState::Failed)) if new => {
+            Ok(Ok(SessionState::Failed | SessionState::Lost)) if new => {
                 Err(entry.failure.lock().clone().unwrap_or_else(|| ApiError::new(ErrorCode::Internal, "the session could not be created")))
             }
             Ok(_) if new => Ok(Created::New(entry.object())),
@@ -165,8 +182,11 @@ impl Sessions {
                 let millis = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
                 *entry.live.lock() = Some(Arc::clone(&live));
                 entry.touch();
-                let written = self.update(entry, |record| {
-                    record.init = Some(live.init);
+                // A date of deletion from an earlier end no longer holds.
+                let kept = self.keep_workspace(record.session.workspace_id, false).await;
+                let init = live.init;
+                let update = self.update(entry, move |record| {
+                    record.init = Some(init);
                     record.session.create_duration_ms = Some(millis);
                     // An end that was asked for meanwhile stays asked for.
                     if record.session.state == SessionState::Creating {
@@ -174,7 +194,7 @@ impl Sessions {
                     }
                 });
                 metrics::histogram!("cynode_session_create_seconds", "warm" => "false").record(started.elapsed().as_secs_f64());
-                match written {
+                match kept.and(update.await) {
                     Ok(()) => self.watch(entry, live),
                     Err(error) => self.fail(entry, &record, journal_error(&error)).await,
                 }
@@ -190,17 +210,20 @@ impl Sessions {
             live.close();
         }
         self.clear_sandbox(record.sandbox_id).await;
-        let new_workspace = record.request.workspace_ref.as_ref().is_none_or(|reference| *reference == WorkspaceRef::New);
-        if new_workspace && entry.execs.list().is_empty() {
+        *entry.failure.lock() = Some(error.clone());
+        if record.resumed {
+            // As it was: its files are there, and the next try may have more luck.
+            return self.set_lost(entry, error.0.detail, false).await;
+        }
+        if record.request.workspace_ref.as_ref().is_none_or(|reference| *reference == WorkspaceRef::New) {
             drop(self.delete_workspace(record.session.workspace_id));
         }
-        *entry.failure.lock() = Some(error.clone());
-        let written = self.update(entry, |record| {
+        let update = self.update(entry, |record| {
             record.session.state = SessionState::Failed;
-            record.session.end_reason = Some(error.0.detail.clone());
+            record.session.end_reason = Some(error.0.detail);
             record.session.ended_at = Some(OffsetDateTime::now_utc());
         });
-        if let Err(error) = written {
+        if let Err(error) = update.await {
             tracing::error!(%error, "Recording a failed session failed.");
             entry.state.send_replace(SessionState::Failed);
         }

@@ -56,15 +56,18 @@ impl Sessions {
             SessionState::Ending => return self.finish_end(entry).await,
             SessionState::Creating | SessionState::Running | SessionState::Lost => {}
         }
-        self.update(entry, |record| {
+        // First the date, which nobody looks at while the session lives: a crash in between must not keep it for ever.
+        if ending.workspace != Disposal::Delete {
+            let for_a_while = ending.workspace == Disposal::KeepForAWhile;
+            self.keep_workspace(entry.record().session.workspace_id, for_a_while).await.map_err(|error| journal_error(&error))?;
+        }
+        self.update(entry, move |record| {
             record.session.state = SessionState::Ending;
             record.session.end_reason.get_or_insert(ending.reason);
             record.disposal = Some(if ending.workspace == Disposal::Delete { WorkspaceDisposal::Delete } else { WorkspaceDisposal::Keep });
         })
+        .await
         .map_err(|error| journal_error(&error))?;
-        if ending.workspace == Disposal::KeepForAWhile {
-            self.keep_workspace(entry.record().session.workspace_id, true).map_err(|error| journal_error(&error))?;
-        }
         self.finish_end(entry).await
     }
 
@@ -86,6 +89,7 @@ impl Sessions {
             record.session.ended_at = Some(OffsetDateTime::now_utc());
             record.init = None;
         })
+        .await
         .map_err(|error| journal_error(&error))?;
         drop(self.empty_trash());
         Ok(())
@@ -171,60 +175,71 @@ impl Sessions {
         }
         self.clear_sandbox(record.sandbox_id).await;
         entry.execs.lose_all();
-        let kept = self.keep_workspace(record.session.workspace_id, true);
-        let written = kept.and_then(|()| {
-            self.update(entry, |record| {
-                record.session.state = SessionState::Lost;
-                record.session.end_reason = Some(reason.to_owned());
-                record.session.ended_at = Some(OffsetDateTime::now_utc());
-                record.init = None;
-            })
+        self.set_lost(entry, reason.to_owned(), true).await;
+    }
+
+    /// Records that a session has no container any more and can be resumed.
+    pub(super) async fn set_lost(&self, entry: &Arc<Entry>, reason: String, keep_for_a_while: bool) {
+        let kept = if keep_for_a_while { self.keep_workspace(entry.record().session.workspace_id, true).await } else { Ok(()) };
+        let update = self.update(entry, |record| {
+            record.session.state = SessionState::Lost;
+            record.session.end_reason = Some(reason);
+            record.session.ended_at = Some(OffsetDateTime::now_utc());
+            record.init = None;
         });
-        if let Err(error) = written {
+        if let Err(error) = kept.and(update.await) {
             tracing::error!(%error, "Recording a lost session failed.");
+            entry.state.send_replace(SessionState::Lost);
         }
     }
 
     /// Gives a session that was lost, expired or stopped a new container on its old workspace.
     pub(crate) async fn resume(self: &Arc<Self>, id: SessionId) -> Result<Created, ApiError> {
-        self.wait_until_settled().await;
+        self.wait_until_settled().await?;
         let entry = self.get(id)?;
-        {
-            let _step = entry.step.lock().await;
-            let record = entry.record();
-            match record.session.state {
-                SessionState::Running | SessionState::Creating => return Ok(Created::Existing(entry.object())),
-                SessionState::Lost | SessionState::Ended => {}
-                state => return Err(ApiError::new(ErrorCode::NotResumable, format!("session {id} is {state}"))),
-            }
-            if self.live_count() >= self.config.max_sandboxes {
-                return Err(ApiError::new(ErrorCode::NoCapacity, format!("{} sandboxes run on this node already", self.config.max_sandboxes)));
-            }
-            let reference = cynode_api::WorkspaceRef::Workspace(record.session.workspace_id);
-            let workspace = self.workspace(&reference, record.session.task_id, id).map_err(|error| {
-                if error.0.is(ErrorCode::WorkspaceNotFound) {
-                    ApiError::new(ErrorCode::NotResumable, format!("the workspace of session {id} is gone"))
-                } else {
-                    error
-                }
-            })?;
-            self.keep_workspace(workspace.workspace_id, false).map_err(|error| journal_error(&error))?;
-            let lifetime = record.request.max_lifetime_seconds.unwrap_or(cynode_api::session_limits::DEFAULT_LIFETIME_SECONDS);
-            let now = OffsetDateTime::now_utc();
-            self.update(&entry, |record| {
-                record.sandbox_id = SandboxId::generate();
-                record.disposal = None;
-                record.session.state = SessionState::Creating;
-                record.session.end_reason = None;
-                record.session.ended_at = None;
-                record.session.expires_at = validate::after(now, lifetime);
-            })
-            .map_err(|error| journal_error(&error))?;
+        // To its end even when the caller goes away: it is brought up or stays as it was.
+        let (sessions, resumed) = (Arc::clone(self), Arc::clone(&entry));
+        let admitted = tokio::spawn(async move { sessions.admit_again(&resumed).await }).await;
+        let new = admitted.map_err(|_| ApiError::new(ErrorCode::Internal, "resuming the session was interrupted"))??;
+        self.outcome(&entry, new).await
+    }
+
+    /// Admits a session once more and starts to bring it up; false when it runs already.
+    async fn admit_again(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<bool, ApiError> {
+        let _step = entry.step.lock().await;
+        // As for a new one: of two that want the same workspace or the last place, one gets it.
+        let _gate = self.gate.lock().await;
+        let record = entry.record();
+        let id = record.session.session_id;
+        match record.session.state {
+            SessionState::Running | SessionState::Creating => return Ok(false),
+            SessionState::Lost | SessionState::Ended => {}
+            state => return Err(ApiError::new(ErrorCode::NotResumable, format!("session {id} is {state}"))),
         }
-        self.bring_up(&entry).await;
-        match entry.state() {
-            SessionState::Running => Ok(Created::New(entry.object())),
-            _ => Err(entry.failure.lock().clone().unwrap_or_else(|| ApiError::new(ErrorCode::NotRunning, "the session was ended meanwhile"))),
-        }
+        self.check_capacity()?;
+        let reference = cynode_api::WorkspaceRef::Workspace(record.session.workspace_id);
+        self.workspace(&reference, record.session.task_id, id).await.map_err(|error| {
+            if error.0.is(ErrorCode::WorkspaceNotFound) {
+                ApiError::new(ErrorCode::NotResumable, format!("the workspace of session {id} is gone"))
+            } else {
+                error
+            }
+        })?;
+        let lifetime = record.request.max_lifetime_seconds.unwrap_or(cynode_api::session_limits::DEFAULT_LIFETIME_SECONDS);
+        let now = OffsetDateTime::now_utc();
+        self.update(entry, move |record| {
+            record.sandbox_id = SandboxId::generate();
+            record.disposal = None;
+            record.resumed = true;
+            record.session.state = SessionState::Creating;
+            record.session.end_reason = None;
+            record.session.ended_at = None;
+            record.session.expires_at = validate::after(now, lifetime);
+        })
+        .await
+        .map_err(|error| journal_error(&error))?;
+        *entry.failure.lock() = None;
+        self.spawn_bring_up(entry);
+        Ok(true)
     }
 }

@@ -23,7 +23,7 @@ const MAX_REMEMBERED: usize = 5_000;
 impl Sessions {
     /// Looks at everything once a second until it is told to stop.
     pub(crate) async fn keep_time(self: Arc<Self>, stop: CancellationToken) {
-        self.wait_until_settled().await;
+        drop(self.unsettled.subscribe().wait_for(Option::is_none).await);
         let mut ticks: u64 = 0;
         while stop.run_until_cancelled(tokio::time::sleep(TICK)).await.is_some() {
             let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
@@ -45,7 +45,8 @@ impl Sessions {
             }
             ticks += 1;
             if ticks.is_multiple_of(FORGET_EVERY) {
-                self.forget();
+                let sessions = Arc::clone(&self);
+                drop(tokio::task::spawn_blocking(move || sessions.forget()).await);
             }
         }
     }
@@ -82,6 +83,8 @@ impl Sessions {
     /// Deletes workspaces whose grace is over, and old records.
     fn forget(&self) {
         let now = OffsetDateTime::now_utc();
+        // Nobody may take a workspace into use between the look and its deletion.
+        let _gate = self.gate.blocking_lock();
         let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
         let (live, mut ended): (Vec<_>, Vec<_>) = entries.iter().map(|entry| entry.record()).partition(SessionRecord::is_live);
         let mut deleted = false;

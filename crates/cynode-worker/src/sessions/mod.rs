@@ -9,6 +9,7 @@ mod environment;
 mod life;
 mod live;
 mod reconcile;
+mod recover;
 mod validate;
 mod workspace;
 
@@ -39,6 +40,9 @@ pub(crate) use environment::exec_environment;
 pub(crate) use live::{Activity, Live};
 pub(crate) use validate::{check_env, check_labels, check_version};
 
+/// How long a caller waits for a worker that still takes up what an earlier one left.
+const SETTLE_WAIT: Duration = Duration::from_secs(10);
+
 /// How long a caller of create waits before it is answered with `creating`.
 const CREATE_WAIT: Duration = Duration::from_secs(60);
 
@@ -56,8 +60,8 @@ pub(crate) struct Sessions {
     known: Mutex<HashMap<SessionId, Arc<Entry>>>,
     /// Held from the look for a session's id to its admission: of two callers at once, one creates.
     gate: tokio::sync::Mutex<()>,
-    /// Set once the reconciler has seen to everything that an earlier worker left.
-    settled: watch::Sender<bool>,
+    /// Why not everything that an earlier worker left is seen to; `None` once it is.
+    unsettled: watch::Sender<Option<String>>,
 }
 
 /// What a worker brings to its sessions.
@@ -75,6 +79,8 @@ pub(crate) struct Means {
 #[derive(Debug)]
 pub(crate) struct Entry {
     record: Mutex<SessionRecord>,
+    /// Held from the reading of the record to the moment when its change is on disk and seen.
+    writing: tokio::sync::Mutex<()>,
     live: Mutex<Option<Arc<Live>>>,
     pub(crate) execs: Arc<SessionExecs>,
     state: watch::Sender<SessionState>,
@@ -90,6 +96,7 @@ impl Entry {
         Arc::new(Self {
             state: watch::Sender::new(record.session.state),
             record: Mutex::new(record),
+            writing: tokio::sync::Mutex::new(()),
             live: Mutex::new(None),
             execs: Arc::new(execs),
             last_activity: Mutex::new(Instant::now()),
@@ -133,10 +140,7 @@ impl Sessions {
     pub(crate) fn new(means: Means) -> std::io::Result<Arc<Self>> {
         let Means { config, runtime, journal, node_id, ids, agent_binary, max_nofile } = means;
         let mut known = HashMap::new();
-        for workspace in journal.workspaces()? {
-            ids.reserve(workspace.id_block);
-        }
-        for record in journal.sessions()? {
+        for record in recover::recover(&journal, &ids, config.workspace_grace_seconds)? {
             let execs = SessionExecs::open(&journal.session_directory(record.session.session_id))?;
             known.insert(record.session.session_id, Entry::new(record, execs));
         }
@@ -150,7 +154,7 @@ impl Sessions {
             max_nofile,
             known: Mutex::new(known),
             gate: tokio::sync::Mutex::new(()),
-            settled: watch::Sender::new(false),
+            unsettled: watch::Sender::new(Some("taking up what an earlier worker left".to_owned())),
         }))
     }
 
@@ -187,28 +191,38 @@ impl Sessions {
         self.known.lock().values().filter(|entry| entry.record.lock().is_live()).count()
     }
 
-    pub(crate) async fn wait_until_settled(&self) {
-        drop(self.settled.subscribe().wait_for(|settled| *settled).await);
+    /// Waits until new work can be taken, for as long as a caller can be made to wait.
+    async fn wait_until_settled(&self) -> Result<(), ApiError> {
+        let mut unsettled = self.unsettled.subscribe();
+        match tokio::time::timeout(SETTLE_WAIT, unsettled.wait_for(Option::is_none)).await {
+            Ok(_) => Ok(()),
+            Err(_) => Err(ApiError::new(ErrorCode::RuntimeUnavailable, self.unsettled().unwrap_or_default())),
+        }
     }
 
-    pub(crate) fn is_settled(&self) -> bool {
-        *self.settled.borrow()
+    /// Why new work has to wait, if it has to.
+    pub(crate) fn unsettled(&self) -> Option<String> {
+        self.unsettled.borrow().clone()
     }
 
-    /// Changes a record: written down first, then seen.
-    fn update(&self, entry: &Entry, change: impl FnOnce(&mut SessionRecord)) -> std::io::Result<()> {
-        let mut record = entry.record.lock();
-        let mut changed = record.clone();
-        change(&mut changed);
-        self.journal.write_session(&changed)?;
-        let state = changed.session.state;
-        *record = changed;
-        drop(record);
-        entry.state.send_replace(state);
-        Ok(())
+    /// Changes a record: written down first, then seen. Goes to its end even when the caller goes away, so that what is on
+    /// disk and what is seen do not part.
+    async fn update(&self, entry: &Arc<Entry>, change: impl FnOnce(&mut SessionRecord) + Send + 'static) -> std::io::Result<()> {
+        let (journal, entry) = (self.journal.clone(), Arc::clone(entry));
+        let updated = tokio::spawn(async move {
+            let _writing = entry.writing.lock().await;
+            let mut changed = entry.record();
+            change(&mut changed);
+            let changed = blocking(move || journal.write_session(&changed).map(|()| changed)).await?;
+            let state = changed.session.state;
+            *entry.record.lock() = changed;
+            entry.state.send_replace(state);
+            Ok(())
+        });
+        updated.await.unwrap_or_else(|_| Err(interrupted()))
     }
 
-    pub(crate) fn patch(&self, id: SessionId, patch: SessionPatch) -> Result<Session, ApiError> {
+    pub(crate) async fn patch(&self, id: SessionId, patch: SessionPatch) -> Result<Session, ApiError> {
         check_version(patch.version)?;
         let entry = self.get(id)?;
         if !matches!(entry.state(), SessionState::Running | SessionState::Creating) {
@@ -219,7 +233,7 @@ impl Sessions {
         }
         let lifetime = patch.max_lifetime_seconds.map(validate::lifetime).transpose()?;
         let idle = patch.idle_timeout_seconds.map(validate::idle).transpose()?;
-        self.update(&entry, |record| {
+        self.update(&entry, move |record| {
             if let Some(seconds) = lifetime {
                 record.session.expires_at = validate::after(OffsetDateTime::now_utc(), seconds);
             }
@@ -230,10 +244,20 @@ impl Sessions {
                 record.session.labels = labels;
             }
         })
+        .await
         .map_err(|error| journal_error(&error))?;
         entry.touch();
         Ok(entry.object())
     }
+}
+
+/// Work on files that are synced, which a slow disk can make long: apart from the threads that serve everybody.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> std::io::Result<T> + Send + 'static) -> std::io::Result<T> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(interrupted()))
+}
+
+fn interrupted() -> std::io::Error {
+    std::io::Error::other("the work was interrupted")
 }
 
 fn journal_error(error: &std::io::Error) -> ApiError {
@@ -244,7 +268,7 @@ fn journal_error(error: &std::io::Error) -> ApiError {
 /// A runtime's failure as a caller sees it.
 pub(crate) fn runtime_problem(error: &runtime::Error) -> Problem {
     let code = match error {
-        runtime::Error::Timeout { .. } | runtime::Error::Unavailable(_) => ErrorCode::RuntimeUnavailable,
+        runtime::Error::Timeout { .. } | runtime::Error::Unavailable(_) | runtime::Error::Unreached(_) => ErrorCode::RuntimeUnavailable,
         runtime::Error::NotFound(_) | runtime::Error::NameInUse(_) | runtime::Error::Refused { .. } => ErrorCode::Internal,
     };
     Problem::new(code, error.to_string())

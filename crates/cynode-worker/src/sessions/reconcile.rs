@@ -51,7 +51,7 @@ impl Sessions {
         rest.join_all().await;
         self.sweep_directories();
         drop(self.empty_trash());
-        self.settled.send_replace(true);
+        self.unsettled.send_replace(None);
     }
 
     async fn adopt(self: &Arc<Self>, entry: &Arc<Entry>) {
@@ -96,6 +96,7 @@ impl Sessions {
                 Ok(containers) => break containers,
                 Err(error) => {
                     tracing::error!(%error, "Listing containers failed; trying again.");
+                    self.unsettled.send_replace(Some(format!("taking up what an earlier worker left: {error}")));
                     tokio::time::sleep(Duration::from_secs(1)).await;
                 }
             }

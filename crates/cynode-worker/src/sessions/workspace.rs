@@ -12,22 +12,22 @@ use cynode_service::ApiError;
 use rustix::fs::{AtFlags, CWD, Gid, Uid};
 use time::OffsetDateTime;
 
-use super::{Sessions, journal_error, validate};
+use super::{Sessions, blocking, journal_error, validate};
 use crate::{idrange::AGENT_ID, journal::WorkspaceRecord};
 
 impl Sessions {
     /// The workspace that a request names, or a new one, with its block of ids.
-    pub(super) fn workspace(&self, reference: &WorkspaceRef, task_id: TaskId, for_session: SessionId) -> Result<WorkspaceRecord, ApiError> {
+    pub(super) async fn workspace(&self, reference: &WorkspaceRef, task_id: TaskId, for_session: SessionId) -> Result<WorkspaceRecord, ApiError> {
         match reference {
             WorkspaceRef::New => {
                 let id_block =
                     self.ids.take().ok_or_else(|| ApiError::new(ErrorCode::NoCapacity, "every block of ids is used by a session or a kept workspace"))?;
                 let record = WorkspaceRecord { workspace_id: WorkspaceId::generate(), task_id, id_block, delete_at: None };
-                self.journal.write_workspace(&record).map_err(|error| {
+                let journal = self.journal.clone();
+                blocking(move || journal.write_workspace(&record).map(|()| record)).await.map_err(|error| {
                     self.ids.give_back(id_block);
                     journal_error(&error)
-                })?;
-                Ok(record)
+                })
             }
             WorkspaceRef::Workspace(id) => {
                 let record = self.journal.workspace(*id).map_err(|error| journal_error(&error))?;
@@ -58,12 +58,18 @@ impl Sessions {
     }
 
     /// Keeps a workspace: for a while, or until it is asked for.
-    pub(super) fn keep_workspace(&self, id: WorkspaceId, for_a_while: bool) -> io::Result<()> {
-        if let Some(mut record) = self.journal.workspace(id)? {
-            record.delete_at = for_a_while.then(|| validate::after(OffsetDateTime::now_utc(), self.config.workspace_grace_seconds));
-            self.journal.write_workspace(&record)?;
-        }
-        Ok(())
+    pub(super) async fn keep_workspace(&self, id: WorkspaceId, for_a_while: bool) -> io::Result<()> {
+        let (journal, grace) = (self.journal.clone(), self.config.workspace_grace_seconds);
+        blocking(move || {
+            let Some(mut record) = journal.workspace(id)? else { return Ok(()) };
+            let delete_at = for_a_while.then(|| validate::after(OffsetDateTime::now_utc(), grace));
+            if record.delete_at == delete_at {
+                return Ok(());
+            }
+            record.delete_at = delete_at;
+            journal.write_workspace(&record)
+        })
+        .await
     }
 
     pub(super) fn delete_workspace(&self, id: WorkspaceId) -> io::Result<()> {

@@ -1,0 +1,194 @@
+//! Callers who go away, runtimes that fail, records that are lost: a session's files stay.
+
+use std::{os::unix::fs::PermissionsExt as _, time::Duration};
+
+use anyhow::{Context as _, Result};
+use cynode_api::{ErrorCode, Session, SessionEnd, SessionState, WorkspaceDisposal, WorkspaceRef};
+use cynode_client::WorkerClient;
+use cynode_tests::{Options, RunningWorker, World, eventually, session, sh};
+use serde_json::Value;
+
+fn keep() -> SessionEnd {
+    SessionEnd { workspace: Some(WorkspaceDisposal::Keep), ..Default::default() }
+}
+
+/// A session with a file in its workspace, ended with the workspace kept.
+async fn ended_with_a_file(client: &WorkerClient) -> Result<Session> {
+    let made = client.create_session(&session()).await?;
+    client.exec(made.session_id, &sh("echo precious > file")).await?;
+    Ok(client.end_session(made.session_id, &keep()).await?)
+}
+
+async fn file_of(client: &WorkerClient, made: &Session) -> Result<String> {
+    Ok(client.exec(made.session_id, &sh("cat file")).await?.stdout)
+}
+
+fn record_of(world: &World, made: &Session) -> std::path::PathBuf {
+    world.state_dir().join("worker/workspaces").join(made.workspace_id.to_string()).join("workspace.json")
+}
+
+/// A Podman whose service can't be started while the file `broken` is there.
+fn breakable(world: &World) -> Result<Options> {
+    let path = world.directory().join("podman");
+    let broken = world.directory().join("broken");
+    fs_err::write(&path, format!("#!/bin/sh\ncase \"$*\" in *'system service'*) [ ! -e '{}' ] || exit 1;; esac\nexec podman \"$@\"\n", broken.display()))?;
+    fs_err::set_permissions(&path, std::fs::Permissions::from_mode(0o755))?;
+    Ok(Options::default().set("podman", &format!("{:?}", path.display().to_string())).set("runtime_timeout_seconds", "3"))
+}
+
+fn kill_service(world: &World) -> Result<()> {
+    let recorded: Value = serde_json::from_slice(&fs_err::read(world.state_dir().join("worker/podman/service.json"))?)?;
+    let pid = i32::try_from(recorded["pid"].as_i64().context("a process id")?)?;
+    Ok(rustix::process::kill_process(rustix::process::Pid::from_raw(pid).context("a process id")?, rustix::process::Signal::KILL)?)
+}
+
+#[tokio::test]
+async fn a_resume_whose_caller_goes_away_is_carried_out() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let made = ended_with_a_file(&client).await?;
+    assert!(tokio::time::timeout(Duration::from_millis(15), client.resume_session(made.session_id)).await.is_err(), "it was to be cut off");
+    eventually("the session runs", Duration::from_secs(20), async || Ok(client.get_session(made.session_id).await?.state == SessionState::Running)).await?;
+    assert_eq!(file_of(&client, &made).await?, "precious\n");
+    Ok(())
+}
+
+#[tokio::test]
+async fn of_two_that_want_one_workspace_at_once_one_gets_it() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let made = ended_with_a_file(&client).await?;
+    for _ in 0..5 {
+        let mut other = session();
+        (other.task_id, other.workspace_ref) = (made.task_id, Some(WorkspaceRef::Workspace(made.workspace_id)));
+        let (resumed, created) = tokio::join!(client.resume_session(made.session_id), client.create_session(&other));
+        let (winner, refusal) = match (resumed, created) {
+            (Ok(winner), Err(refusal)) | (Err(refusal), Ok(winner)) => (winner, refusal),
+            other => panic!("{other:?}"),
+        };
+        assert!(refusal.is(ErrorCode::WorkspaceInUse), "{refusal}");
+        assert_eq!(world.containers()?.len(), 1);
+        client.end_session(winner.session_id, &keep()).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&breakable(&world)?).await?;
+    let client = worker.client()?;
+    let made = client.create_session(&session()).await?;
+    // By the file call alone: no command ever ran in it.
+    client.put_file(made.session_id, "file".as_ref(), "precious\n", &Default::default()).await?;
+    client.end_session(made.session_id, &keep()).await?;
+    fs_err::write(world.directory().join("broken"), "")?;
+    kill_service(&world)?;
+    let error = client.resume_session(made.session_id).await.expect_err("no runtime");
+    assert!(error.is(ErrorCode::RuntimeUnavailable), "{error}");
+    assert_eq!(client.get_session(made.session_id).await?.state, SessionState::Lost);
+    fs_err::remove_file(world.directory().join("broken"))?;
+    client.resume_session(made.session_id).await?;
+    assert_eq!(file_of(&client, &made).await?, "precious\n");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_worker_whose_runtime_is_away_says_why_and_takes_no_work() -> Result<()> {
+    let world = World::new()?;
+    let options = breakable(&world)?;
+    let mut worker = world.worker(&options).await?;
+    let made = worker.client()?.create_session(&session()).await?;
+    worker.kill()?;
+    kill_service(&world)?;
+    fs_err::write(world.directory().join("broken"), "")?;
+    let worker = world.start_worker(&options)?;
+    eventually("the worker says what it waits for", Duration::from_secs(20), async || {
+        let Ok(client) = worker.client() else { return Ok(false) };
+        Ok(client.readyz().await.is_ok_and(|readiness| format!("{readiness:?}").contains("podman's service")))
+    })
+    .await?;
+    let client = worker.client()?;
+    // What runs needs no runtime; what is new can't be had.
+    assert_eq!(client.exec(made.session_id, &sh("echo here")).await?.stdout, "here\n");
+    let error = client.create_session(&session()).await.expect_err("no runtime");
+    assert!(error.is(ErrorCode::RuntimeUnavailable), "{error}");
+    fs_err::remove_file(world.directory().join("broken"))?;
+    worker.wait_until_ready().await
+}
+
+#[tokio::test]
+async fn keeping_on_purpose_has_no_end_and_use_takes_the_date_away() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let date = |made: &Session| -> Result<Value> { Ok(serde_json::from_slice::<Value>(&fs_err::read(record_of(&world, made))?)?["delete_at"].clone()) };
+    let made = client.create_session(&session()).await?;
+    assert!(world.podman().args(["kill", "--all"]).output()?.status.success());
+    eventually("the session is lost", Duration::from_secs(20), async || Ok(client.get_session(made.session_id).await?.state == SessionState::Lost)).await?;
+    assert!(date(&made)?.is_string(), "a lost session's workspace is kept for a while");
+    client.end_session(made.session_id, &keep()).await?;
+    assert!(date(&made)?.is_null(), "kept on purpose");
+    Ok(())
+}
+
+#[tokio::test]
+async fn records_that_are_gone_or_broken_lose_no_workspace() -> Result<()> {
+    let world = World::new()?;
+    let mut worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let (gone, broken, running) = (ended_with_a_file(&client).await?, ended_with_a_file(&client).await?, client.create_session(&session()).await?);
+    client.exec(running.session_id, &sh("echo precious > file")).await?;
+    worker.kill()?;
+    fs_err::remove_file(record_of(&world, &gone))?;
+    fs_err::write(record_of(&world, &broken), "{\"workspace_id\":")?;
+    fs_err::remove_file(record_of(&world, &running))?;
+    fs_err::write(world.state_dir().join("worker/node.json"), "")?;
+    let mut worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    for made in [&gone, &broken] {
+        client.resume_session(made.session_id).await?;
+    }
+    for made in [&gone, &broken, &running] {
+        assert_eq!(file_of(&client, made).await?, "precious\n");
+    }
+    // A new one shares its ids with none of them.
+    let fresh = client.create_session(&session()).await?;
+    let owner = |made: &Session| -> Result<u32> {
+        use std::os::unix::fs::MetadataExt as _;
+        Ok(fs_err::metadata(world.state_dir().join("worker/workspaces").join(made.workspace_id.to_string()).join("data/workspace"))?.uid())
+    };
+    let owners = [&gone, &broken, &running, &fresh].map(owner).into_iter().collect::<Result<std::collections::BTreeSet<_>>>()?;
+    assert_eq!(owners.len(), 4);
+    assert_eq!(fresh.node_id, running.node_id);
+    worker.shut_down().await?;
+    world.assert_clean().await
+}
+
+fn open_files(worker: &RunningWorker) -> Result<usize> {
+    Ok(fs_err::read_dir(format!("/proc/{}/fd", worker.pid()))?.count())
+}
+
+#[tokio::test]
+async fn sessions_and_execs_that_have_ended_hold_no_descriptor() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let round = async || -> Result<()> {
+        let made = client.create_session(&session()).await?;
+        for _ in 0..20 {
+            client.exec(made.session_id, &sh("echo some output")).await?;
+        }
+        client.end_session(made.session_id, &SessionEnd::default()).await?;
+        Ok(())
+    };
+    round().await?;
+    let before = open_files(&worker)?;
+    for _ in 0..5 {
+        round().await?;
+    }
+    // Connections of the client and of Podman's service come and go; what is kept of a round would show five times.
+    eventually("no descriptor is kept", Duration::from_secs(20), async || Ok(open_files(&worker)? < before + 5)).await
+}
