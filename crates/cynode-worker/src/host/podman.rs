@@ -5,7 +5,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::{Check, run};
-use crate::config::Config;
+use crate::{config::Config, runtime::seccomp};
 
 pub(super) const INSTALL: &str = "Install it: apt-get install podman runc uidmap (or run scripts/setup).";
 
@@ -108,6 +108,8 @@ fn prepare_root(agent: &Path) -> std::io::Result<Root> {
 
 async fn trial(config: &Config, runtime: &str, root: &Path) -> Result<(), String> {
     let command = config.podman_command();
+    let profile = seccomp::write(root).map_err(|error| error.to_string())?;
+    let profile = format!("seccomp={}", profile.display());
     let root = root.display().to_string();
     let mut arguments: Vec<&str> = command[1..].iter().map(String::as_str).collect();
     arguments.extend([
@@ -140,6 +142,12 @@ async fn trial(config: &Config, runtime: &str, root: &Path) -> Result<(), String
         "1",
         "--user",
         "1000:1000",
+        "--cap-drop",
+        "ALL",
+        "--security-opt",
+        "no-new-privileges",
+        "--security-opt",
+        &profile,
     ]);
     arguments.extend(["--label", "io.cynodeai.sandbox.id=trial", "--rootfs", &root, "/cynode-sba", "--version"]);
     run(&config.podman, &arguments).await.map(drop)

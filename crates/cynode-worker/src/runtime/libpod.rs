@@ -1,5 +1,7 @@
 //! The libpod calls that the Docker-compatible API has no words for: creating a container with explicit id maps.
 
+use std::path::Path;
+
 use cynode_api::Limits;
 use serde_json::{Value, json};
 
@@ -10,7 +12,7 @@ use super::{Mount, Spec};
 const NPROC: u64 = 4_096;
 
 /// The container as libpod's `SpecGenerator`. Everything that an image could set is set here.
-pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>) -> Value {
+pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profile: &Path) -> Value {
     let Limits { memory_bytes, cpus, pids, nofile, .. } = spec.limits;
     let map = json!([{ "container_id": 0, "host_id": spec.ids.first, "size": spec.ids.count }]);
     let rlimit = |name: &str, value: u64| json!({ "type": name, "soft": value, "hard": value });
@@ -48,6 +50,9 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>) -> Value {
         "cap_drop": ["ALL"],
         "cap_add": [],
         "no_new_privileges": true,
+        // Ours, and never one that the image brings in a label.
+        "seccomp_policy": "default",
+        "seccomp_profile_path": seccomp_profile,
         "read_only_filesystem": true,
         "read_write_tmpfs": false,
         "image_volume_mode": "ignore",

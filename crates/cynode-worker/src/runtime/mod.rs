@@ -6,6 +6,7 @@
 mod fake;
 mod libpod;
 mod podman;
+pub(crate) mod seccomp;
 mod service;
 
 use std::{collections::BTreeMap, path::PathBuf, pin::Pin, time::Duration};

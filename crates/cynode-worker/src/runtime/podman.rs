@@ -15,7 +15,7 @@ use serde_json::Value;
 use tokio::sync::OnceCell;
 
 use super::{
-    Container, Error, ExecSpec, Image, Runtime, RuntimeExec, RuntimeExecState, ServiceOptions, Spec, libpod,
+    Container, Error, ExecSpec, Image, Runtime, RuntimeExec, RuntimeExecState, ServiceOptions, Spec, libpod, seccomp,
     service::{self, Service},
 };
 use crate::process;
@@ -39,6 +39,8 @@ pub struct Podman {
     socket: PathBuf,
     service: Option<Service>,
     oci_runtime: Option<String>,
+    /// Where the profile of system calls is written.
+    directory: PathBuf,
     clients: OnceCell<Clients>,
 }
 
@@ -46,14 +48,16 @@ pub struct Podman {
 struct Clients {
     docker: Docker,
     libpod: reqwest::Client,
+    seccomp_profile: PathBuf,
 }
 
 impl Podman {
     #[must_use]
     pub fn new(options: PodmanOptions) -> Self {
+        let directory = options.service.directory.clone();
         let service = options.socket.is_none().then(|| Service::new(options.service));
         let socket = options.socket.unwrap_or_else(|| service.as_ref().map(Service::socket).unwrap_or_default());
-        Self { socket, service, oci_runtime: options.oci_runtime, clients: OnceCell::new(), call_limit: options.call_limit }
+        Self { socket, service, oci_runtime: options.oci_runtime, directory, clients: OnceCell::new(), call_limit: options.call_limit }
     }
 
     async fn clients(&self) -> Result<&Clients, Error> {
@@ -65,13 +69,14 @@ impl Podman {
                     None => return Err(Error::Unavailable(format!("nothing answers on {}", self.socket.display()))),
                 }
                 let unavailable = |error: &dyn std::fmt::Display| Error::Unavailable(error.to_string());
+                let seccomp_profile = seccomp::write(&self.directory).map_err(|error| unavailable(&error))?;
                 let docker = Docker::connect_with_unix(&self.socket.to_string_lossy(), 3_600, API_DEFAULT_VERSION).map_err(|error| unavailable(&error))?;
                 let docker = tokio::time::timeout(self.call_limit, docker.negotiate_version())
                     .await
                     .map_err(|_| Error::Timeout { call: "version", limit: self.call_limit })?
                     .map_err(|error| unavailable(&error))?;
                 let libpod = reqwest::Client::builder().unix_socket(self.socket.as_path()).build().map_err(|error| unavailable(&error))?;
-                Ok(Clients { docker, libpod })
+                Ok(Clients { docker, libpod, seccomp_profile })
             })
             .await
     }
@@ -187,8 +192,8 @@ impl Runtime for Podman {
     }
 
     async fn create(&self, spec: &Spec) -> Result<String, Error> {
-        let body = libpod::create_body(spec, self.oci_runtime.as_deref());
         self.call("create", 2 * self.call_limit, false, |clients| {
+            let body = libpod::create_body(spec, self.oci_runtime.as_deref(), &clients.seccomp_profile);
             let request = clients.libpod.post("http://podman/v4.0.0/libpod/containers/create").json(&body);
             async move {
                 let unreached = |error: reqwest::Error| {

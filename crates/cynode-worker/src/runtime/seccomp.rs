@@ -1,0 +1,111 @@
+//! The filter of system calls that every sandbox runs under: `seccomp.json` beside this file, with a reason for each group.
+//!
+//! What must stay true: there is no sandbox without it. Podman takes it as a file, so the driver writes it below its own
+//! directory before its first call; Docker's API takes its text.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
+
+/// The profile in the format that Podman and Docker share.
+pub(crate) const PROFILE: &str = include_str!("seccomp.json");
+
+/// Writes the profile into a directory of ours, whole and closed to others, and says where it is.
+pub(crate) fn write(directory: &Path) -> io::Result<PathBuf> {
+    fs_err::create_dir_all(directory)?;
+    let path = directory.join("seccomp.json");
+    cynode_service::files::replace(&path, PROFILE.as_bytes())?;
+    Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    fn groups() -> Vec<Value> {
+        let profile: Value = serde_json::from_str(PROFILE).expect("the profile is JSON");
+        assert_eq!(profile["defaultAction"], "SCMP_ACT_ERRNO");
+        profile["syscalls"].as_array().expect("groups").clone()
+    }
+
+    /// Whether a call is allowed; a call must not be refused as well.
+    fn allowed(groups: &[Value], name: &str, arguments: [u64; 3]) -> bool {
+        let holds = |condition: &Value| {
+            let number = |key: &str| condition[key].as_u64().unwrap_or_default();
+            let argument = arguments[usize::try_from(number("index")).expect("an index")];
+            match condition["op"].as_str().expect("an operator") {
+                "SCMP_CMP_EQ" => argument == number("value"),
+                "SCMP_CMP_GT" => argument > number("value"),
+                "SCMP_CMP_MASKED_EQ" => argument & number("value") == number("valueTwo"),
+                other => panic!("{other}"),
+            }
+        };
+        let actions: Vec<bool> = groups
+            .iter()
+            .filter(|group| group["names"][0] == name)
+            .filter(|group| group["args"].as_array().is_none_or(|conditions| conditions.iter().all(holds)))
+            .map(|group| group["action"] == "SCMP_ACT_ALLOW")
+            .collect();
+        assert!(actions.windows(2).all(|pair| pair[0] == pair[1]), "{name} {arguments:?} is allowed and refused");
+        actions.first().copied().unwrap_or(false)
+    }
+
+    #[test]
+    fn every_group_says_why_and_a_call_without_conditions_stands_once() {
+        let mut with = std::collections::BTreeSet::new();
+        let mut without = std::collections::BTreeSet::new();
+        for group in groups() {
+            assert!(group["comment"].as_str().is_some_and(|comment| !comment.is_empty()), "{group}");
+            // Two conditions on one argument are taken for alternatives by OCI runtimes.
+            let conditions = group["args"].as_array().cloned().unwrap_or_default();
+            let indices: std::collections::BTreeSet<_> = conditions.iter().map(|condition| condition["index"].as_u64()).collect();
+            assert_eq!(indices.len(), conditions.len(), "{group}");
+            for name in group["names"].as_array().expect("names") {
+                let name = name.as_str().expect("a name").to_owned();
+                if conditions.is_empty() {
+                    assert!(without.insert(name.clone()), "{name} stands twice");
+                } else {
+                    with.insert(name);
+                }
+            }
+        }
+        assert_eq!(with.intersection(&without).collect::<Vec<_>>(), Vec::<&String>::new());
+    }
+
+    #[test]
+    fn conditions_leave_no_gap_and_high_bits_change_nothing() {
+        let groups = groups();
+        for high in [0, 1 << 32, u64::from(u32::MAX) << 32] {
+            for command in (0_u64..32).map(|bit| 1 << bit).chain(0x5400..0x5480).chain([0x8004_5430, 0xc020_660b, 0x8000_5412, 0xffff_ffff]) {
+                let refused = matches!(command, 0x5412 | 0x541c);
+                assert_eq!(allowed(&groups, "ioctl", [0, high | command, 0]), !refused, "{command:#x}");
+            }
+            for bit in 0..32 {
+                let namespace = matches!(bit, 17 | 25..=30);
+                assert_eq!(allowed(&groups, "clone", [high | 1 << bit, 0, 0]), !namespace, "{bit}");
+                assert_eq!(allowed(&groups, "unshare", [high | 1 << bit, 0, 0]), !namespace && bit != 7, "{bit}");
+            }
+            for kind in 0..16 {
+                assert_eq!(allowed(&groups, "mknod", [0, high | kind << 12 | 0o644, 0]), matches!(kind, 0 | 1 | 8 | 12), "{kind}");
+            }
+        }
+    }
+
+    #[test]
+    fn sockets_are_of_few_families_types_and_protocols() {
+        let groups = groups();
+        for family in (0_u64..64).chain([1 << 32 | 2, 1 << 32 | 40, u64::MAX]) {
+            for kind in [1_u64, 2, 3, 5, 6] {
+                for protocol in [0_u64, 1, 4, 6, 9, 17, 33, 58, 132, 262] {
+                    let expected = matches!((family, kind, protocol), (1, _, _) | (2 | 10, 1, 0 | 6) | (2 | 10, 2, 0 | 17) | (16, _, 0));
+                    let with_flags = kind | 0o2_004_000;
+                    assert_eq!(allowed(&groups, "socket", [family, with_flags, protocol]), expected, "{family} {kind} {protocol}");
+                }
+            }
+            assert_eq!(allowed(&groups, "socketpair", [family, 1, 0]), family == 1, "{family}");
+        }
+    }
+}
