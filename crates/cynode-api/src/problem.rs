@@ -72,7 +72,7 @@ codes! {
     NodeUnreachable = "node_unreachable", 503, "The node does not answer", "Try again; see 'cynode node list'.";
     PidsExhausted = "pids_exhausted", 503, "The sandbox's process table is full", "Signal its processes (session signal KILL), then try again.";
     ShuttingDown = "shutting_down", 503, "The worker is stopping", "Try again when it is back.";
-    NoSpace = "no_space", 507, "No space left", "Delete files in the sandbox, or create the session with a larger disk.";
+    NoSpace = "no_space", 507, "No space left", "Delete files in the sandbox, or create the session with a larger disk; when the detail speaks of the node, free space there.";
 }
 
 impl std::fmt::Display for ErrorCode {

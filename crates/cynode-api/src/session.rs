@@ -24,7 +24,7 @@ pub mod session_limits {
     pub const MIN_MEMORY_BYTES: u64 = 16 * 1024 * 1024;
     pub const MIN_PIDS: u32 = 8;
     pub const MIN_NOFILE: u64 = 64;
-    pub const MIN_DISK_BYTES: u64 = 1024 * 1024;
+    pub const MIN_DISK_BYTES: u64 = 16 * 1024 * 1024;
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -199,6 +199,20 @@ pub enum Unenforced {
     Nofile,
     Userns,
     IdRange,
+}
+
+impl std::fmt::Display for Unenforced {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Memory => "memory",
+            Self::Cpus => "cpus",
+            Self::Pids => "pids",
+            Self::Disk => "disk",
+            Self::Nofile => "nofile",
+            Self::Userns => "userns",
+            Self::IdRange => "id_range",
+        })
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -1,11 +1,12 @@
 //! The worker's configuration, section `[worker]`.
 
 use std::{
+    collections::BTreeSet,
     net::SocketAddr,
     path::{Path, PathBuf},
 };
 
-use cynode_api::ExecVia;
+use cynode_api::{ExecVia, Unenforced};
 use cynode_service::{ConfigError, config};
 use serde::Deserialize;
 
@@ -38,6 +39,10 @@ pub struct Config {
     pub runtime_timeout_seconds: u64,
     /// The OCI runtime by name; found out when absent.
     pub oci_runtime: Option<String>,
+    /// What may go unenforced on this host. Anything else that can't be enforced is refused.
+    pub allow_unenforced: BTreeSet<Unenforced>,
+    /// New work is refused while less than this is free where the state directory lies.
+    pub min_free_bytes: u64,
 }
 
 /// Certificate chain and key, as PEM files.
@@ -67,6 +72,8 @@ impl Default for Config {
             podman_image_store: None,
             runtime_timeout_seconds: 30,
             oci_runtime: None,
+            allow_unenforced: BTreeSet::new(),
+            min_free_bytes: 1 << 30,
         }
     }
 }
@@ -93,6 +100,12 @@ impl Config {
     #[must_use]
     pub fn directory(&self) -> PathBuf {
         self.state_dir.join("worker")
+    }
+
+    /// The setting that allows all of these to go unenforced, besides those that are allowed already.
+    pub(crate) fn allowance(&self, more: &[Unenforced]) -> String {
+        let names: BTreeSet<Unenforced> = self.allow_unenforced.iter().chain(more).copied().collect();
+        format!("worker.allow_unenforced = {}", serde_json::to_string(&names).unwrap_or_default())
     }
 
     /// Podman's program with the arguments that choose its store.

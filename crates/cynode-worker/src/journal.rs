@@ -12,7 +12,7 @@ use cynode_service::files;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use time::OffsetDateTime;
 
-use crate::sandbox::InitProcess;
+use crate::{disk, sandbox::InitProcess};
 
 /// A session as it is on disk.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -57,6 +57,9 @@ pub(crate) struct WorkspaceRecord {
     /// When it is deleted unless a session has it; absent when it is kept until it is asked for.
     #[serde(with = "time::serde::rfc3339::option")]
     pub(crate) delete_at: Option<OffsetDateTime>,
+    /// The size of its disk; absent when it has none of its own.
+    #[serde(default)]
+    pub(crate) disk_bytes: Option<u64>,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -99,6 +102,17 @@ impl Journal {
 
     pub(crate) fn workspace_directory(&self, id: WorkspaceId) -> PathBuf {
         self.directory.join("workspaces").join(id.to_string())
+    }
+
+    /// The image of a workspace's disk, and where it is mounted. Without a disk the second is a plain directory.
+    pub(crate) fn workspace_disk(&self, id: WorkspaceId) -> (PathBuf, PathBuf) {
+        let directory = self.workspace_directory(id);
+        (directory.join("disk.img"), directory.join("data"))
+    }
+
+    /// All disks that are mounted for this worker, wherever a crash left them.
+    pub(crate) fn mounts(&self) -> io::Result<Vec<PathBuf>> {
+        disk::mounted_below(&self.directory)
     }
 
     pub(crate) fn trash(&self) -> PathBuf {

@@ -8,10 +8,12 @@
 
 mod api;
 mod config;
+mod disk;
 mod execs;
 pub mod host;
 mod idrange;
 mod journal;
+mod limits;
 mod process;
 pub mod runtime;
 mod sandbox;
@@ -110,7 +112,16 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let url = bound.url();
     cynode_service::files::replace(&config.directory().join("url"), url.as_bytes()).map_err(state("writing the address"))?;
 
-    let means = Means { runtime: Arc::clone(&runtime), journal: held.journal.clone(), node_id, ids, agent_binary, max_nofile: choice.max_nofile, config };
+    let disks = disk::Disks::new(config.directory().join("disks"));
+    let disks = match disks.probe().await {
+        Ok(()) => Ok(disks),
+        Err(why) => {
+            tracing::warn!(why, "Workspaces can't have disks of their own here.");
+            Err(why)
+        }
+    };
+    let means =
+        Means { runtime: Arc::clone(&runtime), journal: held.journal.clone(), node_id, ids, agent_binary, max_nofile: choice.max_nofile, disks, config };
     let sessions = Sessions::new(means).map_err(state("reading the journal"))?;
     let api = api::Api { sessions: Arc::clone(&sessions), stop: stop.clone(), end_sandboxes: Arc::default() };
     let end_sandboxes = Arc::clone(&api.end_sandboxes);
@@ -147,6 +158,7 @@ async fn readiness(sessions: &Sessions) -> Result<(), String> {
     if let Some(reason) = sessions.unsettled() {
         return Err(reason);
     }
+    sessions.check_room().map_err(|error| error.0.detail)?;
     match tokio::time::timeout(Duration::from_secs(5), sessions.runtime.version()).await {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(error)) => Err(error.to_string()),
@@ -218,6 +230,9 @@ pub async fn cleanup(config: &Config) -> Result<CleanupReport, Error> {
     }
     for id in held.journal.sandboxes().map_err(state("reading the journal"))? {
         held.journal.discard(&held.journal.sandbox_directory(id)).map_err(state("removing sockets"))?;
+    }
+    for mounted in held.journal.mounts().map_err(state("looking for mounted disks"))? {
+        disk::unmount(&mounted).await.map_err(state("unmounting a disk"))?;
     }
     runtime.close().await;
     tree::remove(&held.journal.trash()).map_err(state("emptying the trash"))?;

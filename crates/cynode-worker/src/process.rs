@@ -104,16 +104,7 @@ pub(crate) fn has_mark(pid: i32, name: &str) -> bool {
 
 /// How often the kernel killed something in this process's memory cgroup because of its limit.
 pub(crate) fn oom_kills(pid: i32) -> Option<u64> {
-    let cgroups = fs_err::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
-    let file = cgroups
-        .lines()
-        .find_map(|line| {
-            let mut parts = line.splitn(3, ':');
-            let (_, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
-            controllers.split(',').any(|name| name == "memory").then(|| format!("/sys/fs/cgroup/memory{path}/memory.oom_control"))
-        })
-        .or_else(|| cgroups.lines().find_map(|line| line.strip_prefix("0::")).map(|path| format!("/sys/fs/cgroup{path}/memory.events")))?;
-    let text = fs_err::read_to_string(file).ok()?;
+    let text = crate::limits::Cgroups::of(pid).ok()?.text("memory", "memory.oom_control", "memory.events")?;
     text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
 }
 

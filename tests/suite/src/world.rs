@@ -35,12 +35,20 @@ pub async fn eventually(what: &str, limit: Duration, mut holds: impl AsyncFnMut(
 pub struct Options {
     /// Keys of the section `[worker]`.
     pub settings: Vec<(String, String)>,
+    /// Variables of the worker's environment.
+    pub env: Vec<(String, String)>,
 }
 
 impl Options {
     #[must_use]
     pub fn set(mut self, key: &str, value: &str) -> Self {
         self.settings.push((key.to_owned(), value.to_owned()));
+        self
+    }
+
+    #[must_use]
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.env.push((name.to_owned(), value.to_owned()));
         self
     }
 }
@@ -166,7 +174,7 @@ impl World {
         let log = fs_err::OpenOptions::new().create(true).append(true).open(self.directory.join("worker.log"))?.into_parts().0;
         let mut command = Command::new(Self::cynode()?);
         command.arg("worker").arg("--state-dir").arg(self.state_dir()).arg("--config").arg(config);
-        command.env("CYNODE_LOG", "debug").env_remove("CYNODE_URL").env_remove("CYNODE_TOKEN");
+        command.envs(options.env.iter().cloned()).env("CYNODE_LOG", "debug").env_remove("CYNODE_URL").env_remove("CYNODE_TOKEN");
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0);
         let child = command.spawn().context("starting the worker")?;
         self.remember(child.id())?;

@@ -1,6 +1,8 @@
 //! The life of sessions, end to end.
 #![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
+#[path = "sessions/limits.rs"]
+mod limits;
 #[path = "sessions/recovery.rs"]
 mod recovery;
 
@@ -19,7 +21,7 @@ async fn one_container_stays_and_its_workspace_persists_across_commands() -> Res
     let client = worker.client()?;
     let session = client.create_session(&session()).await?;
     assert_eq!(session.state, SessionState::Running);
-    assert_eq!(session.unenforced, [cynode_api::Unenforced::Disk]);
+    assert_eq!(session.unenforced, []);
 
     let first = client.exec(session.session_id, &sh("echo kept > note; readlink /proc/1/ns/mnt || true; echo out; echo err >&2; exit 7")).await?;
     assert_eq!((first.exit.exit_code, first.stdout.as_str(), first.stderr.as_str()), (Some(7), "out\n", "err\n"));

@@ -87,6 +87,7 @@ pub(super) async fn start(
     let begun = std::time::Instant::now();
     check(&request)?;
     let (entry, live) = api.sessions.live(id)?;
+    api.sessions.check_room_for_exec()?;
     let background = request.background;
     let exec = run(&api, &entry, live, request).await?;
     if background && !accepts_events(&headers) {

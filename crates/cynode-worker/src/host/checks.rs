@@ -2,9 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
+use cynode_api::Unenforced;
 use rustix::process::{Resource, getrlimit};
 
 use super::{Check, run};
+use crate::{config::Config, disk::Disks};
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
@@ -96,11 +98,23 @@ pub(super) fn rlimits() -> (Check, u64) {
     (check, most)
 }
 
-pub(super) fn loop_devices() -> Check {
-    if Path::new("/dev/loop-control").exists() {
-        Check::ok("loop devices", "there")
-    } else {
-        Check::adapted("loop devices", "not there: disk limits of sandboxes can't be enforced by loop mounts")
+/// Whether each workspace can have a disk of its own: one is made and mounted.
+pub(super) async fn loop_devices(config: &Config) -> Check {
+    const NAME: &str = "loop devices";
+    // Where the worker would put it, and nothing is left there.
+    let place = config.state_dir.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/")).join(format!(".cynode-{}", uuid::Uuid::new_v4().simple()));
+    let probed = Disks::new(place.clone()).probe().await;
+    drop(fs_err::remove_dir_all(&place));
+    match probed {
+        Ok(()) => Check::ok(NAME, "a disk was made and mounted: the disk limit of sandboxes is kept"),
+        Err(why) if config.allow_unenforced.contains(&Unenforced::Disk) => {
+            Check::adapted(NAME, format!("no disk can be mounted ({why}): sandboxes have no disk limit, as worker.allow_unenforced allows"))
+        }
+        Err(why) => Check::problem(
+            NAME,
+            format!("no disk can be mounted ({why}): the disk limit of sandboxes can't be kept"),
+            format!("Run it as root on a host with loop devices, or do without the limit: {} in the configuration.", config.allowance(&[Unenforced::Disk])),
+        ),
     }
 }
 

@@ -357,10 +357,10 @@ impl Runtime for Podman {
     }
 
     async fn close(&self) {
-        if let Some(service) = &self.service {
-            if let Err(error) = service.kill() {
-                tracing::warn!(%error, "Ending the private Podman service failed.");
-            }
+        if let Some(service) = &self.service
+            && let Err(error) = service.kill()
+        {
+            tracing::warn!(%error, "Ending the private Podman service failed.");
         }
     }
 }

@@ -3,18 +3,20 @@
 use std::{collections::BTreeMap, io, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc, time::Duration};
 
 use cynode_api::{
-    ErrorCode, ExecVia, LABEL_AGENT_COMPATIBLE, LABEL_NODE_ID, LABEL_SANDBOX_ID, Problem, SandboxId, Session, SessionCreate, SessionId, SessionState,
+    ErrorCode, ExecVia, LABEL_AGENT_COMPATIBLE, LABEL_NODE_ID, LABEL_SANDBOX_ID, Limits, Problem, SandboxId, Session, SessionCreate, SessionId, SessionState,
     Unenforced, WorkspaceRef,
 };
 use cynode_sba_proto::{AGENT_BINARY, HOME, WORKSPACE};
 use cynode_service::ApiError;
 use time::OffsetDateTime;
 
-use super::{CREATE_WAIT, Entry, Live, Sessions, blocking, environment, journal_error, runtime_problem, validate};
+use super::{CREATE_WAIT, Entry, Live, Sessions, blocking, environment, journal_error, runtime_problem, validate, workspace::AskedDisk};
 use crate::{
+    disk,
     execs::SessionExecs,
     idrange::IdBlocks,
     journal::SessionRecord,
+    limits,
     runtime::{self, Image, Mount, Spec},
     sandbox::{AgentLink, InitProcess},
 };
@@ -54,8 +56,14 @@ impl Sessions {
             return Ok((existing, false));
         }
         self.check_capacity()?;
+        if !self.limits_disks() && !self.may_go_unenforced(Unenforced::Disk) {
+            self.check_enforced(&[Unenforced::Disk])?;
+        }
         let session_id = request.session_id;
-        let workspace = self.workspace(request.workspace_ref.as_ref().unwrap_or(&WorkspaceRef::New), request.task_id, session_id).await?;
+        let disk = AskedDisk { bytes: checked.limits.disk_bytes, explicit: request.limits.is_some_and(|limits| limits.disk_bytes.is_some()) };
+        let reference = request.workspace_ref.as_ref().unwrap_or(&WorkspaceRef::New);
+        let workspace = self.workspace(reference, request.task_id, session_id, disk).await?;
+        let limits = Limits { disk_bytes: workspace.disk_bytes.unwrap_or(checked.limits.disk_bytes), ..checked.limits };
         let now = OffsetDateTime::now_utc();
         let record = SessionRecord {
             session: Session {
@@ -68,8 +76,8 @@ impl Sessions {
                 workspace_id: workspace.workspace_id,
                 node_id: self.node_id,
                 warm: false,
-                limits: checked.limits,
-                unenforced: vec![Unenforced::Disk],
+                limits,
+                unenforced: Vec::new(),
                 network_policy: request.network_policy.unwrap_or_default(),
                 pty_allowed: request.pty_allowed.unwrap_or(false),
                 labels: request.labels.clone(),
@@ -95,7 +103,28 @@ impl Sessions {
         Ok((entry, true))
     }
 
+    /// Refuses new work while the host's disk is nearly full: what runs must be able to go on.
+    pub(crate) fn check_room(&self) -> Result<(), ApiError> {
+        self.check_free(self.config.min_free_bytes, "new sessions wait until there is room")
+    }
+
+    /// Commands of sessions that are there may use what new sessions may not, down to what the records of their end need.
+    pub(crate) fn check_room_for_exec(&self) -> Result<(), ApiError> {
+        self.check_free(self.config.min_free_bytes / 4, "commands wait until there is room")
+    }
+
+    fn check_free(&self, least: u64, consequence: &str) -> Result<(), ApiError> {
+        match disk::free_bytes(&self.config.state_dir) {
+            Ok(free) if free < least => {
+                Err(ApiError::new(ErrorCode::NoSpace, format!("{free} bytes are free on this node, {least} are wanted (worker.min_free_bytes): {consequence}")))
+            }
+            Ok(_) => Ok(()),
+            Err(error) => Err(journal_error(&error)),
+        }
+    }
+
     pub(super) fn check_capacity(&self) -> Result<(), ApiError> {
+        self.check_room()?;
         if self.live_count() < self.config.max_sandboxes {
             Ok(())
         } else {
@@ -125,7 +154,7 @@ impl Sessions {
             Err(error) => {
                 drop(self.journal.discard(&self.journal.session_directory(session_id)));
                 if record.request.workspace_ref.as_ref().is_none_or(|reference| *reference == WorkspaceRef::New) {
-                    drop(self.delete_workspace(record.session.workspace_id));
+                    drop(self.delete_workspace(record.session.workspace_id).await);
                 }
                 Err(journal_error(&error))
             }
@@ -178,7 +207,7 @@ impl Sessions {
         }
         let started = std::time::Instant::now();
         match self.start_container(&record).await {
-            Ok(live) => {
+            Ok((live, unenforced)) => {
                 let millis = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
                 *entry.live.lock() = Some(Arc::clone(&live));
                 entry.touch();
@@ -187,6 +216,7 @@ impl Sessions {
                 let init = live.init;
                 let update = self.update(entry, move |record| {
                     record.init = Some(init);
+                    record.session.unenforced = unenforced;
                     record.session.create_duration_ms = Some(millis);
                     // An end that was asked for meanwhile stays asked for.
                     if record.session.state == SessionState::Creating {
@@ -213,10 +243,11 @@ impl Sessions {
         *entry.failure.lock() = Some(error.clone());
         if record.resumed {
             // As it was: its files are there, and the next try may have more luck.
+            drop(self.release_workspace(record.session.workspace_id).await);
             return self.set_lost(entry, error.0.detail, false).await;
         }
         if record.request.workspace_ref.as_ref().is_none_or(|reference| *reference == WorkspaceRef::New) {
-            drop(self.delete_workspace(record.session.workspace_id));
+            drop(self.delete_workspace(record.session.workspace_id).await);
         }
         let update = self.update(entry, |record| {
             record.session.state = SessionState::Failed;
@@ -229,7 +260,7 @@ impl Sessions {
         }
     }
 
-    async fn start_container(&self, record: &SessionRecord) -> Result<Arc<Live>, ApiError> {
+    async fn start_container(&self, record: &SessionRecord) -> Result<(Arc<Live>, Vec<Unenforced>), ApiError> {
         let container = record.container();
         let runtime_failed = |error: runtime::Error| ApiError::from(runtime_problem(&error));
         let host_failed = |error: io::Error| {
@@ -240,7 +271,8 @@ impl Sessions {
         };
         let directory = self.journal.sandbox_directory(record.sandbox_id);
         self.prepare_sandbox(&directory).map_err(host_failed)?;
-        let (workspace, home) = self.prepare_workspace(record.session.workspace_id, record.id_block).map_err(host_failed)?;
+        let disk_bytes = self.journal.workspace(record.session.workspace_id).map_err(host_failed)?.and_then(|workspace| workspace.disk_bytes);
+        let (workspace, home) = self.prepare_workspace(record.session.workspace_id, record.id_block, disk_bytes).await.map_err(host_failed)?;
         let by_agent = self.config.exec_via == ExecVia::Agent;
         let link = by_agent.then(|| AgentLink::listen(&directory, None)).transpose().map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
         let spec = self.spec(record, &directory, &workspace, &home);
@@ -262,7 +294,28 @@ impl Sessions {
                 return Err(ApiError::new(ErrorCode::AgentUnavailable, "the agent in the sandbox did not connect"));
             }
         }
-        Ok(Live::new(container, init, Arc::clone(&self.runtime), link))
+        let mut unenforced = limits::missing(init.pid, &record.session.limits, IdBlocks::map(record.id_block));
+        if disk_bytes.is_none() {
+            unenforced.push(Unenforced::Disk);
+        }
+        unenforced.sort_unstable();
+        self.check_enforced(&unenforced)?;
+        Ok((Live::new(container, init, Arc::clone(&self.runtime), link), unenforced))
+    }
+
+    /// Refuses what this host does not enforce, unless its operator allowed that by name.
+    fn check_enforced(&self, unenforced: &[Unenforced]) -> Result<(), ApiError> {
+        let refused: Vec<Unenforced> = unenforced.iter().copied().filter(|name| !self.may_go_unenforced(*name)).collect();
+        if refused.is_empty() {
+            return Ok(());
+        }
+        let names: Vec<String> = refused.iter().map(|name| format!("limits.{name}")).collect();
+        let why = match &self.disks {
+            Err(why) if refused.contains(&Unenforced::Disk) => format!(" (no disk can be mounted here: {why})"),
+            _ => String::new(),
+        };
+        let detail = format!("{}: this host does not enforce that{why}; {} allows it", names.join(", "), self.config.allowance(&refused));
+        Err(ApiError::new(ErrorCode::LimitUnenforceable, detail))
     }
 
     /// The directory that is mounted at `/run/cynode`: the agent's binary, and room for the sockets.

@@ -6,7 +6,7 @@ use cynode_api::{ErrorCode, SandboxId, Session, SessionEnd, SessionId, SessionSt
 use cynode_service::ApiError;
 use time::OffsetDateTime;
 
-use super::{Created, Entry, Live, Sessions, check_version, journal_error, validate};
+use super::{Created, Entry, Live, Sessions, check_version, journal_error, validate, workspace::AskedDisk};
 
 /// Why and how a session ends.
 #[derive(Clone, Debug)]
@@ -80,8 +80,8 @@ impl Sessions {
         self.remove_sandbox(record.sandbox_id).await?;
         entry.execs.lose_all();
         let disposed = match record.disposal.unwrap_or_default() {
-            WorkspaceDisposal::Delete => self.delete_workspace(record.session.workspace_id),
-            WorkspaceDisposal::Keep => Ok(()),
+            WorkspaceDisposal::Delete => self.delete_workspace(record.session.workspace_id).await,
+            WorkspaceDisposal::Keep => self.release_workspace(record.session.workspace_id).await,
         };
         disposed.and_then(|()| entry.execs.forget_all()).map_err(|error| journal_error(&error))?;
         self.update(entry, |record| {
@@ -174,6 +174,9 @@ impl Sessions {
             live.close();
         }
         self.clear_sandbox(record.sandbox_id).await;
+        if let Err(error) = self.release_workspace(record.session.workspace_id).await {
+            tracing::warn!(%error, "Unmounting a lost session's disk failed.");
+        }
         entry.execs.lose_all();
         self.set_lost(entry, reason.to_owned(), true).await;
     }
@@ -217,8 +220,9 @@ impl Sessions {
             state => return Err(ApiError::new(ErrorCode::NotResumable, format!("session {id} is {state}"))),
         }
         self.check_capacity()?;
+        let disk = AskedDisk { bytes: record.session.limits.disk_bytes, explicit: false };
         let reference = cynode_api::WorkspaceRef::Workspace(record.session.workspace_id);
-        self.workspace(&reference, record.session.task_id, id).await.map_err(|error| {
+        self.workspace(&reference, record.session.task_id, id, disk).await.map_err(|error| {
             if error.0.is(ErrorCode::WorkspaceNotFound) {
                 ApiError::new(ErrorCode::NotResumable, format!("the workspace of session {id} is gone"))
             } else {

@@ -9,7 +9,7 @@ use cynode_api::SessionState;
 use time::OffsetDateTime;
 use tokio_util::sync::CancellationToken;
 
-use super::{Ending, Entry, Sessions, end::Disposal};
+use super::{Ending, Entry, Sessions, blocking, end::Disposal};
 use crate::{journal::SessionRecord, process};
 
 const TICK: Duration = Duration::from_secs(1);
@@ -45,8 +45,7 @@ impl Sessions {
             }
             ticks += 1;
             if ticks.is_multiple_of(FORGET_EVERY) {
-                let sessions = Arc::clone(&self);
-                drop(tokio::task::spawn_blocking(move || sessions.forget()).await);
+                self.forget().await;
             }
         }
     }
@@ -81,17 +80,18 @@ impl Sessions {
     }
 
     /// Deletes workspaces whose grace is over, and old records.
-    fn forget(&self) {
+    async fn forget(&self) {
         let now = OffsetDateTime::now_utc();
         // Nobody may take a workspace into use between the look and its deletion.
-        let _gate = self.gate.blocking_lock();
+        let _gate = self.gate.lock().await;
         let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
         let (live, mut ended): (Vec<_>, Vec<_>) = entries.iter().map(|entry| entry.record()).partition(SessionRecord::is_live);
         let mut deleted = false;
-        for workspace in self.journal.workspaces().unwrap_or_default() {
+        let journal = self.journal.clone();
+        for workspace in blocking(move || journal.workspaces()).await.unwrap_or_default() {
             let in_use = live.iter().any(|record| record.session.workspace_id == workspace.workspace_id);
             if !in_use && workspace.delete_at.is_some_and(|at| at <= now) {
-                if let Err(error) = self.delete_workspace(workspace.workspace_id) {
+                if let Err(error) = self.delete_workspace(workspace.workspace_id).await {
                     tracing::warn!(%error, "Deleting a workspace whose grace is over failed; it is tried again.");
                 }
                 deleted = true;

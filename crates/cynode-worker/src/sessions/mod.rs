@@ -28,6 +28,7 @@ use tokio::sync::watch;
 
 use crate::{
     config::Config,
+    disk::Disks,
     execs::SessionExecs,
     idrange::IdBlocks,
     journal::{Journal, SessionRecord},
@@ -57,6 +58,7 @@ pub(crate) struct Sessions {
     agent_binary: PathBuf,
     /// The most open files that this host lets a sandbox have.
     max_nofile: u64,
+    disks: Result<Disks, String>,
     known: Mutex<HashMap<SessionId, Arc<Entry>>>,
     /// Held from the look for a session's id to its admission: of two callers at once, one creates.
     gate: tokio::sync::Mutex<()>,
@@ -74,6 +76,8 @@ pub(crate) struct Means {
     pub(crate) ids: IdBlocks,
     pub(crate) agent_binary: PathBuf,
     pub(crate) max_nofile: u64,
+    /// Or why workspaces can't have disks of their own here.
+    pub(crate) disks: Result<Disks, String>,
 }
 
 #[derive(Debug)]
@@ -138,7 +142,7 @@ impl Entry {
 
 impl Sessions {
     pub(crate) fn new(means: Means) -> std::io::Result<Arc<Self>> {
-        let Means { config, runtime, journal, node_id, ids, agent_binary, max_nofile } = means;
+        let Means { config, runtime, journal, node_id, ids, agent_binary, max_nofile, disks } = means;
         let mut known = HashMap::new();
         for record in recover::recover(&journal, &ids, config.workspace_grace_seconds)? {
             let execs = SessionExecs::open(&journal.session_directory(record.session.session_id))?;
@@ -152,6 +156,7 @@ impl Sessions {
             ids,
             agent_binary,
             max_nofile,
+            disks,
             known: Mutex::new(known),
             gate: tokio::sync::Mutex::new(()),
             unsettled: watch::Sender::new(Some("taking up what an earlier worker left".to_owned())),

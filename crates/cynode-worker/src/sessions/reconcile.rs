@@ -4,14 +4,15 @@
 //! it again. Nothing is done by guess: a container of ours that no session wants goes, a session whose process still runs
 //! is adopted by the recorded process, before the runtime is even asked.
 
-use std::{collections::HashSet, sync::Arc, time::Duration};
+use std::{collections::HashSet, path::PathBuf, sync::Arc, time::Duration};
 
 use cynode_api::{ExecVia, LABEL_NODE_ID, SessionState};
 
 use super::{Entry, Live, Sessions};
 use crate::{
+    disk,
     execs::{Leftovers, adopt_by_agent},
-    journal::container_name,
+    journal::{SessionRecord, container_name},
     sandbox::AgentLink,
 };
 
@@ -21,6 +22,7 @@ const ADOPT_WAIT: Duration = Duration::from_secs(30);
 impl Sessions {
     /// Takes up all that an earlier worker left. Returns when everything is in order.
     pub(crate) async fn reconcile(self: &Arc<Self>) {
+        self.sweep_mounts().await;
         let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
         // Running sessions first: they only need their sockets back.
         let mut adopting = tokio::task::JoinSet::new();
@@ -49,7 +51,7 @@ impl Sessions {
             }
         }
         rest.join_all().await;
-        self.sweep_directories();
+        self.sweep_directories().await;
         drop(self.empty_trash());
         self.unsettled.send_replace(None);
     }
@@ -111,8 +113,25 @@ impl Sessions {
         }
     }
 
+    /// Unmounts disks that no session has: of workspaces that are kept, or that were on their way to the trash.
+    async fn sweep_mounts(&self) {
+        let wanted: HashSet<PathBuf> = self
+            .known
+            .lock()
+            .values()
+            .map(|entry| entry.record.lock().clone())
+            .filter(SessionRecord::is_live)
+            .map(|record| self.journal.workspace_disk(record.session.workspace_id).1)
+            .collect();
+        for mounted in self.journal.mounts().unwrap_or_default().into_iter().filter(|path| !wanted.contains(path)) {
+            if let Err(error) = disk::unmount(&mounted).await {
+                tracing::error!(path = %mounted.display(), %error, "Unmounting a disk that no session has failed.");
+            }
+        }
+    }
+
     /// Removes directories of sandboxes that no session has, and workspaces that a crash left between two writes.
-    fn sweep_directories(&self) {
+    async fn sweep_directories(&self) {
         let (sandboxes, workspaces): (HashSet<_>, HashSet<_>) = self
             .known
             .lock()
@@ -134,7 +153,7 @@ impl Sessions {
         for workspace in self.journal.workspaces().unwrap_or_default() {
             let empty = fs_err::read_dir(self.journal.workspace_directory(workspace.workspace_id).join("data")).is_err();
             if !workspaces.contains(&workspace.workspace_id) && empty {
-                drop(self.delete_workspace(workspace.workspace_id));
+                drop(self.delete_workspace(workspace.workspace_id).await);
             }
         }
     }

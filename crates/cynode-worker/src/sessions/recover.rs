@@ -36,7 +36,7 @@ pub(super) fn recover(journal: &Journal, ids: &IdBlocks, grace_seconds: u64) -> 
 fn recover_workspace(journal: &Journal, ids: &IdBlocks, sessions: &[SessionRecord], directory: &Path, grace_seconds: u64) -> io::Result<()> {
     let id = directory.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse::<WorkspaceId>().ok());
     let named = sessions.iter().filter(|record| Some(record.session.workspace_id) == id).max_by_key(|record| record.is_live());
-    let has_files = directory.join("data").is_dir();
+    let has_files = directory.join("data/workspace").is_dir() || directory.join("disk.img").is_file();
     if let Some(record) = named.filter(|record| record.is_live() || has_files) {
         tracing::warn!(workspace_id = %record.session.workspace_id, "A workspace's record is gone; it is made again from its session.");
         return journal.write_workspace(&WorkspaceRecord {
@@ -44,6 +44,7 @@ fn recover_workspace(journal: &Journal, ids: &IdBlocks, sessions: &[SessionRecor
             task_id: record.session.task_id,
             id_block: record.id_block,
             delete_at: (!record.is_live()).then(|| validate::after(OffsetDateTime::now_utc(), grace_seconds)),
+            disk_bytes: fs_err::metadata(directory.join("disk.img")).ok().map(|image| image.len()),
         });
     }
     if directory.join("workspace.unreadable").exists() && has_files {

@@ -7,22 +7,41 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use cynode_api::{ErrorCode, SessionId, TaskId, WorkspaceId, WorkspaceRef};
+use cynode_api::{ErrorCode, SessionId, TaskId, Unenforced, WorkspaceId, WorkspaceRef};
 use cynode_service::ApiError;
 use rustix::fs::{AtFlags, CWD, Gid, Uid};
 use time::OffsetDateTime;
 
 use super::{Sessions, blocking, journal_error, validate};
-use crate::{idrange::AGENT_ID, journal::WorkspaceRecord};
+use crate::{disk, idrange::AGENT_ID, journal::WorkspaceRecord};
+
+/// The disk that a request asks for, and whether it says so itself.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct AskedDisk {
+    pub(super) bytes: u64,
+    pub(super) explicit: bool,
+}
 
 impl Sessions {
     /// The workspace that a request names, or a new one, with its block of ids.
-    pub(super) async fn workspace(&self, reference: &WorkspaceRef, task_id: TaskId, for_session: SessionId) -> Result<WorkspaceRecord, ApiError> {
+    pub(super) async fn workspace(
+        &self,
+        reference: &WorkspaceRef,
+        task_id: TaskId,
+        for_session: SessionId,
+        disk: AskedDisk,
+    ) -> Result<WorkspaceRecord, ApiError> {
         match reference {
             WorkspaceRef::New => {
                 let id_block =
                     self.ids.take().ok_or_else(|| ApiError::new(ErrorCode::NoCapacity, "every block of ids is used by a session or a kept workspace"))?;
-                let record = WorkspaceRecord { workspace_id: WorkspaceId::generate(), task_id, id_block, delete_at: None };
+                let record = WorkspaceRecord {
+                    workspace_id: WorkspaceId::generate(),
+                    task_id,
+                    id_block,
+                    delete_at: None,
+                    disk_bytes: self.limits_disks().then_some(disk.bytes),
+                };
                 let journal = self.journal.clone();
                 blocking(move || journal.write_workspace(&record).map(|()| record)).await.map_err(|error| {
                     self.ids.give_back(id_block);
@@ -41,15 +60,46 @@ impl Sessions {
                 }) {
                     return Err(ApiError::new(ErrorCode::WorkspaceInUse, format!("workspace {id} is mounted in another session")));
                 }
-                Ok(record)
+                self.fit_disk(record, disk).await
             }
         }
     }
 
-    /// Makes sure that the directories are there and belong to the sandbox's user.
-    pub(super) fn prepare_workspace(&self, id: WorkspaceId, id_block: u32) -> io::Result<(PathBuf, PathBuf)> {
-        let data = self.journal.workspace_directory(id).join("data");
+    /// A kept workspace under the disk limit that is asked for now: it can grow, but not shrink below what may be in it.
+    async fn fit_disk(&self, mut record: WorkspaceRecord, disk: AskedDisk) -> Result<WorkspaceRecord, ApiError> {
+        let refused = |why: String| Err(ApiError::new(ErrorCode::LimitUnenforceable, format!("limits.disk_bytes: {why}")));
+        match record.disk_bytes {
+            None if self.may_go_unenforced(Unenforced::Disk) => Ok(record),
+            None => refused(format!("this workspace was made without a limit; {} allows that", self.config.allowance(&[Unenforced::Disk]))),
+            Some(_) if !self.limits_disks() => refused("this workspace has a disk of its own, which can't be mounted here now".to_owned()),
+            Some(has) if !disk.explicit || disk.bytes == has => Ok(record),
+            Some(has) if disk.bytes < has => refused(format!("this workspace has a disk of {has} bytes and can't be made smaller")),
+            Some(_) => {
+                record.disk_bytes = Some(disk.bytes);
+                let journal = self.journal.clone();
+                blocking(move || journal.write_workspace(&record).map(|()| record)).await.map_err(|error| journal_error(&error))
+            }
+        }
+    }
+
+    /// Whether workspaces get disks of their own here.
+    pub(super) fn limits_disks(&self) -> bool {
+        self.disks.is_ok()
+    }
+
+    pub(super) fn may_go_unenforced(&self, name: Unenforced) -> bool {
+        self.config.allow_unenforced.contains(&name)
+    }
+
+    /// Makes sure that the disk is mounted and the directories are there and belong to the sandbox's user.
+    pub(super) async fn prepare_workspace(&self, id: WorkspaceId, id_block: u32, disk_bytes: Option<u64>) -> io::Result<(PathBuf, PathBuf)> {
+        let (image, data) = self.journal.workspace_disk(id);
         fs_err::create_dir_all(&data)?;
+        if let Some(bytes) = disk_bytes {
+            let disks = self.disks.as_ref().map_err(|error| io::Error::other(error.clone()))?;
+            disks.make(&image, bytes).await?;
+            disk::mount(&image, &data).await?;
+        }
         let (workspace, home) = (data.join("workspace"), data.join("home"));
         for directory in [&workspace, &home] {
             hand_over(directory, id_block + AGENT_ID)?;
@@ -72,7 +122,13 @@ impl Sessions {
         .await
     }
 
-    pub(super) fn delete_workspace(&self, id: WorkspaceId) -> io::Result<()> {
+    /// No sandbox has it any more: its disk is unmounted, until one has it again.
+    pub(super) async fn release_workspace(&self, id: WorkspaceId) -> io::Result<()> {
+        disk::unmount(&self.journal.workspace_disk(id).1).await
+    }
+
+    pub(super) async fn delete_workspace(&self, id: WorkspaceId) -> io::Result<()> {
+        self.release_workspace(id).await?;
         if let Some(record) = self.journal.workspace(id)? {
             self.journal.discard(&self.journal.workspace_directory(id))?;
             self.ids.give_back(record.id_block);

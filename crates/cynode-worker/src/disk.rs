@@ -1,0 +1,216 @@
+//! A disk of its own for each workspace: a sparse file with an ext4 file system, mounted by a loop device.
+//!
+//! What must stay true: a sandbox that fills its disk fills nothing else. The file system is made once per size and copied,
+//! holes and all, because a copy costs a tenth of making it. Nothing here looks at what a sandbox wrote.
+
+use std::{
+    io::{self, Read as _, Seek as _, SeekFrom, Write as _},
+    os::unix::fs::MetadataExt as _,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use rustix::fs::SeekFrom as Place;
+
+use crate::process;
+
+/// Formatting, mounting and unmounting take milliseconds; a disk that needs longer has other problems.
+const LIMIT: Duration = Duration::from_secs(30);
+/// `noinit_itable`: zeroing the inode tables by and by would fill the holes. `discard`: what is deleted inside is free again
+/// outside.
+const MOUNT_OPTIONS: &str = "loop,nosuid,nodev,noatime,noinit_itable,discard,errors=remount-ro";
+/// What `probe` makes.
+const PROBE_BYTES: u64 = 16 << 20;
+/// Formatted images that are kept to copy from.
+const MAX_TEMPLATES: usize = 8;
+
+#[derive(Debug)]
+pub(crate) struct Disks {
+    templates: PathBuf,
+    /// Held while a template is made.
+    making: tokio::sync::Mutex<()>,
+}
+
+impl Disks {
+    /// `directory` holds the templates.
+    pub(crate) fn new(directory: PathBuf) -> Self {
+        Self { templates: directory, making: tokio::sync::Mutex::new(()) }
+    }
+
+    /// Whether disks can be made and mounted here: by trying.
+    pub(crate) async fn probe(&self) -> Result<(), String> {
+        let directory = self.templates.join(format!(".probe-{}", uuid::Uuid::new_v4().simple()));
+        let (image, target) = (directory.join("disk.img"), directory.join("mounted"));
+        let tried = async {
+            fs_err::create_dir_all(&target)?;
+            self.make(&image, PROBE_BYTES).await?;
+            mount(&image, &target).await?;
+            unmount(&target).await
+        };
+        let tried = tried.await.map_err(|error| error.to_string());
+        drop(fs_err::remove_dir_all(&directory));
+        tried
+    }
+
+    /// Makes an image of this size; one that is there already stays, and grows when it is smaller.
+    pub(crate) async fn make(&self, image: &Path, bytes: u64) -> io::Result<()> {
+        match fs_err::metadata(image) {
+            Ok(found) if found.len() >= bytes => return Ok(()),
+            Ok(_) => return grow(image, bytes).await,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+        let template = self.template(bytes).await?;
+        let (image, staged) = (image.to_owned(), image.with_extension("new"));
+        blocking(move || {
+            copy_sparse(&template, &staged)?;
+            fs_err::rename(&staged, &image)
+        })
+        .await
+    }
+
+    async fn template(&self, bytes: u64) -> io::Result<PathBuf> {
+        let path = self.templates.join(format!("{bytes}.img"));
+        let _making = self.making.lock().await;
+        if path.exists() {
+            return Ok(path);
+        }
+        fs_err::create_dir_all(&self.templates)?;
+        self.forget_templates();
+        let staged = path.with_extension("new");
+        create_sparse(&staged, bytes)?;
+        run("mkfs.ext4", &["-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard"], &[&staged]).await?;
+        fs_err::rename(&staged, &path)?;
+        Ok(path)
+    }
+
+    /// Callers choose sizes: only so many are kept, in no order that matters.
+    fn forget_templates(&self) {
+        let Ok(entries) = fs_err::read_dir(&self.templates) else { return };
+        for entry in entries.flatten().filter(|entry| entry.path().is_file()).skip(MAX_TEMPLATES - 1) {
+            drop(fs_err::remove_file(entry.path()));
+        }
+    }
+}
+
+/// Mounts an image. One that is mounted there already stays.
+pub(crate) async fn mount(image: &Path, target: &Path) -> io::Result<()> {
+    if is_mounted(target)? { Ok(()) } else { run("mount", &["-t", "ext4", "-o", MOUNT_OPTIONS], &[image, target]).await }
+}
+
+/// Unmounts a directory; the loop device goes with it. Where nothing is mounted there is nothing to do.
+pub(crate) async fn unmount(target: &Path) -> io::Result<()> {
+    if !is_mounted(target)? {
+        return Ok(());
+    }
+    let unmounted = run("umount", &[], &[target]).await;
+    // Somebody still looks: out of sight now, gone when he is done.
+    if unmounted.is_err() && is_mounted(target)? { run("umount", &["--lazy"], &[target]).await } else { Ok(()) }
+}
+
+fn is_mounted(target: &Path) -> io::Result<bool> {
+    let device = |path: &Path| match fs_err::symlink_metadata(path) {
+        Ok(metadata) => Ok(Some(metadata.dev())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    };
+    let own = device(target)?;
+    Ok(own.is_some() && own != device(target.parent().unwrap_or(Path::new("/")))?)
+}
+
+/// Everything that is mounted below a directory, the innermost first.
+pub(crate) fn mounted_below(directory: &Path) -> io::Result<Vec<PathBuf>> {
+    let mounts = fs_err::read_to_string("/proc/self/mountinfo")?;
+    let mut found: Vec<PathBuf> =
+        mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(unescape).filter(|path| path != directory && path.starts_with(directory)).collect();
+    found.sort_by_key(|path| std::cmp::Reverse(path.components().count()));
+    Ok(found)
+}
+
+/// A path as `/proc` writes it: space, tab, newline and backslash as three octal digits.
+fn unescape(text: &str) -> PathBuf {
+    PathBuf::from(text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\"))
+}
+
+/// Makes an image larger that is not mounted.
+async fn grow(image: &Path, bytes: u64) -> io::Result<()> {
+    fs_err::OpenOptions::new().write(true).open(image)?.set_len(bytes)?;
+    run("e2fsck", &["-f", "-p"], &[image]).await?;
+    run("resize2fs", &[], &[image]).await
+}
+
+async fn run(program: &str, options: &[&str], paths: &[&Path]) -> io::Result<()> {
+    let mut command = process::command(program);
+    command.args(options).args(paths).stdin(std::process::Stdio::null()).kill_on_drop(true);
+    // An ordinary user's PATH does not hold what is root's.
+    let path = std::env::var("PATH").unwrap_or_default();
+    command.env("PATH", format!("{path}:/usr/sbin:/sbin"));
+    let output = tokio::time::timeout(LIMIT, command.output()).await.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, format!("{program} hangs")))??;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(io::Error::other(format!("{program}: {}", said.trim().lines().last().unwrap_or("failed without a word"))))
+}
+
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(io::Error::other("the work was interrupted")))
+}
+
+fn create_sparse(path: &Path, bytes: u64) -> io::Result<fs_err::File> {
+    use fs_err::os::unix::fs::OpenOptionsExt as _;
+    let file = fs_err::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    file.set_len(bytes)?;
+    Ok(file)
+}
+
+/// Copies a file without its holes.
+fn copy_sparse(from: &Path, to: &Path) -> io::Result<()> {
+    let mut source = fs_err::File::open(from)?;
+    let length = source.metadata()?.len();
+    let mut target = create_sparse(to, length)?;
+    let mut at = 0;
+    loop {
+        // Past the last data there is only the hole up to the end.
+        let Ok(start) = rustix::fs::seek(&source, Place::Data(at)) else { return Ok(()) };
+        let end = rustix::fs::seek(&source, Place::Hole(start))?;
+        source.seek(SeekFrom::Start(start))?;
+        target.seek(SeekFrom::Start(start))?;
+        let mut left = (&mut source).take(end - start);
+        let mut buffer = vec![0; 256 * 1024];
+        loop {
+            let count = left.read(&mut buffer)?;
+            if count == 0 {
+                break;
+            }
+            target.write_all(&buffer[..count])?;
+        }
+        at = end;
+    }
+}
+
+/// Free bytes for us where a path lies.
+pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
+    let stat = rustix::fs::statvfs(path)?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sparse_copy_has_the_same_bytes_and_the_same_holes() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let (from, to) = (directory.path().join("from"), directory.path().join("to"));
+        let mut file = create_sparse(&from, 64 << 20).expect("a file");
+        for (place, text) in [(0, "start"), (5 << 20, "middle"), ((64 << 20) - 3, "end")] {
+            file.seek(SeekFrom::Start(place)).expect("seeks");
+            file.write_all(text.as_bytes()).expect("writes");
+        }
+        copy_sparse(&from, &to).expect("copies");
+        assert_eq!(fs_err::read(&from).expect("reads"), fs_err::read(&to).expect("reads"));
+        let blocks = |path: &Path| fs_err::metadata(path).expect("there").blocks();
+        assert!(blocks(&to) <= blocks(&from) + 8, "{} {}", blocks(&to), blocks(&from));
+    }
+}
