@@ -1,11 +1,12 @@
 //! The worker's configuration, section `[worker]`.
 
 use std::{
+    collections::BTreeSet,
     net::SocketAddr,
     path::{Path, PathBuf},
 };
 
-use cynode_api::ExecVia;
+use cynode_api::{ExecVia, Unenforced};
 use cynode_service::{ConfigError, config};
 use serde::Deserialize;
 
@@ -27,6 +28,8 @@ pub struct Config {
     pub workspace_grace_seconds: u64,
     /// The agent's binary; looked for beside this program when absent.
     pub agent_binary: Option<PathBuf>,
+    pub engine: Engine,
+    pub docker_socket: PathBuf,
     pub podman: String,
     /// The socket of a Podman service that somebody else runs.
     pub podman_socket: Option<PathBuf>,
@@ -36,8 +39,19 @@ pub struct Config {
     pub podman_image_store: Option<PathBuf>,
     /// How long the container runtime may take for a call before it counts as hung.
     pub runtime_timeout_seconds: u64,
-    /// The OCI runtime by name; found out when absent.
+    /// The OCI runtime by name (`runsc`, `kata`, …); found out when absent.
     pub oci_runtime: Option<String>,
+    /// What may go unenforced on this host. Anything else that can't be enforced is refused.
+    pub allow_unenforced: BTreeSet<Unenforced>,
+}
+
+/// What runs the containers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Engine {
+    #[default]
+    Podman,
+    Docker,
 }
 
 /// Certificate chain and key, as PEM files.
@@ -60,6 +74,8 @@ impl Default for Config {
             max_sandboxes: 200,
             workspace_grace_seconds: 86_400,
             agent_binary: None,
+            engine: Engine::Podman,
+            docker_socket: PathBuf::from("/var/run/docker.sock"),
             podman: "podman".to_owned(),
             podman_socket: None,
             podman_root: None,
@@ -67,6 +83,7 @@ impl Default for Config {
             podman_image_store: None,
             runtime_timeout_seconds: 30,
             oci_runtime: None,
+            allow_unenforced: BTreeSet::new(),
         }
     }
 }
@@ -93,6 +110,12 @@ impl Config {
     #[must_use]
     pub fn directory(&self) -> PathBuf {
         self.state_dir.join("worker")
+    }
+
+    /// The setting that allows all of these to go unenforced, besides those that are allowed already.
+    pub(crate) fn allowance(&self, more: &[Unenforced]) -> String {
+        let names: BTreeSet<Unenforced> = self.allow_unenforced.iter().chain(more).copied().collect();
+        format!("worker.allow_unenforced = {}", serde_json::to_string(&names).unwrap_or_default())
     }
 
     /// Podman's program with the arguments that choose its store.

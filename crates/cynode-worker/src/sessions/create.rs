@@ -65,7 +65,7 @@ impl Sessions {
                     node_id: self.node_id,
                     warm: false,
                     limits: checked.limits,
-                    unenforced: vec![Unenforced::Disk],
+                    unenforced: [&[Unenforced::Disk], self.ids.unenforced()].concat(),
                     network_policy: request.network_policy.unwrap_or_default(),
                     pty_allowed: request.pty_allowed.unwrap_or(false),
                     labels: request.labels.clone(),
