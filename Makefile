@@ -45,5 +45,5 @@ fmt: ## format the code
 
 lint: ## formatting, lints, shell scripts
 	cargo fmt --all --check
-	shellcheck -x scripts/setup scripts/up scripts/down scripts/test images/build images/rootfs images/fixture images/check images/lib.sh .ci/run
+	shellcheck -x scripts/setup scripts/up scripts/down scripts/test tests/suite/src/cleanup.sh images/build images/rootfs images/fixture images/check images/lib.sh .ci/run
 	cargo clippy --workspace --all-targets --locked -- -D warnings

@@ -28,6 +28,8 @@ pub struct Config {
     pub workspace_grace_seconds: u64,
     /// The agent's binary; looked for beside this program when absent.
     pub agent_binary: Option<PathBuf>,
+    pub engine: Engine,
+    pub docker_socket: PathBuf,
     pub podman: String,
     /// The socket of a Podman service that somebody else runs.
     pub podman_socket: Option<PathBuf>,
@@ -37,12 +39,21 @@ pub struct Config {
     pub podman_image_store: Option<PathBuf>,
     /// How long the container runtime may take for a call before it counts as hung.
     pub runtime_timeout_seconds: u64,
-    /// The OCI runtime by name; found out when absent.
+    /// The OCI runtime by name (`runsc`, `kata`, …); found out when absent.
     pub oci_runtime: Option<String>,
     /// What may go unenforced on this host. Anything else that can't be enforced is refused.
     pub allow_unenforced: BTreeSet<Unenforced>,
     /// New work is refused while less than this is free where the state directory lies.
     pub min_free_bytes: u64,
+}
+
+/// What runs the containers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Engine {
+    #[default]
+    Podman,
+    Docker,
 }
 
 /// Certificate chain and key, as PEM files.
@@ -65,6 +76,8 @@ impl Default for Config {
             max_sandboxes: 200,
             workspace_grace_seconds: 86_400,
             agent_binary: None,
+            engine: Engine::Podman,
+            docker_socket: PathBuf::from("/var/run/docker.sock"),
             podman: "podman".to_owned(),
             podman_socket: None,
             podman_root: None,

@@ -10,10 +10,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use cynode_api::Unenforced;
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
 
-use crate::runtime::IdMap;
+use crate::runtime::{IdMap, IdSpace};
 
 pub(crate) const FIRST: u32 = 0x7000_0000;
 pub(crate) const BLOCK: u32 = 65_536;
@@ -32,6 +33,7 @@ pub enum Error {
 
 #[derive(Debug)]
 pub(crate) struct IdBlocks {
+    space: IdSpace,
     first: u32,
     used: Mutex<BTreeSet<u32>>,
 }
@@ -44,6 +46,20 @@ fn is_unused(directory: &Path) -> bool {
 }
 
 impl IdBlocks {
+    /// The blocks that a worker has on a runtime like this: a range of its own, or what all sandboxes share.
+    pub(crate) fn on(space: IdSpace, registry: &Path, state_dir: &Path) -> Result<Self, Error> {
+        match space {
+            IdSpace::Own => Self::claim(registry, state_dir),
+            IdSpace::Shared(map) => Ok(Self { space, first: map.first, used: Mutex::default() }),
+            IdSpace::Host => Ok(Self { space, first: 0, used: Mutex::default() }),
+        }
+    }
+
+    /// What these blocks do not keep apart.
+    pub(crate) const fn unenforced(&self) -> &'static [Unenforced] {
+        self.space.unenforced()
+    }
+
     /// Claims a range for the worker of `state_dir`, the same one as before when it had one.
     pub(crate) fn claim(registry: &Path, state_dir: &Path) -> Result<Self, Error> {
         let failed = |source| Error::Claim { path: registry.to_owned(), source };
@@ -66,7 +82,7 @@ impl IdBlocks {
     }
 
     fn at(range: u32) -> Self {
-        Self { first: FIRST + range * BLOCKS * BLOCK, used: Mutex::default() }
+        Self { space: IdSpace::Own, first: FIRST + range * BLOCKS * BLOCK, used: Mutex::default() }
     }
 
     /// Marks a block as used, as the journal says.
@@ -74,8 +90,11 @@ impl IdBlocks {
         self.used.lock().insert(block);
     }
 
-    /// A block that nobody uses; `None` when all are taken.
+    /// A block that nobody uses, or the one that all share; `None` when all are taken.
     pub(crate) fn take(&self) -> Option<u32> {
+        if self.space != IdSpace::Own {
+            return Some(self.first);
+        }
         let mut used = self.used.lock();
         let block = (0..BLOCKS).map(|index| self.first + index * BLOCK).find(|block| !used.contains(block))?;
         used.insert(block);
@@ -110,6 +129,17 @@ mod tests {
         drop(one);
         let third = tempfile::tempdir().expect("a directory");
         assert_eq!(IdBlocks::claim(registry.path(), third.path()).expect("the freed range").first, first.first);
+    }
+
+    #[test]
+    fn where_the_runtime_has_one_map_all_workspaces_have_its_ids() {
+        let registry = tempfile::tempdir().expect("a directory");
+        let shared = IdSpace::Shared(IdMap { first: 100_000, count: BLOCK });
+        let blocks = IdBlocks::on(shared, registry.path(), Path::new("/nowhere")).expect("no claim is needed");
+        assert_eq!((blocks.take(), blocks.take()), (Some(100_000), Some(100_000)));
+        assert_eq!(blocks.unenforced(), [Unenforced::IdRange]);
+        let host = IdBlocks::on(IdSpace::Host, registry.path(), Path::new("/nowhere")).expect("no claim is needed");
+        assert_eq!((host.take(), host.unenforced()), (Some(0), [Unenforced::Userns, Unenforced::IdRange].as_slice()));
     }
 
     #[test]

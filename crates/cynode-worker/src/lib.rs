@@ -36,9 +36,9 @@ use rustix::fs::{FlockOperation, flock};
 use sha2::{Digest as _, Sha256};
 
 pub use api::openapi;
-pub use config::{Config, DEFAULT_IMAGE, TlsFiles};
+pub use config::{Config, DEFAULT_IMAGE, Engine, TlsFiles};
 use journal::Journal;
-use runtime::{Podman, PodmanOptions, Runtime, ServiceOptions};
+use runtime::{Docker, DockerOptions, Podman, PodmanOptions, Runtime, ServiceOptions};
 use sessions::{Means, Sessions};
 
 #[derive(Debug, thiserror::Error)]
@@ -49,6 +49,8 @@ pub enum Error {
     State { what: String, source: std::io::Error },
     #[error("no container can be run on this host: {0}; 'cynode doctor' says more")]
     Host(String),
+    #[error("this runtime does not keep {what}; nothing runs here unless that is allowed by name. Remedy: {remedy}")]
+    Unenforced { what: String, remedy: String },
     #[error("{0}")]
     Agent(String),
     #[error(transparent)]
@@ -81,6 +83,37 @@ fn hold(config: &Config) -> Result<Held, Error> {
     Ok(Held { journal, _lock: lock })
 }
 
+/// The container runtime as configured, with what was chosen for this host.
+fn engine(config: &Config, choice: &host::Choice) -> Arc<dyn Runtime> {
+    match config.engine {
+        Engine::Podman => podman(config, choice),
+        Engine::Docker => Arc::new(docker(config)),
+    }
+}
+
+fn docker(config: &Config) -> Docker {
+    Docker::new(DockerOptions {
+        socket: config.docker_socket.clone(),
+        directory: config.directory().join("docker"),
+        oci_runtime: config.oci_runtime.clone(),
+        call_limit: Duration::from_secs(config.runtime_timeout_seconds),
+    })
+}
+
+/// How sandboxes' ids are kept apart, if that is enough or was allowed not to be.
+async fn ids(config: &Config, runtime: &dyn Runtime) -> Result<idrange::IdBlocks, Error> {
+    let space = runtime.ids().await?;
+    let missing = host::missing_allowances(config, space);
+    if missing.is_empty() {
+        return Ok(idrange::IdBlocks::on(space, Path::new(ID_REGISTRY), &config.state_dir)?);
+    }
+    let what = match space {
+        runtime::IdSpace::Host => "the ids of sandboxes apart from the host's",
+        _ => "the ids of sandboxes apart from one another",
+    };
+    Err(Error::Unenforced { what: what.to_owned(), remedy: format!("{}, or use another engine; 'cynode doctor' says more", config.allowance(&missing)) })
+}
+
 fn podman(config: &Config, choice: &host::Choice) -> Arc<dyn Runtime> {
     let mut command = config.podman_command();
     command.extend(["--runtime", &choice.oci_runtime, "--cgroup-manager", &choice.cgroup_manager, "--events-backend", "none"].map(str::to_owned));
@@ -103,8 +136,8 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let choice = host::choose(&config)
         .await
         .map_err(|report| Error::Host(report.problems().iter().map(|check| format!("{}: {}", check.name, check.detail)).collect::<Vec<_>>().join("; ")))?;
-    let runtime = podman(&config, &choice);
-    let ids = idrange::IdBlocks::claim(Path::new(ID_REGISTRY), &config.state_dir)?;
+    let runtime = engine(&config, &choice);
+    let ids = ids(&config, runtime.as_ref()).await?;
     let node_id = held.journal.node_id().map_err(state("reading the node's id"))?;
     let token = read_or_create_token(&config.state_dir.join("worker.token")).map_err(state("reading the token"))?;
     let bound = listener.bind().await?;
@@ -223,7 +256,7 @@ pub async fn cleanup(config: &Config) -> Result<CleanupReport, Error> {
     let node_id = held.journal.node_id().map_err(state("reading the node's id"))?;
     let choice =
         host::choose(config).await.map_err(|report| Error::Host(report.problems().iter().map(|check| check.detail.clone()).collect::<Vec<_>>().join("; ")))?;
-    let runtime = podman(config, &choice);
+    let runtime = engine(config, &choice);
     let containers = runtime.list(cynode_api::LABEL_NODE_ID, &node_id.to_string()).await?;
     for container in &containers {
         runtime.remove(&container.name).await?;

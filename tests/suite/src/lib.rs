@@ -1,15 +1,36 @@
-//! The harness of the end-to-end tests: a real worker with its own state directory and its own Podman store.
+//! The harness of the end-to-end tests: a real worker with its own state directory and its own store or daemon.
 //!
 //! What a test makes is removed even when the test is killed: a small watcher process, started before anything else, waits
 //! for the end of a pipe that only the test holds, and then cleans up.
 #![forbid(unsafe_code)]
 #![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
+mod dockerd;
 mod requests;
 mod world;
 
+pub use dockerd::{OTHER_RUNTIME, TEST_USER};
 pub use requests::{Answer, Http};
-pub use world::{Options, RunningWorker, World, eventually, repository};
+pub use world::{Engine, Options, RunningWorker, World, eventually, repository};
+
+/// Makes a test of each of these functions for each runtime, in modules named after them. A function is given its world.
+#[macro_export]
+macro_rules! on_every_runtime {
+    ($($test:ident),+ $(,)?) => {
+        $crate::on_every_runtime!(@ podman, Podman, $($test),+);
+        $crate::on_every_runtime!(@ docker, Docker, $($test),+);
+    };
+    (@ $module:ident, $engine:ident, $($test:ident),+) => {
+        mod $module {
+            $(
+                #[tokio::test]
+                async fn $test() -> anyhow::Result<()> {
+                    super::$test($crate::World::on($crate::Engine::$engine).await?).await
+                }
+            )+
+        }
+    };
+}
 
 use cynode_api::{ExecRequest, SessionCreate, SessionId, TaskId};
 

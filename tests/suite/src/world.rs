@@ -11,6 +11,8 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use cynode_client::WorkerClient;
 
+use crate::dockerd::is_dockers_own;
+
 /// The repository's root.
 #[must_use]
 pub fn repository() -> PathBuf {
@@ -53,42 +55,46 @@ impl Options {
     }
 }
 
-/// A state directory, a Podman store and a watcher that removes both.
+/// What runs the containers of a test.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Engine {
+    /// As root.
+    Podman,
+    /// A daemon of the test's own with `userns-remap`.
+    Docker,
+    /// The same without it: ids inside are the host's.
+    DockerUnmapped,
+}
+
+/// A state directory, a store of containers and a watcher that removes both.
 #[derive(Debug)]
 pub struct World {
     directory: PathBuf,
+    engine: Engine,
     watcher: Child,
     /// Its end is the watcher's signal.
     lifeline: Option<ChildStdin>,
 }
 
 /// Ends everything below a directory and removes it. The arguments: the directory, Podman's program.
-const CLEANUP: &str = r#"
-cat >/dev/null
-dir=$1; podman=$2
-for pid in $(cat "$dir"/pids 2>/dev/null); do kill -9 "$pid" 2>/dev/null; done
-if [ -f "$dir/state/worker/podman/service.json" ]; then
-    pid=$(sed 's/.*"pid":\([0-9]*\).*/\1/' "$dir/state/worker/podman/service.json")
-    tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -qF "$dir" && kill -9 "$pid" 2>/dev/null
-fi
-[ -d "$dir/root" ] && timeout 60 "$podman" --root "$dir/root" --runroot "$dir/run" --storage-driver overlay --runtime runc --cgroup-manager cgroupfs --events-backend none rm -f -a -t 0 >/dev/null 2>&1
-# Monitors and Podman's own cleanup may still write below the directory.
-for try in 1 2 3 4 5 6 7 8 9 10; do
-    again=
-    for pid in $(grep -lF "$dir" /proc/[0-9]*/cmdline 2>/dev/null | cut -d/ -f3); do
-        if ! grep -qF -e cynode-test-cleanup -e grep "/proc/$pid/cmdline" 2>/dev/null; then
-            kill -9 "$pid" 2>/dev/null && again=1
-        fi
-    done
-    [ -n "$again" ] || break
-    sleep 0.1
-done
-grep -F " $dir/" /proc/self/mountinfo | cut -d' ' -f5 | sort -r | while read -r mount; do umount -l "$mount" 2>/dev/null; done
-rm -rf "$dir"
-"#;
+const CLEANUP: &str = include_str!("cleanup.sh");
 
 impl World {
+    /// With Podman, as root.
     pub fn new() -> Result<Self> {
+        Self::with(Engine::Podman)
+    }
+
+    pub async fn on(engine: Engine) -> Result<Self> {
+        let world = Self::with(engine)?;
+        match engine {
+            Engine::Podman => {}
+            Engine::Docker | Engine::DockerUnmapped => world.start_docker(engine == Engine::Docker).await?,
+        }
+        Ok(world)
+    }
+
+    fn with(engine: Engine) -> Result<Self> {
         let directory = std::env::temp_dir().join(format!("cyn-{}", uuid::Uuid::new_v4().simple()));
         let mut watcher = Command::new("/bin/sh");
         watcher.args(["-c", CLEANUP, "cynode-test-cleanup"]).arg(&directory).arg("podman");
@@ -97,12 +103,17 @@ impl World {
         let mut watcher = watcher.spawn().context("starting the cleanup watcher")?;
         let lifeline = watcher.stdin.take();
         fs_err::create_dir_all(directory.join("state"))?;
-        Ok(Self { directory, watcher, lifeline })
+        Ok(Self { directory, engine, watcher, lifeline })
     }
 
     #[must_use]
     pub fn directory(&self) -> &Path {
         &self.directory
+    }
+
+    #[must_use]
+    pub const fn engine(&self) -> Engine {
+        self.engine
     }
 
     #[must_use]
@@ -140,14 +151,24 @@ impl World {
         let own = |key: &str| options.settings.iter().any(|(set, _)| set == key);
         let mut line = |key: &str, value: &str| text.extend([key, " = ", value, "\n"]);
         let quoted = |path: &Path| format!("{:?}", path.display().to_string());
-        for (key, value) in [
-            ("listen", "\"127.0.0.1:0\"".to_owned()),
-            ("podman_root", quoted(&self.directory.join("root"))),
-            ("podman_runroot", quoted(&self.directory.join("run"))),
-            ("podman_image_store", quoted(&Self::image_store())),
-            ("default_image", format!("{:?}", crate::IMAGE)),
-            ("oci_runtime", "\"runc\"".to_owned()),
-        ] {
+        let mut defaults =
+            vec![("listen", "\"127.0.0.1:0\"".to_owned()), ("default_image", format!("{:?}", crate::IMAGE)), ("oci_runtime", "\"runc\"".to_owned())];
+        match self.engine {
+            Engine::Podman => defaults.extend([
+                ("podman_root", quoted(&self.directory.join("root"))),
+                ("podman_runroot", quoted(&self.directory.join("run"))),
+                ("podman_image_store", quoted(&Self::image_store())),
+            ]),
+            Engine::Docker | Engine::DockerUnmapped => {
+                let allowed = if self.engine == Engine::Docker { r#"["id_range"]"# } else { r#"["id_range", "userns"]"# };
+                defaults.extend([
+                    ("engine", "\"docker\"".to_owned()),
+                    ("docker_socket", quoted(&self.docker_socket())),
+                    ("allow_unenforced", allowed.to_owned()),
+                ]);
+            }
+        }
+        for (key, value) in defaults {
             if !own(key) {
                 line(key, &value);
             }
@@ -190,6 +211,9 @@ impl World {
 
     /// Containers in this world's store, whatever made them.
     pub fn containers(&self) -> Result<Vec<String>> {
+        if self.engine != Engine::Podman {
+            return self.docker_containers();
+        }
         let output = self.podman().args(["ps", "--all", "--quiet", "--external"]).output()?;
         ensure!(output.status.success(), "podman ps: {}", String::from_utf8_lossy(&output.stderr));
         Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
@@ -201,8 +225,8 @@ impl World {
         let directory = self.directory.display().to_string();
         for line in fs_err::read_to_string("/proc/self/mountinfo")?.lines() {
             let mounted = line.split(' ').nth(4).unwrap_or_default();
-            // The store's own bind mount of itself is Podman's, and goes with the store.
-            if mounted.starts_with(&directory) && mounted != format!("{directory}/root/overlay") {
+            // What the store and the daemon keep for themselves goes with them.
+            if mounted.starts_with(&directory) && mounted != format!("{directory}/root/overlay") && !self.is_dockers_own_mount(mounted) {
                 left.push(format!("mount {mounted}"));
             }
         }
@@ -210,7 +234,7 @@ impl World {
             let path = entry?.path();
             let Ok(command) = fs_err::read(path.join("cmdline")) else { continue };
             let command = String::from_utf8_lossy(&command).replace('\0', " ");
-            if command.contains(&directory) && !command.contains("cynode-test-cleanup") {
+            if command.contains(&directory) && !command.contains("cynode-test-cleanup") && !is_dockers_own(&command) {
                 left.push(format!("process {}: {command}", path.display()));
             }
         }
@@ -239,13 +263,15 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let log = fs_err::read_to_string(self.directory.join("worker.log")).unwrap_or_default();
-            let tail: Vec<&str> = log.lines().rev().take(60).collect();
-            #[expect(clippy::print_stderr, reason = "what the worker said helps to read a failure")]
-            {
-                eprintln!("--- the worker's log, its end ---");
-                for line in tail.iter().rev() {
-                    eprintln!("{line}");
+            for name in ["worker.log", "docker/log"] {
+                let log = fs_err::read_to_string(self.directory.join(name)).unwrap_or_default();
+                let tail: Vec<&str> = log.lines().rev().take(60).collect();
+                #[expect(clippy::print_stderr, reason = "what they said helps to read a failure")]
+                {
+                    eprintln!("--- the end of {name} ---");
+                    for line in tail.iter().rev() {
+                        eprintln!("{line}");
+                    }
                 }
             }
         }

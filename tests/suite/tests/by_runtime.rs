@@ -6,7 +6,13 @@ use std::time::Duration;
 use anyhow::Result;
 use cynode_api::{ErrorCode, ExecRequest, ExecState, ExecVia, ListRequest, SessionEnd, SignalName};
 use cynode_client::{Error, OutputQuery, WorkerClient};
-use cynode_tests::{Options, RunningWorker, World, eventually, exec, session, sh};
+use cynode_tests::{Options, RunningWorker, World, eventually, exec, on_every_runtime, session, sh};
+
+on_every_runtime!(
+    create_exec_stop_and_kill_work_with_the_agent_off,
+    a_deadline_ends_all_of_an_exec_by_the_runtime,
+    a_session_by_the_runtime_survives_the_worker_and_its_execs_are_accounted_for,
+);
 
 async fn without_agent(world: &World) -> Result<(RunningWorker, WorkerClient, cynode_api::SessionId)> {
     let worker = world.worker(&Options::default().set("exec_via", "\"runtime\"")).await?;
@@ -16,9 +22,7 @@ async fn without_agent(world: &World) -> Result<(RunningWorker, WorkerClient, cy
 }
 
 // proves: REQ-SANDBX-0104, REQ-SANDBX-0102, CYNAI.SANDBX.SandboxConnectivity
-#[tokio::test]
-async fn create_exec_stop_and_kill_work_with_the_agent_off() -> Result<()> {
-    let world = World::new()?;
+async fn create_exec_stop_and_kill_work_with_the_agent_off(world: World) -> Result<()> {
     let (mut worker, client, id) = without_agent(&world).await?;
     let result = client.exec(id, &sh("cat /proc/1/comm; ls /run/cynode/control.sock 2>/dev/null; echo out; echo err >&2; id -u; pwd; exit 5")).await?;
     assert_eq!((result.stdout.as_str(), result.stderr.as_str()), ("sh\nout\n1000\n/workspace\n", "err\n"));
@@ -39,9 +43,7 @@ async fn create_exec_stop_and_kill_work_with_the_agent_off() -> Result<()> {
     world.assert_clean().await
 }
 
-#[tokio::test]
-async fn a_deadline_ends_all_of_an_exec_by_the_runtime() -> Result<()> {
-    let world = World::new()?;
+async fn a_deadline_ends_all_of_an_exec_by_the_runtime(world: World) -> Result<()> {
     let (_worker, client, id) = without_agent(&world).await?;
     let witness = ExecRequest { background: true, timeout_ms: 0, ..sh("echo ready; exec sleep 4321") };
     let witness = client.exec_background(id, &witness).await?.exec_id;
@@ -58,9 +60,7 @@ async fn a_deadline_ends_all_of_an_exec_by_the_runtime() -> Result<()> {
     eventually("the witness ends", Duration::from_secs(20), async || Ok(client.get_exec(id, witness).await?.state != ExecState::Running)).await
 }
 
-#[tokio::test]
-async fn a_session_by_the_runtime_survives_the_worker_and_its_execs_are_accounted_for() -> Result<()> {
-    let world = World::new()?;
+async fn a_session_by_the_runtime_survives_the_worker_and_its_execs_are_accounted_for(world: World) -> Result<()> {
     let (mut worker, client, id) = without_agent(&world).await?;
     client.exec(id, &sh("echo kept > file")).await?;
     let running = client.exec_background(id, &ExecRequest { background: true, timeout_ms: 0, ..sh("exec sleep 999") }).await?.exec_id;

@@ -1,12 +1,14 @@
-//! The contract of the container runtime, held by Podman and by the fake alike.
+//! The contract of the container runtime, held by every one of them and by the fake alike.
 #![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use anyhow::Result;
 use cynode_api::{LABEL_AGENT_COMPATIBLE, Limits, Stream};
-use cynode_tests::{IMAGE, UNLABELLED, World, eventually};
-use cynode_worker::runtime::{Error, ExecSpec, Fake, FakeImage, Fault, IdMap, Podman, PodmanOptions, Runtime, ServiceOptions, Spec};
+use cynode_tests::{Engine, IMAGE, UNLABELLED, World, eventually, on_every_runtime};
+use cynode_worker::runtime::{
+    Docker, DockerOptions, Error, ExecSpec, Fake, FakeImage, Fault, IdMap, IdSpace, Podman, PodmanOptions, Runtime, ServiceOptions, Spec,
+};
 use futures_util::StreamExt as _;
 use tokio::io::AsyncWriteExt as _;
 
@@ -25,7 +27,23 @@ fn podman(world: &World) -> Arc<dyn Runtime> {
     }))
 }
 
-fn fake(_: &World) -> Arc<dyn Runtime> {
+fn docker(world: &World) -> Arc<dyn Runtime> {
+    Arc::new(Docker::new(DockerOptions {
+        socket: world.docker_socket(),
+        directory: world.state_dir().join("worker/docker"),
+        oci_runtime: None,
+        call_limit: Duration::from_secs(30),
+    }))
+}
+
+fn runtime(world: &World) -> Arc<dyn Runtime> {
+    match world.engine() {
+        Engine::Podman => podman(world),
+        Engine::Docker | Engine::DockerUnmapped => docker(world),
+    }
+}
+
+fn fake() -> Arc<dyn Runtime> {
     let marked = FakeImage { labels: BTreeMap::from([(LABEL_AGENT_COMPATIBLE.to_owned(), "true".to_owned())]), env: Vec::new() };
     Arc::new(Fake::new([(IMAGE.to_owned(), marked), (UNLABELLED.to_owned(), FakeImage::default())]))
 }
@@ -37,7 +55,11 @@ async fn spec(runtime: &dyn Runtime, name: &str, script: &str) -> Result<Spec> {
         image_id: runtime.image(IMAGE).await?.id,
         argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(),
         env: vec![("PATH".to_owned(), "/bin:/usr/bin".to_owned())],
-        ids: IdMap { first: 0x7f00_0000, count: 65_536 },
+        ids: match runtime.ids().await? {
+            IdSpace::Own => IdMap { first: 0x7f00_0000, count: 65_536 },
+            IdSpace::Shared(map) => map,
+            IdSpace::Host => IdMap { first: 0, count: 65_536 },
+        },
         mounts: Vec::new(),
         limits: Limits { memory_bytes: 64 << 20, pids: 64, ..Limits::default() },
     })
@@ -147,24 +169,21 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     Ok(())
 }
 
+on_every_runtime!(it_holds_the_runtime_contract, it_gives_a_terminal_that_can_be_resized);
+
 // proves: REQ-SANDBX-0104
-#[tokio::test]
-async fn podman_holds_the_runtime_contract() -> Result<()> {
-    let world = World::new()?;
-    hold_the_contract(podman(&world)).await?;
+async fn it_holds_the_runtime_contract(world: World) -> Result<()> {
+    hold_the_contract(runtime(&world)).await?;
     world.assert_clean().await
 }
 
 #[tokio::test]
 async fn the_fake_holds_the_runtime_contract() -> Result<()> {
-    let world = World::new()?;
-    hold_the_contract(fake(&world)).await
+    hold_the_contract(fake()).await
 }
 
-#[tokio::test]
-async fn podman_gives_a_terminal_that_can_be_resized() -> Result<()> {
-    let world = World::new()?;
-    let runtime = podman(&world);
+async fn it_gives_a_terminal_that_can_be_resized(world: World) -> Result<()> {
+    let runtime = runtime(&world);
     run(runtime.as_ref(), "terminal", "while :; do sleep 1; done").await?;
     let spec = ExecSpec {
         argv: ["/bin/sh", "-c", "test -t 0 && echo tty; read line; stty size; exit 6"].map(str::to_owned).to_vec(),

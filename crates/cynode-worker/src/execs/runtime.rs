@@ -69,10 +69,12 @@ pub(crate) async fn start(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<E
 async fn see_start(live: &Live, started: RuntimeExec) -> Result<RuntimeExec, Problem> {
     let RuntimeExec { id, input, mut output } = started;
     let first = tokio::time::timeout(FIRST_WORDS, output.next()).await;
-    if let Ok(Some(Ok((Stream::Stderr, words)))) = &first {
+    if let Ok(Some(Ok((stream, words)))) = &first {
         let words = String::from_utf8_lossy(words);
-        if words.starts_with("Error: ")
-            && words.contains("OCI runtime")
+        let podmans = *stream == Stream::Stderr && words.starts_with("Error: ") && words.contains("OCI runtime");
+        // Docker says it on the other stream.
+        let dockers = *stream == Stream::Stdout && words.starts_with("OCI runtime exec failed: ");
+        if (podmans || dockers)
             && let Some(problem) = start_problem(&words.to_lowercase())
             && matches!(tokio::time::timeout(Duration::from_secs(5), exited(live, &id)).await, Ok(Some(126 | 127)))
         {

@@ -20,6 +20,15 @@ pub(super) fn privileges() -> Check {
     }
 }
 
+/// Docker's daemon is root and the files that sandboxes share with it are made by us.
+pub(super) fn root_for_docker() -> Check {
+    if is_root() {
+        Check::ok("privileges", "root")
+    } else {
+        Check::problem("privileges", "an ordinary user can't hand workspaces over to Docker's sandboxes", "Run it as root, or use Podman.")
+    }
+}
+
 pub(super) fn cgroups() -> Check {
     let v2 = Path::new("/sys/fs/cgroup/cgroup.controllers").exists();
     let v1 = ["memory", "pids", "cpu"].iter().all(|name| Path::new("/sys/fs/cgroup").join(name).is_dir());

@@ -4,13 +4,19 @@
 //! and why, or what is wrong with the exact fix.
 
 mod checks;
+mod docker;
 mod podman;
 
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{config::Config, process};
+use crate::{
+    config::{Config, Engine},
+    process,
+};
+
+pub(crate) use docker::missing as missing_allowances;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -71,33 +77,69 @@ impl Report {
 /// Looks at everything.
 pub async fn examine(config: &Config) -> Report {
     let agent = agent_binary(config);
-    let mut checks = Vec::new();
-    let engine = podman::engine(config).await;
-    checks.push(engine.check.clone());
-    checks.push(checks::privileges());
-    checks.push(checks::cgroups());
-    let (runtime, oci_runtime) = match (&engine.version, &agent) {
-        (Some(_), Ok(agent)) => podman::oci_runtime(config, agent).await,
-        (None, _) => (Check::problem("OCI runtime", "can't be tried without Podman", podman::INSTALL), None),
-        (_, Err(error)) => (Check::problem("OCI runtime", format!("can't be tried without the agent: {error}"), AGENT_FIX), None),
+    let (mut checks, runtime) = match config.engine {
+        Engine::Podman => with_podman(config, &agent).await,
+        Engine::Docker => with_docker(config, &agent).await,
     };
-    checks.push(runtime);
-    checks.push(checks::cgroup_manager());
     checks.push(match &agent {
         Ok(path) => Check::ok("agent", path.display().to_string()),
         Err(error) => Check::problem("agent", error.clone(), AGENT_FIX),
     });
-    checks.push(checks::id_ranges());
     let (rlimits, max_nofile) = checks::rlimits();
     checks.push(rlimits);
-    checks.extend(podman::store(&engine));
-    checks.push(podman::default_image(config, engine.version.is_some()).await);
     checks.push(checks::loop_devices(config).await);
     checks.push(checks::disk(&config.state_dir));
     checks.push(checks::postgres());
     checks.push(checks::git().await);
-    let choice = oci_runtime.map(|oci_runtime| Choice { oci_runtime, cgroup_manager: checks::choose_cgroup_manager().to_owned(), max_nofile });
+    let choice = runtime.map(|(oci_runtime, cgroup_manager)| Choice { oci_runtime, cgroup_manager, max_nofile });
     Report { checks, choice }
+}
+
+/// The OCI runtime and the cgroup manager that ran a container.
+type Ran = Option<(String, String)>;
+
+async fn with_podman(config: &Config, agent: &Result<PathBuf, String>) -> (Vec<Check>, Ran) {
+    let engine = podman::engine(config).await;
+    let (runtime, name) = match (&engine.version, agent) {
+        (Some(_), Ok(agent)) => podman::oci_runtime(config, agent).await,
+        (None, _) => (Check::problem("OCI runtime", "can't be tried without Podman", podman::INSTALL), None),
+        (_, Err(error)) => (untried(error), None),
+    };
+    let mut checks = vec![engine.check.clone(), checks::privileges(), checks::cgroups(), runtime, checks::cgroup_manager(), checks::id_ranges()];
+    checks.extend(podman::store(&engine));
+    checks.push(podman::default_image(config, engine.version.is_some()).await);
+    (checks, name.map(|name| (name, checks::choose_cgroup_manager().to_owned())))
+}
+
+async fn with_docker(config: &Config, agent: &Result<PathBuf, String>) -> (Vec<Check>, Ran) {
+    let docker = crate::docker(config);
+    let engine = docker::engine(config, &docker).await;
+    let mut checks = vec![engine.check, checks::root_for_docker()];
+    let Some(info) = engine.info else { return (checks, None) };
+    checks.push(docker::id_space(config, &info));
+    checks.push(docker::cgroups(&info));
+    let (runtime, name) = match agent {
+        Ok(agent) => docker::oci_runtime(config, &docker, &info, agent).await,
+        Err(error) => (untried(error), None),
+    };
+    checks.push(runtime);
+    checks.extend(docker::store(&info));
+    checks.push(docker::default_image(config, &docker).await);
+    (checks, name.map(|name| (name, info.cgroup_driver.map(|driver| driver.to_string()).unwrap_or_default())))
+}
+
+fn untried(error: &str) -> Check {
+    Check::problem("OCI runtime", format!("can't be tried without the agent: {error}"), AGENT_FIX)
+}
+
+/// Whether the default image is there, by its labels, and may be used.
+fn default_image(config: &Config, labels: Result<std::collections::BTreeMap<String, String>, String>, fix: &str) -> Check {
+    const NAME: &str = "default image";
+    match labels {
+        Ok(labels) if labels.get(cynode_api::LABEL_AGENT_COMPATIBLE).is_some_and(|value| value == "true") => Check::ok(NAME, config.default_image.clone()),
+        Ok(_) => Check::problem(NAME, format!("{} does not carry the label {}", config.default_image, cynode_api::LABEL_AGENT_COMPATIBLE), fix),
+        Err(_) => Check::problem(NAME, format!("{} is not loaded", config.default_image), fix),
+    }
 }
 
 const AGENT_FIX: &str = "Build it with 'cargo xtask sba', or name it in worker.agent_binary.";
@@ -125,7 +167,7 @@ struct Remembered {
     choice: Choice,
 }
 
-/// The choice for this host. What was found since the last boot with the same Podman still holds, so a worker that
+/// The choice for this host. What was found since the last boot with the same engine still holds, so a worker that
 /// restarts does not try again.
 pub(crate) async fn choose(config: &Config) -> Result<Choice, Report> {
     let memory = config.directory().join("host.json");
@@ -153,13 +195,14 @@ pub(crate) async fn choose(config: &Config) -> Result<Choice, Report> {
     }
 }
 
-/// What the choice depends on: the boot, Podman, and what the operator set.
+/// What the choice depends on: the boot, the engine, and what the operator set.
 async fn key(config: &Config) -> String {
     let boot = fs_err::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    match run(&config.podman, &["--version"]).await {
-        Ok(version) => format!("{} {} {:?}", boot.trim(), version.trim(), config.oci_runtime),
-        Err(_) => String::new(),
-    }
+    let engine = match config.engine {
+        Engine::Podman => run(&config.podman, &["--version"]).await.ok(),
+        Engine::Docker => crate::docker(config).info().await.ok().map(|info| docker::fingerprint(&info)),
+    };
+    engine.map(|engine| format!("{} {} {:?}", boot.trim(), engine.trim(), config.oci_runtime)).unwrap_or_default()
 }
 
 /// Runs a program to its end, within half a minute; its output, or what it complained of.

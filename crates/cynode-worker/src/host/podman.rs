@@ -184,15 +184,10 @@ pub(super) async fn default_image(config: &Config, have_podman: bool) -> Check {
     }
     let command = config.podman_command();
     let arguments: Vec<&str> = command[1..].iter().map(String::as_str).chain(["image", "inspect", &config.default_image]).collect();
-    match run(&config.podman, &arguments).await {
-        Ok(text) => {
-            let image: Value = serde_json::from_str(&text).unwrap_or(Value::Null);
-            if image[0]["Labels"][cynode_api::LABEL_AGENT_COMPATIBLE] == "true" {
-                Check::ok(NAME, config.default_image.clone())
-            } else {
-                Check::problem(NAME, format!("{} does not carry the label {}", config.default_image, cynode_api::LABEL_AGENT_COMPATIBLE), FIX)
-            }
-        }
-        Err(_) => Check::problem(NAME, format!("{} is not loaded", config.default_image), FIX),
-    }
+    let labels = run(&config.podman, &arguments).await.map(|text| {
+        let images: Value = serde_json::from_str(&text).unwrap_or(Value::Null);
+        let labels = images[0]["Labels"].as_object().cloned().unwrap_or_default();
+        labels.into_iter().filter_map(|(name, value)| Some((name, value.as_str()?.to_owned()))).collect()
+    });
+    super::default_image(config, labels, FIX)
 }

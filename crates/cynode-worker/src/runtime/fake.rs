@@ -22,7 +22,7 @@ use tokio::{
 };
 use tokio_util::io::ReaderStream;
 
-use super::{Container, Error, ExecSpec, Image, Runtime, RuntimeExec, RuntimeExecState, Spec};
+use super::{Container, Error, ExecSpec, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState, Spec};
 use crate::process;
 
 /// What the next calls do instead of their work.
@@ -142,6 +142,11 @@ impl Runtime for Fake {
     async fn version(&self) -> Result<String, Error> {
         self.check("version")?;
         Ok("fake 1".to_owned())
+    }
+
+    async fn ids(&self) -> Result<IdSpace, Error> {
+        self.check("ids")?;
+        Ok(IdSpace::Own)
     }
 
     async fn image(&self, reference: &str) -> Result<Image, Error> {

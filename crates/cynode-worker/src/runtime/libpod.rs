@@ -9,7 +9,12 @@ use super::{Mount, Spec};
 
 /// Largest `nproc` sent. The pids limit of the cgroup is what binds; this one only must be there, because an operator's
 /// `containers.conf` with unequal soft and hard values is swapped by Podman's API.
-const NPROC: u64 = 4_096;
+pub(super) const NPROC: u64 = 4_096;
+
+/// Each place in memory: where, its size, and whether programs may be run from it.
+pub(super) fn tmpfs_places(memory_bytes: u64) -> [(&'static str, u64, bool); 3] {
+    [("/tmp", memory_bytes / 2, true), ("/run", 16 << 20, false), ("/dev/shm", (memory_bytes / 4).min(64 << 20), false)]
+}
 
 /// The container as libpod's `SpecGenerator`. Everything that an image could set is set here.
 pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profile: &Path) -> Value {
@@ -23,7 +28,7 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
         }
         json!({ "type": "tmpfs", "source": "tmpfs", "destination": target, "options": options })
     };
-    let mut mounts = vec![tmpfs("/tmp", memory_bytes / 2, true), tmpfs("/run", 16 << 20, false), tmpfs("/dev/shm", (memory_bytes / 4).min(64 << 20), false)];
+    let mut mounts: Vec<Value> = tmpfs_places(memory_bytes).into_iter().map(|(target, bytes, exec)| tmpfs(target, bytes, exec)).collect();
     mounts.extend(spec.mounts.iter().map(bind));
     let mut body = json!({
         "name": spec.name,
@@ -89,9 +94,9 @@ fn bind(mount: &Mount) -> Value {
     json!({ "type": "bind", "source": mount.source, "destination": mount.target, "options": options })
 }
 
-const CPU_PERIOD: u64 = 100_000;
+pub(super) const CPU_PERIOD: u64 = 100_000;
 
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss, reason = "validated to lie between 0.01 and 1024")]
-fn cpu_quota(cpus: f64) -> u64 {
+pub(super) fn cpu_quota(cpus: f64) -> u64 {
     (cpus * CPU_PERIOD as f64).round().max(1_000.0) as u64
 }

@@ -1,8 +1,10 @@
-//! The container runtime, behind one trait: Podman here, a fake for tests, others later.
+//! The container runtime, behind one trait: Podman, Docker, and a fake for tests.
 //!
 //! What must stay true: every call has a deadline; an image's own configuration decides nothing about how a sandbox
 //! runs; removing what is gone already is success.
 
+mod compat;
+mod docker;
 mod fake;
 mod libpod;
 mod podman;
@@ -13,10 +15,12 @@ use std::{collections::BTreeMap, path::PathBuf, pin::Pin, time::Duration};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use cynode_api::{Limits, Stream};
+use cynode_api::{Limits, Stream, Unenforced};
 use futures_util::Stream as FuturesStream;
 use tokio::io::AsyncWrite;
 
+pub(crate) use docker::id_space as docker_ids;
+pub use docker::{Docker, DockerOptions};
 pub use fake::{Fake, FakeImage, Fault};
 pub use podman::{Podman, PodmanOptions};
 pub use service::ServiceOptions;
@@ -53,6 +57,29 @@ pub struct Image {
 pub struct IdMap {
     pub first: u32,
     pub count: u32,
+}
+
+/// How a runtime keeps the ids of sandboxes apart, from the host's and from one another's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IdSpace {
+    /// Each sandbox is mapped to the block that it is given, anywhere on the host.
+    Own,
+    /// One map for all sandboxes, chosen by whoever set up the runtime.
+    Shared(IdMap),
+    /// No map: an id inside is the same id outside.
+    Host,
+}
+
+impl IdSpace {
+    /// What this way of keeping apart does not keep apart.
+    #[must_use]
+    pub const fn unenforced(self) -> &'static [Unenforced] {
+        match self {
+            Self::Own => &[],
+            Self::Shared(_) => &[Unenforced::IdRange],
+            Self::Host => &[Unenforced::Userns, Unenforced::IdRange],
+        }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -123,6 +150,8 @@ pub struct RuntimeExecState {
 pub trait Runtime: Send + Sync + std::fmt::Debug {
     /// Name and version, for people. Fails when the runtime does not answer.
     async fn version(&self) -> Result<String, Error>;
+    /// The ids that sandboxes get; those of a `Spec` must lie within.
+    async fn ids(&self) -> Result<IdSpace, Error>;
     async fn image(&self, reference: &str) -> Result<Image, Error>;
     /// Fails with `NameInUse` when a container has this name: the name is the once-only gate.
     async fn create(&self, spec: &Spec) -> Result<String, Error>;

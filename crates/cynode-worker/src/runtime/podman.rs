@@ -3,24 +3,17 @@
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use async_trait::async_trait;
-use bollard::{
-    API_DEFAULT_VERSION, Docker,
-    container::LogOutput,
-    exec::{CreateExecOptions, ResizeExecOptions, StartExecOptions, StartExecResults},
-    query_parameters::{KillContainerOptions, RemoveContainerOptions},
-};
-use cynode_api::Stream;
-use futures_util::StreamExt as _;
+use bollard::Docker;
 use serde_json::Value;
 use tokio::sync::OnceCell;
 
 use super::{
-    Container, Error, ExecSpec, Image, Runtime, RuntimeExec, RuntimeExecState, ServiceOptions, Spec, libpod, seccomp,
+    Container, Error, ExecSpec, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState, ServiceOptions, Spec,
+    compat::{self, translate},
+    libpod, seccomp,
     service::{self, Service},
 };
 use crate::process;
-
-const REMOVE_TRIES: u32 = 8;
 
 #[derive(Clone, Debug)]
 pub struct PodmanOptions {
@@ -70,11 +63,7 @@ impl Podman {
                 }
                 let unavailable = |error: &dyn std::fmt::Display| Error::Unavailable(error.to_string());
                 let seccomp_profile = seccomp::write(&self.directory).map_err(|error| unavailable(&error))?;
-                let docker = Docker::connect_with_unix(&self.socket.to_string_lossy(), 3_600, API_DEFAULT_VERSION).map_err(|error| unavailable(&error))?;
-                let docker = tokio::time::timeout(self.call_limit, docker.negotiate_version())
-                    .await
-                    .map_err(|_| Error::Timeout { call: "version", limit: self.call_limit })?
-                    .map_err(|error| unavailable(&error))?;
+                let docker = compat::connect(&self.socket, self.call_limit).await?;
                 let libpod = reqwest::Client::builder().unix_socket(self.socket.as_path()).build().map_err(|error| unavailable(&error))?;
                 Ok(Clients { docker, libpod, seccomp_profile })
             })
@@ -127,17 +116,6 @@ impl Podman {
     }
 }
 
-fn translate(call: &'static str, what: &str) -> impl Fn(bollard::errors::Error) -> Error {
-    let what = what.to_owned();
-    move |error| match error {
-        bollard::errors::Error::DockerResponseServerError { status_code: 404, .. } => Error::NotFound(what.clone()),
-        bollard::errors::Error::DockerResponseServerError { status_code: 409, message } if call == "create" => Error::NameInUse(message),
-        bollard::errors::Error::DockerResponseServerError { message, .. } => Error::Refused { call, message },
-        bollard::errors::Error::RequestTimeoutError => Error::Unavailable("the request timed out".to_owned()),
-        other => Error::Unavailable(other.to_string()),
-    }
-}
-
 fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
@@ -149,44 +127,17 @@ fn labels(value: &Value) -> BTreeMap<String, String> {
 #[async_trait]
 impl Runtime for Podman {
     async fn version(&self) -> Result<String, Error> {
-        self.call("version", self.call_limit, true, |clients| {
-            let docker = clients.docker.clone();
-            async move {
-                let version = docker.version().await.map_err(translate("version", "version"))?;
-                let name = version
-                    .components
-                    .and_then(|components| components.into_iter().next())
-                    .map_or_else(|| "container engine".to_owned(), |component| component.name);
-                Ok(format!("{name} {}", version.version.unwrap_or_default()))
-            }
-        })
-        .await
+        self.call("version", self.call_limit, true, |clients| compat::version(clients.docker.clone())).await
+    }
+
+    async fn ids(&self) -> Result<IdSpace, Error> {
+        Ok(IdSpace::Own)
     }
 
     async fn image(&self, reference: &str) -> Result<Image, Error> {
         self.call("image", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
-            async move {
-                let found = docker.inspect_image(reference).await.map_err(translate("image", reference))?;
-                let config = found.config.unwrap_or_default();
-                Ok(Image {
-                    id: found.id.unwrap_or_default(),
-                    digest: found
-                        .repo_digests
-                        .unwrap_or_default()
-                        .into_iter()
-                        .next()
-                        .and_then(|digest| digest.split_once('@').map(|(_, digest)| digest.to_owned())),
-                    labels: config.labels.unwrap_or_default().into_iter().collect(),
-                    env: config
-                        .env
-                        .unwrap_or_default()
-                        .iter()
-                        .filter_map(|variable| variable.split_once('='))
-                        .map(|(name, value)| (name.to_owned(), value.to_owned()))
-                        .collect(),
-                })
-            }
+            async move { docker.inspect_image(reference).await.map(compat::image).map_err(translate("image", reference)) }
         })
         .await
     }
@@ -259,101 +210,25 @@ impl Runtime for Podman {
     }
 
     async fn kill(&self, name: &str, signal: &str) -> Result<(), Error> {
-        self.call("kill", self.call_limit, true, |clients| {
-            let docker = clients.docker.clone();
-            let options = KillContainerOptions { signal: signal.to_owned() };
-            async move { docker.kill_container(name, Some(options)).await.map_err(translate("kill", name)) }
-        })
-        .await
+        self.call("kill", self.call_limit, true, |clients| compat::kill(clients.docker.clone(), name, signal)).await
     }
 
     async fn remove(&self, name: &str) -> Result<(), Error> {
-        let mut pause = Duration::from_millis(50);
-        for attempt in 1.. {
-            let removed = self
-                .call("remove", self.call_limit, true, |clients| {
-                    let docker = clients.docker.clone();
-                    let options = RemoveContainerOptions { force: true, v: true, ..Default::default() };
-                    async move { docker.remove_container(name, Some(options)).await.map_err(translate("remove", name)) }
-                })
-                .await;
-            match removed {
-                Ok(()) | Err(Error::NotFound(_)) => {
-                    process::kill_monitors(name);
-                    return Ok(());
-                }
-                // "Busy", or a removal by somebody else under way: often the container is gone at the next look.
-                Err(error) if attempt < REMOVE_TRIES => {
-                    tracing::debug!(name, %error, attempt, "Removing a container again.");
-                    tokio::time::sleep(pause).await;
-                    pause = (pause * 2).min(Duration::from_secs(2));
-                }
-                Err(error) => return Err(error),
-            }
-        }
+        compat::remove_by(name, || self.call("remove", self.call_limit, true, |clients| compat::remove(clients.docker.clone(), name))).await?;
+        process::kill_monitors(name);
         Ok(())
     }
 
     async fn exec(&self, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
-        self.call("exec", self.call_limit, false, |clients| {
-            let docker = clients.docker.clone();
-            let options = CreateExecOptions {
-                attach_stdin: Some(spec.stdin),
-                attach_stdout: Some(true),
-                attach_stderr: Some(spec.tty.is_none()),
-                tty: Some(spec.tty.is_some()),
-                env: Some(spec.env.iter().map(|(name, value)| format!("{name}={value}")).collect()),
-                cmd: Some(spec.argv.clone()),
-                privileged: Some(false),
-                user: Some("1000:1000".to_owned()),
-                working_dir: Some(spec.cwd.clone()),
-                ..Default::default()
-            };
-            async move {
-                let created = docker.create_exec(name, options).await.map_err(translate("exec", name))?;
-                let options = StartExecOptions { detach: false, tty: spec.tty.is_some(), output_capacity: Some(64 * 1024) };
-                match docker.start_exec(&created.id, Some(options)).await.map_err(translate("exec", name))? {
-                    StartExecResults::Attached { output, input } => {
-                        if let Some((columns, rows)) = spec.tty {
-                            drop(docker.resize_exec(&created.id, ResizeExecOptions { height: rows, width: columns }).await);
-                        }
-                        let output = output.filter_map(async |piece| match piece {
-                            Ok(LogOutput::StdErr { message }) => Some(Ok((Stream::Stderr, message))),
-                            Ok(LogOutput::StdOut { message } | LogOutput::Console { message }) => Some(Ok((Stream::Stdout, message))),
-                            Ok(LogOutput::StdIn { .. }) => None,
-                            Err(error) => Some(Err(Error::Unavailable(error.to_string()))),
-                        });
-                        Ok(RuntimeExec { id: created.id, input, output: Box::pin(output) })
-                    }
-                    StartExecResults::Detached => Err(Error::Refused { call: "exec", message: "the exec came back detached".to_owned() }),
-                }
-            }
-        })
-        .await
+        self.call("exec", self.call_limit, false, |clients| compat::exec(clients.docker.clone(), name, spec)).await
     }
 
     async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, Error> {
-        self.call("exec_state", self.call_limit, true, |clients| {
-            let docker = clients.docker.clone();
-            async move {
-                let state = docker.inspect_exec(id).await.map_err(translate("exec_state", id))?;
-                let running = state.running.unwrap_or_default();
-                Ok(RuntimeExecState {
-                    running,
-                    exit_code: state.exit_code.filter(|_| !running),
-                    pid: state.pid.and_then(|pid| pid.try_into().ok()).unwrap_or_default(),
-                })
-            }
-        })
-        .await
+        self.call("exec_state", self.call_limit, true, |clients| compat::exec_state(clients.docker.clone(), id)).await
     }
 
     async fn exec_resize(&self, id: &str, columns: u16, rows: u16) -> Result<(), Error> {
-        self.call("exec_resize", self.call_limit, true, |clients| {
-            let docker = clients.docker.clone();
-            async move { docker.resize_exec(id, ResizeExecOptions { height: rows, width: columns }).await.map_err(translate("exec_resize", id)) }
-        })
-        .await
+        self.call("exec_resize", self.call_limit, true, |clients| compat::exec_resize(clients.docker.clone(), id, columns, rows)).await
     }
 
     async fn close(&self) {

@@ -295,10 +295,12 @@ impl Sessions {
             }
         }
         let mut unenforced = limits::missing(init.pid, &record.session.limits, IdBlocks::map(record.id_block));
+        unenforced.extend(self.ids.unenforced());
         if disk_bytes.is_none() {
             unenforced.push(Unenforced::Disk);
         }
         unenforced.sort_unstable();
+        unenforced.dedup();
         self.check_enforced(&unenforced)?;
         Ok((Live::new(container, init, Arc::clone(&self.runtime), link), unenforced))
     }

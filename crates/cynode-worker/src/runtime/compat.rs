@@ -1,0 +1,133 @@
+//! The calls of Docker's API that Podman answers in the same way.
+
+use std::time::Duration;
+
+use bollard::{
+    API_DEFAULT_VERSION, Docker,
+    container::LogOutput,
+    exec::{CreateExecOptions, ResizeExecOptions, StartExecOptions, StartExecResults},
+    models::ImageInspect,
+    query_parameters::{KillContainerOptions, RemoveContainerOptions},
+};
+use cynode_api::Stream;
+use futures_util::StreamExt as _;
+
+use super::{Error, ExecSpec, Image, RuntimeExec, RuntimeExecState};
+
+/// The sandbox's user and group; a bare `1000` would leave the group 0.
+pub(super) const USER: &str = "1000:1000";
+
+pub(super) fn translate(call: &'static str, what: &str) -> impl Fn(bollard::errors::Error) -> Error {
+    let what = what.to_owned();
+    move |error| match error {
+        bollard::errors::Error::DockerResponseServerError { status_code: 404, .. } => Error::NotFound(what.clone()),
+        bollard::errors::Error::DockerResponseServerError { status_code: 409, message } if call == "create" => Error::NameInUse(message),
+        bollard::errors::Error::DockerResponseServerError { message, .. } => Error::Refused { call, message },
+        bollard::errors::Error::RequestTimeoutError => Error::Unavailable("the request timed out".to_owned()),
+        other => Error::Unavailable(other.to_string()),
+    }
+}
+
+/// A client that has agreed on a version with the service.
+pub(super) async fn connect(socket: &std::path::Path, limit: Duration) -> Result<Docker, Error> {
+    let unavailable = |error: bollard::errors::Error| Error::Unavailable(error.to_string());
+    // The hour is no limit on calls, which have their own, but on streams of output.
+    let docker = Docker::connect_with_unix(&socket.to_string_lossy(), 3_600, API_DEFAULT_VERSION).map_err(unavailable)?;
+    tokio::time::timeout(limit, docker.negotiate_version()).await.map_err(|_| Error::Timeout { call: "version", limit })?.map_err(unavailable)
+}
+
+pub(super) async fn version(docker: Docker) -> Result<String, Error> {
+    let version = docker.version().await.map_err(translate("version", "version"))?;
+    let name =
+        version.components.and_then(|components| components.into_iter().next()).map_or_else(|| "container engine".to_owned(), |component| component.name);
+    Ok(format!("{name} {}", version.version.unwrap_or_default()))
+}
+
+pub(super) fn image(found: ImageInspect) -> Image {
+    let config = found.config.unwrap_or_default();
+    Image {
+        id: found.id.unwrap_or_default(),
+        digest: found.repo_digests.unwrap_or_default().into_iter().next().and_then(|digest| digest.split_once('@').map(|(_, digest)| digest.to_owned())),
+        labels: config.labels.unwrap_or_default().into_iter().collect(),
+        env: config
+            .env
+            .unwrap_or_default()
+            .iter()
+            .filter_map(|variable| variable.split_once('='))
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .collect(),
+    }
+}
+
+pub(super) async fn kill(docker: Docker, name: &str, signal: &str) -> Result<(), Error> {
+    docker.kill_container(name, Some(KillContainerOptions { signal: signal.to_owned() })).await.map_err(translate("kill", name))
+}
+
+pub(super) async fn remove(docker: Docker, name: &str) -> Result<(), Error> {
+    let options = RemoveContainerOptions { force: true, v: true, ..Default::default() };
+    docker.remove_container(name, Some(options)).await.map_err(translate("remove", name))
+}
+
+const REMOVE_TRIES: u32 = 8;
+
+/// Removes until it is gone. "Busy", or a removal by somebody else under way: often the container is gone at the next look.
+pub(super) async fn remove_by<F>(name: &str, mut remove: impl FnMut() -> F) -> Result<(), Error>
+where
+    F: Future<Output = Result<(), Error>>,
+{
+    let mut pause = Duration::from_millis(50);
+    for attempt in 1.. {
+        match remove().await {
+            Ok(()) | Err(Error::NotFound(_)) => break,
+            Err(error) if attempt < REMOVE_TRIES => {
+                tracing::debug!(name, %error, attempt, "Removing a container again.");
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(Duration::from_secs(2));
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+pub(super) async fn exec(docker: Docker, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
+    let options = CreateExecOptions {
+        attach_stdin: Some(spec.stdin),
+        attach_stdout: Some(true),
+        attach_stderr: Some(spec.tty.is_none()),
+        tty: Some(spec.tty.is_some()),
+        env: Some(spec.env.iter().map(|(name, value)| format!("{name}={value}")).collect()),
+        cmd: Some(spec.argv.clone()),
+        privileged: Some(false),
+        user: Some(USER.to_owned()),
+        working_dir: Some(spec.cwd.clone()),
+        ..Default::default()
+    };
+    let created = docker.create_exec(name, options).await.map_err(translate("exec", name))?;
+    let options = StartExecOptions { detach: false, tty: spec.tty.is_some(), output_capacity: Some(64 * 1024) };
+    match docker.start_exec(&created.id, Some(options)).await.map_err(translate("exec", name))? {
+        StartExecResults::Attached { output, input } => {
+            if let Some((columns, rows)) = spec.tty {
+                drop(docker.resize_exec(&created.id, ResizeExecOptions { height: rows, width: columns }).await);
+            }
+            let output = output.filter_map(async |piece| match piece {
+                Ok(LogOutput::StdErr { message }) => Some(Ok((Stream::Stderr, message))),
+                Ok(LogOutput::StdOut { message } | LogOutput::Console { message }) => Some(Ok((Stream::Stdout, message))),
+                Ok(LogOutput::StdIn { .. }) => None,
+                Err(error) => Some(Err(Error::Unavailable(error.to_string()))),
+            });
+            Ok(RuntimeExec { id: created.id, input, output: Box::pin(output) })
+        }
+        StartExecResults::Detached => Err(Error::Refused { call: "exec", message: "the exec came back detached".to_owned() }),
+    }
+}
+
+pub(super) async fn exec_state(docker: Docker, id: &str) -> Result<RuntimeExecState, Error> {
+    let state = docker.inspect_exec(id).await.map_err(translate("exec_state", id))?;
+    let running = state.running.unwrap_or_default();
+    Ok(RuntimeExecState { running, exit_code: state.exit_code.filter(|_| !running), pid: state.pid.and_then(|pid| pid.try_into().ok()).unwrap_or_default() })
+}
+
+pub(super) async fn exec_resize(docker: Docker, id: &str, columns: u16, rows: u16) -> Result<(), Error> {
+    docker.resize_exec(id, ResizeExecOptions { height: rows, width: columns }).await.map_err(translate("exec_resize", id))
+}

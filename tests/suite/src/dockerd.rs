@@ -1,0 +1,94 @@
+//! A Docker daemon of one test's own: private directories, no network, no firewall rules.
+//!
+//! It starts in less than a second, so each test has its own, and what one test does to it is seen by no other.
+
+use std::{
+    path::PathBuf,
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+
+use crate::{HOSTILE, IMAGE, UNLABELLED, World, eventually};
+
+/// The user whose subordinate ids the tests use; `scripts/setup test` makes it.
+pub const TEST_USER: &str = "cynode-test";
+
+/// A second name under which the daemon knows an OCI runtime.
+pub const OTHER_RUNTIME: &str = "other-runc";
+
+const START: Duration = Duration::from_secs(60);
+
+impl World {
+    #[must_use]
+    pub fn docker_socket(&self) -> PathBuf {
+        self.directory().join("docker/sock")
+    }
+
+    /// Starts the daemon and gives it the tests' images.
+    pub(crate) async fn start_docker(&self, remap: bool) -> Result<()> {
+        let directory = self.directory().join("docker");
+        fs_err::create_dir_all(&directory)?;
+        // The machine's own /etc/docker/daemon.json must not decide anything here.
+        fs_err::write(directory.join("daemon.json"), format!(r#"{{"runtimes": {{"{OTHER_RUNTIME}": {{"path": "runc"}}}}}}"#))?;
+        let path = |name: &str| directory.join(name).display().to_string();
+        let group = format!("/{}", self.directory().file_name().context("a name")?.to_string_lossy());
+        let log = fs_err::File::create(directory.join("log"))?.into_parts().0;
+        let mut command = Command::new("/bin/sh");
+        // By a shell that ends at once, so that nobody but init has to reap it.
+        command.args(["-c", "\"$@\" &", "dockerd", "dockerd", "--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false"]);
+        command.args(["--ip-masq=false", "--storage-driver=overlay2", "--exec-opt=native.cgroupdriver=cgroupfs"]);
+        command.args([format!("--host=unix://{}", path("sock")), format!("--cgroup-parent={group}")]);
+        for (option, name) in [("--data-root", "data"), ("--exec-root", "exec"), ("--pidfile", "pid"), ("--config-file", "daemon.json")] {
+            command.args([option, &path(name)]);
+        }
+        if remap {
+            command.arg(format!("--userns-remap={TEST_USER}"));
+        }
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        ensure!(std::os::unix::process::CommandExt::process_group(&mut command, 0).status()?.success(), "dockerd was not started");
+        let client = reqwest::Client::builder().unix_socket(self.docker_socket()).timeout(START).build()?;
+        eventually("dockerd answers", START, async || Ok(matches!(client.get("http://docker/_ping").send().await, Ok(answer) if answer.status().is_success())))
+            .await
+            .with_context(|| fs_err::read_to_string(directory.join("log")).unwrap_or_default())?;
+        for image in [IMAGE, UNLABELLED, HOSTILE] {
+            let archive = self.save_image(image)?;
+            let loaded = client.post("http://docker/images/load?quiet=1").body(fs_err::read(&archive)?).send().await?;
+            ensure!(loaded.status().is_success(), "loading {image}: {}", loaded.text().await?);
+            fs_err::remove_file(archive)?;
+        }
+        Ok(())
+    }
+
+    /// An image of the tests' store as an archive that any engine can load.
+    pub(crate) fn save_image(&self, image: &str) -> Result<PathBuf> {
+        let archive = self.directory().join("image.tar");
+        let source = format!("containers-storage:[overlay@{}+{}]{image}", Self::image_store().display(), self.directory().join("run").display());
+        let saved = Command::new("skopeo").args(["copy", "--quiet", &source, &format!("docker-archive:{}:{image}", archive.display())]).output()?;
+        ensure!(saved.status.success(), "saving {image}: {}", String::from_utf8_lossy(&saved.stderr));
+        Ok(archive)
+    }
+
+    pub(crate) fn docker_containers(&self) -> Result<Vec<String>> {
+        let asked = Command::new("curl")
+            .args(["--silent", "--show-error", "--fail", "--max-time", "30", "--unix-socket"])
+            .arg(self.docker_socket())
+            .arg("http://docker/containers/json?all=1")
+            .output()?;
+        ensure!(asked.status.success(), "listing containers: {}", String::from_utf8_lossy(&asked.stderr));
+        let listed: Vec<serde_json::Value> = serde_json::from_slice(&asked.stdout)?;
+        Ok(listed.iter().filter_map(|container| container["Id"].as_str().map(str::to_owned)).collect())
+    }
+
+    /// Whether a mount is the daemon's own and not a container's.
+    pub(crate) fn is_dockers_own_mount(&self, mounted: &str) -> bool {
+        let own = self.directory().join("docker").display().to_string();
+        mounted.strip_prefix(&own).is_some_and(|rest| rest == "/exec/netns/default" || (rest.starts_with("/data") && rest.matches('/').count() <= 2))
+    }
+}
+
+/// Whether a command line is the daemon's or that of what it keeps running, and not a container's.
+pub(crate) fn is_dockers_own(command: &str) -> bool {
+    command.split(' ').next().is_some_and(|program| program.ends_with("dockerd") || program == "containerd" || program.ends_with("/containerd"))
+}
