@@ -151,8 +151,13 @@ impl World {
         let own = |key: &str| options.settings.iter().any(|(set, _)| set == key);
         let mut line = |key: &str, value: &str| text.extend([key, " = ", value, "\n"]);
         let quoted = |path: &Path| format!("{:?}", path.display().to_string());
-        let mut defaults =
-            vec![("listen", "\"127.0.0.1:0\"".to_owned()), ("default_image", format!("{:?}", crate::IMAGE)), ("oci_runtime", "\"runc\"".to_owned())];
+        let mut defaults = vec![
+            ("listen", "\"127.0.0.1:0\"".to_owned()),
+            ("default_image", format!("{:?}", crate::IMAGE)),
+            ("oci_runtime", "\"runc\"".to_owned()),
+            // Tests count containers.
+            ("warm_pool", "0".to_owned()),
+        ];
         match self.engine {
             Engine::Podman => defaults.extend([
                 ("podman_root", quoted(&self.directory.join("root"))),

@@ -1,28 +1,25 @@
 //! From a request to a running sandbox.
 
-use std::{collections::BTreeMap, io, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Instant};
 
-use cynode_api::{
-    ErrorCode, ExecVia, LABEL_AGENT_COMPATIBLE, LABEL_NODE_ID, LABEL_SANDBOX_ID, Limits, Problem, SandboxId, Session, SessionCreate, SessionId, SessionState,
-    Unenforced, WorkspaceRef,
-};
-use cynode_sba_proto::{AGENT_BINARY, HOME, WORKSPACE};
+use cynode_api::{ErrorCode, LABEL_AGENT_COMPATIBLE, NodeId, Problem, SandboxId, Session, SessionCreate, SessionState, Unenforced, WorkspaceId, WorkspaceRef};
 use cynode_service::ApiError;
 use time::OffsetDateTime;
 
-use super::{CREATE_WAIT, Entry, Live, Sessions, blocking, environment, journal_error, runtime_problem, validate, workspace::AskedDisk};
+use super::{
+    CREATE_WAIT, Entry, Sessions, blocking, environment, journal_error,
+    pool::Key,
+    runtime_problem,
+    start::{Sandbox, Started},
+    validate,
+    workspace::AskedDisk,
+};
 use crate::{
     disk,
     execs::SessionExecs,
-    idrange::IdBlocks,
     journal::SessionRecord,
-    limits,
-    runtime::{self, Image, Mount, Spec},
-    sandbox::{AgentLink, InitProcess},
+    runtime::{self, Image},
 };
-
-/// From start to the agent's first connection.
-const AGENT_WAIT: Duration = Duration::from_secs(20);
 
 #[derive(Debug)]
 pub(crate) enum Created {
@@ -51,53 +48,30 @@ impl Sessions {
 
     /// Gives a request a workspace and a record and starts to bring it up; or finds the session that it made before.
     async fn admit(self: &Arc<Self>, request: SessionCreate, checked: &validate::Checked, image: Image) -> Result<(Arc<Entry>, bool), ApiError> {
+        let begun = Instant::now();
         let _gate = self.gate.lock().await;
         if let Some(existing) = self.existing(&request)? {
             return Ok((existing, false));
         }
-        self.check_capacity()?;
-        if !self.limits_disks() && !self.may_go_unenforced(Unenforced::Disk) {
+        self.check_room()?;
+        if !self.limits_disks() {
             self.check_enforced(&[Unenforced::Disk])?;
         }
-        let session_id = request.session_id;
-        let disk = AskedDisk { bytes: checked.limits.disk_bytes, explicit: request.limits.is_some_and(|limits| limits.disk_bytes.is_some()) };
-        let reference = request.workspace_ref.as_ref().unwrap_or(&WorkspaceRef::New);
-        let workspace = self.workspace(reference, request.task_id, session_id, disk).await?;
-        let limits = Limits { disk_bytes: workspace.disk_bytes.unwrap_or(checked.limits.disk_bytes), ..checked.limits };
-        let now = OffsetDateTime::now_utc();
-        let record = SessionRecord {
-            session: Session {
-                session_id,
-                task_id: request.task_id,
-                state: SessionState::Creating,
-                end_reason: None,
-                image_ref: request.image_ref.clone(),
-                image_digest: Some(image.digest.clone().unwrap_or_else(|| image.id.clone())),
-                workspace_id: workspace.workspace_id,
-                node_id: self.node_id,
-                warm: false,
-                limits,
-                unenforced: Vec::new(),
-                network_policy: request.network_policy.unwrap_or_default(),
-                pty_allowed: request.pty_allowed.unwrap_or(false),
-                labels: request.labels.clone(),
-                created_at: now,
-                expires_at: validate::after(now, checked.lifetime_seconds),
-                idle_expires_at: validate::after(now, checked.idle_seconds),
-                ended_at: None,
-                create_duration_ms: None,
-                running_execs: 0,
-            },
-            request,
-            sandbox_id: SandboxId::generate(),
-            image_id: image.id,
-            image_env: environment::clean_image_env(&image.env),
-            id_block: workspace.id_block,
-            idle_timeout_seconds: checked.idle_seconds,
-            init: None,
-            disposal: None,
-            resumed: false,
-        };
+        let key = Key { image_id: image.id.clone(), limits: checked.limits, network_policy: request.network_policy.unwrap_or_default() };
+        let reference = request.workspace_ref.clone().unwrap_or(WorkspaceRef::New);
+        let mut record = new_record(request, checked, image, self.node_id);
+        if reference == WorkspaceRef::New
+            && let Some(spare) = self.claim(&key)
+        {
+            return Ok((self.bind(spare, record, begun).await?, true));
+        }
+        self.check_capacity()?;
+        let session = &mut record.session;
+        let disk = AskedDisk { bytes: checked.limits.disk_bytes, explicit: record.request.limits.is_some_and(|limits| limits.disk_bytes.is_some()) };
+        let workspace = self.workspace(&reference, session.task_id, session.session_id, disk).await?;
+        session.workspace_id = workspace.workspace_id;
+        session.limits.disk_bytes = workspace.disk_bytes.unwrap_or(session.limits.disk_bytes);
+        record.id_block = workspace.id_block;
         let entry = self.write_down(record).await?;
         self.spawn_bring_up(&entry);
         Ok((entry, true))
@@ -123,13 +97,16 @@ impl Sessions {
         }
     }
 
-    pub(super) fn check_capacity(&self) -> Result<(), ApiError> {
-        self.check_room()?;
-        if self.live_count() < self.config.max_sandboxes {
-            Ok(())
-        } else {
-            Err(ApiError::new(ErrorCode::NoCapacity, format!("{} sandboxes run on this node already", self.config.max_sandboxes)))
+    /// Refuses more sandboxes than the node takes. Those that only wait to be claimed make room.
+    pub(super) fn check_capacity(self: &Arc<Self>) -> Result<(), ApiError> {
+        let live = self.live_count();
+        if live >= self.config.max_sandboxes {
+            return Err(ApiError::new(ErrorCode::NoCapacity, format!("{} sandboxes run on this node already", self.config.max_sandboxes)));
         }
+        if live + self.pool.count() >= self.config.max_sandboxes {
+            self.give_up_a_spare();
+        }
+        Ok(())
     }
 
     pub(super) fn spawn_bring_up(self: &Arc<Self>, entry: &Arc<Entry>) {
@@ -138,7 +115,7 @@ impl Sessions {
     }
 
     /// Writes a new session down and makes it known.
-    async fn write_down(&self, record: SessionRecord) -> Result<Arc<Entry>, ApiError> {
+    pub(super) async fn write_down(&self, record: SessionRecord) -> Result<Arc<Entry>, ApiError> {
         let session_id = record.session.session_id;
         let (journal, written) = (self.journal.clone(), record.clone());
         let opened = blocking(move || {
@@ -186,7 +163,7 @@ impl Sessions {
     }
 
     /// An image that sessions may use.
-    async fn image(&self, reference: &str) -> Result<Image, ApiError> {
+    pub(super) async fn image(&self, reference: &str) -> Result<Image, ApiError> {
         let reference = if reference == "default" { self.config.default_image.as_str() } else { reference };
         let image = self.runtime.image(reference).await.map_err(|error| match error {
             runtime::Error::NotFound(_) => Problem::new(ErrorCode::ImageNotFound, format!("the image {reference} is not on this node")),
@@ -206,8 +183,20 @@ impl Sessions {
             return;
         }
         let started = std::time::Instant::now();
-        match self.start_container(&record).await {
-            Ok((live, unenforced)) => {
+        let disk_bytes = match self.journal.workspace(record.session.workspace_id) {
+            Ok(workspace) => workspace.and_then(|workspace| workspace.disk_bytes),
+            Err(error) => return self.fail(entry, &record, journal_error(&error)).await,
+        };
+        let sandbox = Sandbox {
+            sandbox_id: record.sandbox_id,
+            image_id: record.image_id.clone(),
+            workspace_id: record.session.workspace_id,
+            id_block: record.id_block,
+            disk_bytes,
+            limits: record.session.limits,
+        };
+        match self.start(&sandbox).await {
+            Ok(Started { live, unenforced }) => {
                 let millis = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
                 *entry.live.lock() = Some(Arc::clone(&live));
                 entry.touch();
@@ -259,105 +248,42 @@ impl Sessions {
             entry.state.send_replace(SessionState::Failed);
         }
     }
-
-    async fn start_container(&self, record: &SessionRecord) -> Result<(Arc<Live>, Vec<Unenforced>), ApiError> {
-        let container = record.container();
-        let runtime_failed = |error: runtime::Error| ApiError::from(runtime_problem(&error));
-        let host_failed = |error: io::Error| {
-            ApiError::new(
-                if error.kind() == io::ErrorKind::StorageFull { ErrorCode::NoSpace } else { ErrorCode::Internal },
-                format!("preparing the sandbox: {error}"),
-            )
-        };
-        let directory = self.journal.sandbox_directory(record.sandbox_id);
-        self.prepare_sandbox(&directory).map_err(host_failed)?;
-        let disk_bytes = self.journal.workspace(record.session.workspace_id).map_err(host_failed)?.and_then(|workspace| workspace.disk_bytes);
-        let (workspace, home) = self.prepare_workspace(record.session.workspace_id, record.id_block, disk_bytes).await.map_err(host_failed)?;
-        let by_agent = self.config.exec_via == ExecVia::Agent;
-        let link = by_agent.then(|| AgentLink::listen(&directory, None)).transpose().map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
-        let spec = self.spec(record, &directory, &workspace, &home);
-        match self.runtime.create(&spec).await {
-            Ok(_) => {}
-            Err(runtime::Error::NameInUse(_)) => {
-                // Of a try that a crash cut off. The name is ours alone, so what has it is ours.
-                self.runtime.remove(&container).await.map_err(runtime_failed)?;
-                self.runtime.create(&spec).await.map_err(runtime_failed)?;
-            }
-            Err(error) => return Err(runtime_failed(error)),
-        }
-        self.runtime.start(&container).await.map_err(runtime_failed)?;
-        let pid = self.runtime.inspect(&container).await.map_err(runtime_failed)?.pid;
-        let init = InitProcess::of(pid).ok_or_else(|| ApiError::new(ErrorCode::Internal, "the sandbox's process 1 ended at once"))?;
-        if let Some(link) = &link {
-            link.set_init(init);
-            if !link.present(AGENT_WAIT).await {
-                return Err(ApiError::new(ErrorCode::AgentUnavailable, "the agent in the sandbox did not connect"));
-            }
-        }
-        let mut unenforced = limits::missing(init.pid, &record.session.limits, IdBlocks::map(record.id_block));
-        unenforced.extend(self.ids.unenforced());
-        if disk_bytes.is_none() {
-            unenforced.push(Unenforced::Disk);
-        }
-        unenforced.sort_unstable();
-        unenforced.dedup();
-        self.check_enforced(&unenforced)?;
-        Ok((Live::new(container, init, Arc::clone(&self.runtime), link), unenforced))
-    }
-
-    /// Refuses what this host does not enforce, unless its operator allowed that by name.
-    fn check_enforced(&self, unenforced: &[Unenforced]) -> Result<(), ApiError> {
-        let refused: Vec<Unenforced> = unenforced.iter().copied().filter(|name| !self.may_go_unenforced(*name)).collect();
-        if refused.is_empty() {
-            return Ok(());
-        }
-        let names: Vec<String> = refused.iter().map(|name| format!("limits.{name}")).collect();
-        let why = match &self.disks {
-            Err(why) if refused.contains(&Unenforced::Disk) => format!(" (no disk can be mounted here: {why})"),
-            _ => String::new(),
-        };
-        let detail = format!("{}: this host does not enforce that{why}; {} allows it", names.join(", "), self.config.allowance(&refused));
-        Err(ApiError::new(ErrorCode::LimitUnenforceable, detail))
-    }
-
-    /// The directory that is mounted at `/run/cynode`: the agent's binary, and room for the sockets.
-    fn prepare_sandbox(&self, directory: &Path) -> io::Result<()> {
-        fs_err::create_dir_all(directory)?;
-        fs_err::set_permissions(directory, std::fs::Permissions::from_mode(0o755))?;
-        let binary = directory.join("cynode-sba");
-        match fs_err::hard_link(&self.agent_binary, &binary) {
-            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
-            _ => Ok(()),
-        }
-    }
-
-    fn spec(&self, record: &SessionRecord, directory: &Path, workspace: &Path, home: &Path) -> Spec {
-        let argv = match self.config.exec_via {
-            ExecVia::Agent => vec![AGENT_BINARY.to_owned(), "agent".to_owned()],
-            // Idle, and ended by TERM at once.
-            ExecVia::Runtime => ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"].map(str::to_owned).to_vec(),
-        };
-        let mount = |source: &Path, target: &str, read_only| Mount { source: source.to_owned(), target: target.to_owned(), read_only };
-        Spec {
-            name: record.container(),
-            labels: BTreeMap::from([
-                (LABEL_SANDBOX_ID.to_owned(), record.sandbox_id.to_string()),
-                (LABEL_NODE_ID.to_owned(), self.node_id.to_string()),
-                (LABEL_SESSION_ID.to_owned(), record.session.session_id.to_string()),
-            ]),
-            image_id: record.image_id.clone(),
-            argv,
-            env: vec![("PATH".to_owned(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned())],
-            ids: IdBlocks::map(record.id_block),
-            mounts: vec![mount(directory, "/run/cynode", true), mount(workspace, WORKSPACE, false), mount(home, HOME, false)],
-            limits: record.session.limits,
-        }
-    }
-
-    /// The session whose container carries these labels.
-    pub(super) fn session_of(labels: &BTreeMap<String, String>) -> Option<SessionId> {
-        labels.get(LABEL_SESSION_ID)?.parse().ok()
-    }
 }
 
-const LABEL_SESSION_ID: &str = "io.cynodeai.session.id";
+/// The record of a session that has no workspace yet.
+fn new_record(request: SessionCreate, checked: &validate::Checked, image: Image, node_id: NodeId) -> SessionRecord {
+    let now = OffsetDateTime::now_utc();
+    SessionRecord {
+        session: Session {
+            session_id: request.session_id,
+            task_id: request.task_id,
+            state: SessionState::Creating,
+            end_reason: None,
+            image_ref: request.image_ref.clone(),
+            image_digest: Some(image.digest.clone().unwrap_or_else(|| image.id.clone())),
+            workspace_id: WorkspaceId::generate(),
+            node_id,
+            warm: false,
+            limits: checked.limits,
+            unenforced: Vec::new(),
+            network_policy: request.network_policy.unwrap_or_default(),
+            pty_allowed: request.pty_allowed.unwrap_or(false),
+            labels: request.labels.clone(),
+            created_at: now,
+            expires_at: validate::after(now, checked.lifetime_seconds),
+            idle_expires_at: validate::after(now, checked.idle_seconds),
+            ended_at: None,
+            create_duration_ms: None,
+            running_execs: 0,
+        },
+        request,
+        sandbox_id: SandboxId::generate(),
+        image_id: image.id,
+        image_env: environment::clean_image_env(&image.env),
+        id_block: 0,
+        idle_timeout_seconds: checked.idle_seconds,
+        init: None,
+        disposal: None,
+        resumed: false,
+    }
+}

@@ -23,7 +23,7 @@ const MAX_REMEMBERED: usize = 5_000;
 impl Sessions {
     /// Looks at everything once a second until it is told to stop.
     pub(crate) async fn keep_time(self: Arc<Self>, stop: CancellationToken) {
-        drop(self.unsettled.subscribe().wait_for(Option::is_none).await);
+        self.settled().await;
         let mut ticks: u64 = 0;
         while stop.run_until_cancelled(tokio::time::sleep(TICK)).await.is_some() {
             let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();

@@ -8,8 +8,10 @@ mod end;
 mod environment;
 mod life;
 mod live;
+mod pool;
 mod reconcile;
 mod recover;
+mod start;
 mod validate;
 mod workspace;
 
@@ -59,6 +61,7 @@ pub(crate) struct Sessions {
     /// The most open files that this host lets a sandbox have.
     max_nofile: u64,
     disks: Result<Disks, String>,
+    pool: pool::Pool,
     known: Mutex<HashMap<SessionId, Arc<Entry>>>,
     /// Held from the look for a session's id to its admission: of two callers at once, one creates.
     gate: tokio::sync::Mutex<()>,
@@ -90,7 +93,7 @@ pub(crate) struct Entry {
     state: watch::Sender<SessionState>,
     last_activity: Mutex<Instant>,
     /// Held while the session's container is made or removed: one such step at a time.
-    step: tokio::sync::Mutex<()>,
+    step: Arc<tokio::sync::Mutex<()>>,
     /// Why creation failed, for the caller who waits.
     failure: Mutex<Option<ApiError>>,
 }
@@ -104,7 +107,7 @@ impl Entry {
             live: Mutex::new(None),
             execs: Arc::new(execs),
             last_activity: Mutex::new(Instant::now()),
-            step: tokio::sync::Mutex::new(()),
+            step: Arc::default(),
             failure: Mutex::new(None),
         })
     }
@@ -157,6 +160,7 @@ impl Sessions {
             agent_binary,
             max_nofile,
             disks,
+            pool: pool::Pool::default(),
             known: Mutex::new(known),
             gate: tokio::sync::Mutex::new(()),
             unsettled: watch::Sender::new(Some("taking up what an earlier worker left".to_owned())),
@@ -203,6 +207,11 @@ impl Sessions {
             Ok(_) => Ok(()),
             Err(_) => Err(ApiError::new(ErrorCode::RuntimeUnavailable, self.unsettled().unwrap_or_default())),
         }
+    }
+
+    /// Waits until everything that an earlier worker left is seen to.
+    async fn settled(&self) {
+        drop(self.unsettled.subscribe().wait_for(Option::is_none).await);
     }
 
     /// Why new work has to wait, if it has to.

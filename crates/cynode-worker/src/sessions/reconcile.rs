@@ -106,7 +106,7 @@ impl Sessions {
         let wanted: HashSet<String> =
             self.known.lock().values().filter(|entry| entry.live.lock().is_some()).map(|entry| entry.record.lock().container()).collect();
         for container in containers.into_iter().filter(|container| !wanted.contains(&container.name)) {
-            tracing::info!(container = container.name, session_id = ?Self::session_of(&container.labels), "Removing a container that no session wants.");
+            tracing::info!(container = container.name, "Removing a container that no session wants.");
             if let Err(error) = self.runtime.remove(&container.name).await {
                 tracing::error!(container = container.name, %error, "Removing it failed.");
             }

@@ -1,0 +1,132 @@
+//! Starting a sandbox: its directory, its disk, its container, its agent, and the proof that its limits hold.
+//!
+//! A sandbox knows nothing of the session that it serves, so one that was made ahead is like one that was made on demand.
+
+use std::{collections::BTreeMap, io, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc, time::Duration};
+
+use cynode_api::{ErrorCode, ExecVia, LABEL_NODE_ID, LABEL_SANDBOX_ID, Limits, SandboxId, Unenforced, WorkspaceId};
+use cynode_sba_proto::{AGENT_BINARY, HOME, WORKSPACE};
+use cynode_service::ApiError;
+
+use super::{Live, Sessions, runtime_problem};
+use crate::{
+    idrange::IdBlocks,
+    journal::container_name,
+    limits,
+    runtime::{self, Mount, Spec},
+    sandbox::{AgentLink, InitProcess},
+};
+
+/// From start to the agent's first connection.
+const AGENT_WAIT: Duration = Duration::from_secs(20);
+
+/// What makes a sandbox.
+#[derive(Clone, Debug)]
+pub(super) struct Sandbox {
+    pub(super) sandbox_id: SandboxId,
+    pub(super) image_id: String,
+    pub(super) workspace_id: WorkspaceId,
+    pub(super) id_block: u32,
+    /// The size of the workspace's disk; absent when it has none of its own.
+    pub(super) disk_bytes: Option<u64>,
+    pub(super) limits: Limits,
+}
+
+#[derive(Debug)]
+pub(super) struct Started {
+    pub(super) live: Arc<Live>,
+    /// What this host does not enforce on it, and was allowed not to.
+    pub(super) unenforced: Vec<Unenforced>,
+}
+
+impl Sessions {
+    /// Makes the container and waits for its agent. Whatever was left of an earlier try goes first.
+    pub(super) async fn start(&self, sandbox: &Sandbox) -> Result<Started, ApiError> {
+        let container = container_name(sandbox.sandbox_id);
+        let runtime_failed = |error: runtime::Error| ApiError::from(runtime_problem(&error));
+        let host_failed = |error: io::Error| {
+            ApiError::new(
+                if error.kind() == io::ErrorKind::StorageFull { ErrorCode::NoSpace } else { ErrorCode::Internal },
+                format!("preparing the sandbox: {error}"),
+            )
+        };
+        let directory = self.journal.sandbox_directory(sandbox.sandbox_id);
+        self.prepare_sandbox(&directory).map_err(host_failed)?;
+        let (workspace, home) = self.prepare_workspace(sandbox.workspace_id, sandbox.id_block, sandbox.disk_bytes).await.map_err(host_failed)?;
+        let by_agent = self.config.exec_via == ExecVia::Agent;
+        let link = by_agent.then(|| AgentLink::listen(&directory, None)).transpose().map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+        let spec = self.spec(sandbox, &directory, &workspace, &home);
+        match self.runtime.create(&spec).await {
+            Ok(_) => {}
+            Err(runtime::Error::NameInUse(_)) => {
+                // Of a try that a crash cut off. The name is ours alone, so what has it is ours.
+                self.runtime.remove(&container).await.map_err(runtime_failed)?;
+                self.runtime.create(&spec).await.map_err(runtime_failed)?;
+            }
+            Err(error) => return Err(runtime_failed(error)),
+        }
+        self.runtime.start(&container).await.map_err(runtime_failed)?;
+        let pid = self.runtime.inspect(&container).await.map_err(runtime_failed)?.pid;
+        let init = InitProcess::of(pid).ok_or_else(|| ApiError::new(ErrorCode::Internal, "the sandbox's process 1 ended at once"))?;
+        if let Some(link) = &link {
+            link.set_init(init);
+            if !link.present(AGENT_WAIT).await {
+                return Err(ApiError::new(ErrorCode::AgentUnavailable, "the agent in the sandbox did not connect"));
+            }
+        }
+        let mut unenforced = limits::missing(init.pid, &sandbox.limits, IdBlocks::map(sandbox.id_block));
+        unenforced.extend(self.ids.unenforced());
+        if sandbox.disk_bytes.is_none() {
+            unenforced.push(Unenforced::Disk);
+        }
+        unenforced.sort_unstable();
+        unenforced.dedup();
+        self.check_enforced(&unenforced)?;
+        Ok(Started { live: Live::new(container, init, Arc::clone(&self.runtime), link), unenforced })
+    }
+
+    /// Refuses what this host does not enforce, unless its operator allowed that by name.
+    pub(super) fn check_enforced(&self, unenforced: &[Unenforced]) -> Result<(), ApiError> {
+        let refused: Vec<Unenforced> = unenforced.iter().copied().filter(|name| !self.may_go_unenforced(*name)).collect();
+        if refused.is_empty() {
+            return Ok(());
+        }
+        let names: Vec<String> = refused.iter().map(|name| format!("limits.{name}")).collect();
+        let why = match &self.disks {
+            Err(why) if refused.contains(&Unenforced::Disk) => format!(" (no disk can be mounted here: {why})"),
+            _ => String::new(),
+        };
+        let detail = format!("{}: this host does not enforce that{why}; {} allows it", names.join(", "), self.config.allowance(&refused));
+        Err(ApiError::new(ErrorCode::LimitUnenforceable, detail))
+    }
+
+    /// The directory that is mounted at `/run/cynode`: the agent's binary, and room for the sockets.
+    fn prepare_sandbox(&self, directory: &Path) -> io::Result<()> {
+        fs_err::create_dir_all(directory)?;
+        fs_err::set_permissions(directory, std::fs::Permissions::from_mode(0o755))?;
+        let binary = directory.join("cynode-sba");
+        match fs_err::hard_link(&self.agent_binary, &binary) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    fn spec(&self, sandbox: &Sandbox, directory: &Path, workspace: &Path, home: &Path) -> Spec {
+        let argv = match self.config.exec_via {
+            ExecVia::Agent => vec![AGENT_BINARY.to_owned(), "agent".to_owned()],
+            // Idle, and ended by TERM at once.
+            ExecVia::Runtime => ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"].map(str::to_owned).to_vec(),
+        };
+        let mount = |source: &Path, target: &str, read_only| Mount { source: source.to_owned(), target: target.to_owned(), read_only };
+        Spec {
+            name: container_name(sandbox.sandbox_id),
+            labels: BTreeMap::from([(LABEL_SANDBOX_ID.to_owned(), sandbox.sandbox_id.to_string()), (LABEL_NODE_ID.to_owned(), self.node_id.to_string())]),
+            image_id: sandbox.image_id.clone(),
+            argv,
+            env: vec![("PATH".to_owned(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned())],
+            ids: IdBlocks::map(sandbox.id_block),
+            mounts: vec![mount(directory, "/run/cynode", true), mount(workspace, WORKSPACE, false), mount(home, HOME, false)],
+            limits: sandbox.limits,
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! Warm sandboxes.
+#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
+
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use cynode_api::{LimitsRequest, Session, SessionCreate, SessionEnd, SessionId, TaskId, WorkspaceDisposal, WorkspaceRef};
+use cynode_client::WorkerClient;
+use cynode_tests::{IMAGE, Options, RunningWorker, World, eventually, sh};
+
+/// What a pool is made for: the default image with default limits.
+fn usual() -> SessionCreate {
+    SessionCreate::new(TaskId::generate(), SessionId::generate(), "default")
+}
+
+async fn metric(worker: &RunningWorker, line: &str) -> Result<f64> {
+    let text = reqwest::get(format!("{}/metrics", worker.url()?)).await?.text().await?;
+    Ok(text.lines().find_map(|found| found.strip_prefix(line)?.trim().parse().ok()).unwrap_or(0.0))
+}
+
+async fn wait_for_spares(worker: &RunningWorker, count: f64) -> Result<()> {
+    eventually("the pool is full", Duration::from_secs(60), async || Ok((metric(worker, "cynode_pool_ready").await? - count).abs() < 0.1)).await
+}
+
+async fn out(client: &WorkerClient, made: &Session, script: &str) -> Result<String> {
+    Ok(client.exec(made.session_id, &sh(script)).await?.stdout)
+}
+
+#[tokio::test]
+async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
+    let world = World::new()?;
+    let mut worker = world.worker(&Options::default().set("warm_pool", "2")).await?;
+    let client = worker.client()?;
+    wait_for_spares(&worker, 2.0).await?;
+    let (one, two) = (client.create_session(&usual()).await?, client.create_session(&usual()).await?);
+    assert!(one.warm && two.warm && one.unenforced.is_empty(), "{one:?}");
+    assert_eq!(
+        out(
+            &client,
+            &one,
+            "ls -A /workspace $HOME /tmp | grep -v : | grep .; echo $CYNODE_TASK_ID $CYNODE_SESSION_ID; echo secret > mine; echo secret > /tmp/mine"
+        )
+        .await?,
+        format!("{} {}\n", one.task_id, one.session_id)
+    );
+    assert_eq!(
+        out(&client, &two, "cat mine /tmp/mine 2>/dev/null; id -u; dd if=/dev/zero of=big bs=1M count=1 2>/dev/null && echo works").await?,
+        "1000\nworks\n"
+    );
+    // Whoever comes next gets a fresh one, and the pool is filled again.
+    client.end_session(one.session_id, &SessionEnd::default()).await?;
+    wait_for_spares(&worker, 2.0).await?;
+    let three = client.create_session(&usual()).await?;
+    assert!(three.warm && three.workspace_id != one.workspace_id);
+    assert_eq!(out(&client, &three, "ls -A; ls -A /tmp").await?, "");
+    assert_eq!(metric(&worker, "cynode_pool_claims_total{result=\"hit\"}").await?, 3.0);
+
+    // Other limits and kept workspaces take the cold way.
+    let cold = client.create_session(&SessionCreate { limits: Some(LimitsRequest { pids: Some(100), ..Default::default() }), ..usual() }).await?;
+    assert!(!cold.warm);
+    client.end_session(two.session_id, &SessionEnd { workspace: Some(WorkspaceDisposal::Keep), ..Default::default() }).await?;
+    let mut again = usual();
+    (again.task_id, again.workspace_ref) = (two.task_id, Some(WorkspaceRef::Workspace(two.workspace_id)));
+    let again = client.create_session(&again).await?;
+    assert!(!again.warm);
+    assert_eq!(out(&client, &again, "ls").await?, "big\n");
+    worker.shut_down().await?;
+    world.assert_clean().await
+}
+
+#[tokio::test]
+async fn a_claimed_sandbox_survives_the_worker_and_spares_do_not_leak() -> Result<()> {
+    let world = World::new()?;
+    let options = Options::default().set("warm_pool", "2");
+    let mut worker = world.worker(&options).await?;
+    wait_for_spares(&worker, 2.0).await?;
+    let made = worker.client()?.create_session(&usual()).await?;
+    out(&worker.client()?, &made, "echo kept > file").await?;
+    worker.kill()?;
+    let mut worker = world.worker(&options).await?;
+    let client = worker.client()?;
+    assert_eq!(out(&client, &made, "cat file").await?, "kept\n");
+    wait_for_spares(&worker, 2.0).await?;
+    assert_eq!(world.containers()?.len(), 3, "the old spares are gone");
+    worker.signal(rustix::process::Signal::TERM)?;
+    ensure!(worker.wait(Duration::from_secs(30)).await?.success(), "the worker did not end well");
+    assert_eq!(world.containers()?.len(), 1, "a worker that stops keeps sessions, not spares");
+    let mut worker = world.worker(&Options::default()).await?;
+    worker.shut_down().await?;
+    world.assert_clean().await
+}
+
+#[tokio::test]
+async fn a_new_image_under_the_same_name_drains_the_pool() -> Result<()> {
+    let world = World::new()?;
+    // Two images of this world's own, one after the other under one name.
+    let tree = world.directory().join("tree.tar");
+    let podman = |arguments: &[&str]| -> Result<()> {
+        let output = world.podman().args(arguments).output()?;
+        ensure!(output.status.success(), "{output:?}");
+        Ok(())
+    };
+    podman(&["create", "--name", "tree", IMAGE, "true"])?;
+    podman(&["export", "--output", &tree.to_string_lossy(), "tree"])?;
+    podman(&["rm", "tree"])?;
+    let import = |version: &str| {
+        let label = format!("LABEL {}=true", cynode_api::LABEL_AGENT_COMPATIBLE);
+        podman(&["import", "--change", &label, "--change", &format!("ENV VERSION={version}"), &tree.to_string_lossy(), "localhost/current:latest"])
+    };
+    import("one")?;
+    let worker = world.worker(&Options::default().set("warm_pool", "1").set("default_image", "\"localhost/current:latest\"")).await?;
+    let client = worker.client()?;
+    wait_for_spares(&worker, 1.0).await?;
+    let before = client.create_session(&usual()).await?;
+    wait_for_spares(&worker, 1.0).await?;
+    import("two")?;
+    let after = client.create_session(&usual()).await?;
+    assert_eq!((out(&client, &before, "echo $VERSION").await?, out(&client, &after, "echo $VERSION").await?), ("one\n".to_owned(), "two\n".to_owned()));
+    assert!(!after.warm && after.image_digest != before.image_digest, "{after:?}");
+    eventually("spares of the new image", Duration::from_secs(60), async || {
+        let made = client.create_session(&usual()).await?;
+        client.end_session(made.session_id, &SessionEnd::default()).await?;
+        Ok(made.warm && made.image_digest == after.image_digest)
+    })
+    .await
+}
+
+#[tokio::test]
+async fn spares_give_way_when_a_node_is_full() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default().set("warm_pool", "1").set("max_sandboxes", "1")).await?;
+    let client = worker.client()?;
+    wait_for_spares(&worker, 1.0).await?;
+    let made = client.create_session(&SessionCreate { limits: Some(LimitsRequest { pids: Some(100), ..Default::default() }), ..usual() }).await?;
+    eventually("only the session is left", Duration::from_secs(20), async || Ok(world.containers()?.len() == 1)).await?;
+    assert_eq!(out(&client, &made, "echo here").await?, "here\n");
+    Ok(())
+}
