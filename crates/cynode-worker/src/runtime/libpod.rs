@@ -11,6 +11,13 @@ use super::{Mount, Spec};
 /// `containers.conf` with unequal soft and hard values is swapped by Podman's API.
 const NPROC: u64 = 4_096;
 
+/// Signals that may wait and timers, of a whole sandbox. The kernel counts them again in one sum for all user namespaces of the
+/// worker's user, so without a bound of its own one sandbox would take them all.
+const SIGPENDING: u64 = 2_048;
+
+/// Terminals of a sandbox. All sandboxes share some 3,000, which one could take without this.
+const TERMINALS: u32 = 64;
+
 /// The container as libpod's `SpecGenerator`. Everything that an image could set is set here.
 pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profile: &Path) -> Value {
     let Limits { memory_bytes, cpus, pids, nofile, .. } = spec.limits;
@@ -24,6 +31,9 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
         json!({ "type": "tmpfs", "source": "tmpfs", "destination": target, "options": options })
     };
     let mut mounts = vec![tmpfs("/tmp", memory_bytes / 2, true), tmpfs("/run", 16 << 20, false), tmpfs("/dev/shm", (memory_bytes / 4).min(64 << 20), false)];
+    let terminals = format!("max={TERMINALS}");
+    let options = ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5", &terminals];
+    mounts.push(json!({ "type": "devpts", "source": "devpts", "destination": "/dev/pts", "options": options }));
     mounts.extend(spec.mounts.iter().map(bind));
     let mut body = json!({
         "name": spec.name,
@@ -75,7 +85,13 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
             "pids": { "limit": pids },
             "cpu": { "period": CPU_PERIOD, "quota": cpu_quota(cpus) },
         },
-        "r_limits": [rlimit("nofile", nofile), rlimit("nproc", NPROC.min(u64::from(pids) * 4)), rlimit("core", 0)],
+        "r_limits": [
+            rlimit("nofile", nofile),
+            rlimit("nproc", NPROC.min(u64::from(pids) * 4)),
+            rlimit("core", 0),
+            rlimit("sigpending", SIGPENDING),
+            rlimit("msgqueue", 0),
+        ],
     });
     if let Some(name) = oci_runtime {
         body["oci_runtime"] = json!(name);
