@@ -16,6 +16,7 @@ fn small() -> SessionCreate {
     SessionCreate { limits: Some(LimitsRequest { memory_bytes: Some(128 << 20), pids: Some(128), cpus: Some(0.5), ..Default::default() }), ..session() }
 }
 
+// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn what_one_sandbox_uses_up_another_still_has() -> Result<()> {
     for runtime in RUNTIMES {
@@ -39,6 +40,7 @@ async fn what_one_sandbox_uses_up_another_still_has() -> Result<()> {
     Ok(())
 }
 
+// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork() -> Result<()> {
     for runtime in RUNTIMES {
@@ -79,6 +81,7 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork() -> Result<
     Ok(())
 }
 
+// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn a_flood_of_output_reaches_nobody_else() -> Result<()> {
     for runtime in RUNTIMES {

@@ -14,6 +14,7 @@ use crate::{
 
 const SECRET: &str = "the host's own secret";
 
+// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn proc_sys_and_devices_give_nothing_of_the_host() -> Result<()> {
     for runtime in RUNTIMES {
@@ -47,6 +48,7 @@ async fn read(client: &WorkerClient, id: cynode_api::SessionId, path: &str) -> R
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 
+// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn links_lead_to_the_sandboxs_own_files_only() -> Result<()> {
     for runtime in RUNTIMES {
@@ -92,6 +94,7 @@ async fn links_lead_to_the_sandboxs_own_files_only() -> Result<()> {
 }
 
 /// A working directory that is a descriptor of the runtime's own, by which older versions of runc let code out.
+// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn the_runtimes_own_descriptors_are_no_working_directory() -> Result<()> {
     for runtime in RUNTIMES {

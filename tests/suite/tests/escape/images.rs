@@ -6,6 +6,7 @@ use cynode_tests::{HOSTILE, exec, session, sh};
 
 use crate::arena::{Arena, RUNTIMES};
 
+// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn nothing_that_a_hostile_image_says_counts() -> Result<()> {
     for runtime in RUNTIMES {

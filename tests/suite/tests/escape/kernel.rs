@@ -23,6 +23,7 @@ pub(crate) async fn at_terminal(client: &WorkerClient, id: SessionId, argv: &[&s
     Ok(String::from_utf8_lossy(&printed).replace('\r', ""))
 }
 
+// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn the_kernel_refuses_what_leads_out_of_a_sandbox() -> Result<()> {
     for runtime in RUNTIMES {

@@ -5,6 +5,7 @@ use cynode_tests::{exec, sh};
 
 use crate::arena::{Arena, RUNTIMES};
 
+// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn another_sandbox_can_be_neither_seen_nor_signalled() -> Result<()> {
     for runtime in RUNTIMES {
@@ -40,6 +41,7 @@ async fn another_sandbox_can_be_neither_seen_nor_signalled() -> Result<()> {
     Ok(())
 }
 
+// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn nobody_poses_as_the_agent_and_a_flood_of_connections_hurts_nobody() -> Result<()> {
     for runtime in RUNTIMES {

@@ -32,6 +32,7 @@ fn host_addresses() -> Result<Vec<String>> {
     Ok(addresses)
 }
 
+// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn no_socket_leads_out_of_a_sandbox() -> Result<()> {
     for runtime in RUNTIMES {
@@ -113,6 +114,7 @@ const REMOTES: &[&str] = &[
     "https://example.com/a.git",
 ];
 
+// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn git_reaches_no_remote_and_works_within() -> Result<()> {
     for runtime in RUNTIMES {
