@@ -1,8 +1,9 @@
-//! Tasks of this repository: `cargo xtask sba | requirements | check-deps | openapi`.
+//! Tasks of this repository: `cargo xtask sba | requirements | escape | check-deps`.
 #![forbid(unsafe_code)]
 #![allow(clippy::print_stdout, clippy::print_stderr, clippy::disallowed_methods, reason = "a command-line tool for this repository")]
 
 mod deps;
+mod escape;
 mod requirements;
 mod sba;
 
@@ -13,8 +14,9 @@ fn main() -> Result<()> {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
         ["sba"] => sba::build(),
         ["requirements"] => requirements::report(),
+        ["escape"] => escape::table(),
         ["check-deps"] => deps::check(),
-        _ => bail!("usage: cargo xtask sba | requirements | check-deps"),
+        _ => bail!("usage: cargo xtask sba | requirements | escape | check-deps"),
     }
 }
 

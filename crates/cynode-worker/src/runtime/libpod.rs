@@ -16,6 +16,13 @@ pub(super) fn tmpfs_places(memory_bytes: u64) -> [(&'static str, u64, bool); 3] 
     [("/tmp", memory_bytes / 2, true), ("/run", 16 << 20, false), ("/dev/shm", (memory_bytes / 4).min(64 << 20), false)]
 }
 
+/// Signals that may wait and timers, of a whole sandbox. The kernel counts them again in one sum for all user namespaces of the
+/// worker's user, so without a bound of its own one sandbox would take them all.
+const SIGPENDING: u64 = 2_048;
+
+/// Terminals of a sandbox. All sandboxes share some 3,000, which one could take without this.
+const TERMINALS: u32 = 64;
+
 /// The container as libpod's `SpecGenerator`. Everything that an image could set is set here.
 pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profile: &Path) -> Value {
     let Limits { memory_bytes, cpus, pids, nofile, .. } = spec.limits;
@@ -29,6 +36,9 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
         json!({ "type": "tmpfs", "source": "tmpfs", "destination": target, "options": options })
     };
     let mut mounts: Vec<Value> = tmpfs_places(memory_bytes).into_iter().map(|(target, bytes, exec)| tmpfs(target, bytes, exec)).collect();
+    let terminals = format!("max={TERMINALS}");
+    let options = ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5", &terminals];
+    mounts.push(json!({ "type": "devpts", "source": "devpts", "destination": "/dev/pts", "options": options }));
     mounts.extend(spec.mounts.iter().map(bind));
     let mut body = json!({
         "name": spec.name,
@@ -80,7 +90,13 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
             "pids": { "limit": pids },
             "cpu": { "period": CPU_PERIOD, "quota": cpu_quota(cpus) },
         },
-        "r_limits": [rlimit("nofile", nofile), rlimit("nproc", NPROC.min(u64::from(pids) * 4)), rlimit("core", 0)],
+        "r_limits": [
+            rlimit("nofile", nofile),
+            rlimit("nproc", NPROC.min(u64::from(pids) * 4)),
+            rlimit("core", 0),
+            rlimit("sigpending", SIGPENDING),
+            rlimit("msgqueue", 0),
+        ],
     });
     if let Some(name) = oci_runtime {
         body["oci_runtime"] = json!(name);

@@ -97,7 +97,7 @@ mod tests {
     #[test]
     fn sockets_are_of_few_families_types_and_protocols() {
         let groups = groups();
-        for family in (0_u64..64).chain([(1 << 32) + 2, (1 << 32) + 40, u64::MAX]) {
+        for family in (0_u64..64).chain([0x1_0000_0002, 0x1_0000_0028, u64::MAX]) {
             for kind in [1_u64, 2, 3, 5, 6] {
                 for protocol in [0_u64, 1, 4, 6, 9, 17, 33, 58, 132, 262] {
                     let expected = matches!((family, kind, protocol), (1, _, _) | (2 | 10, 1, 0 | 6) | (2 | 10, 2, 0 | 17) | (16, _, 0));

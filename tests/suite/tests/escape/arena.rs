@@ -1,0 +1,206 @@
+//! A worker on one runtime with two sandboxes: one attacks, the other must not notice.
+
+use std::{
+    fmt::Write as _,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
+
+use anyhow::{Context as _, Result, ensure};
+use cynode_api::{ExecId, ExecRequest, SessionCreate, SessionId};
+use cynode_client::{OutputQuery, PutOptions, WorkerClient};
+use cynode_tests::{Options, RunningWorker, World, exec, hex, repository, session, sh};
+use serde::Deserialize;
+use sha2::{Digest as _, Sha256};
+
+/// A way of running containers, as the worker is told of it.
+#[derive(Debug)]
+pub(crate) struct Runtime {
+    pub(crate) name: &'static str,
+    settings: &'static [(&'static str, &'static str)],
+}
+
+/// Every test runs on all of these.
+pub(crate) const RUNTIMES: &[Runtime] = &[Runtime { name: "podman-root", settings: &[] }];
+
+/// Longer than this no call of the neighbour may take: it would be a hang.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+pub(crate) struct Arena {
+    pub(crate) world: World,
+    pub(crate) worker: RunningWorker,
+    pub(crate) client: WorkerClient,
+    http: reqwest::Client,
+    pub(crate) attacker: SessionId,
+    pub(crate) neighbour: SessionId,
+    /// The lines of the table: what was tried, and how it ended.
+    attempts: Vec<(String, String)>,
+    table: PathBuf,
+}
+
+/// One line of `attempts.c`.
+#[derive(Debug, Deserialize)]
+struct Line {
+    name: String,
+    outcome: String,
+    errno: Option<i32>,
+    signal: Option<i32>,
+}
+
+impl Arena {
+    /// Two sandboxes of the small image.
+    pub(crate) async fn new(runtime: &Runtime, topic: &str) -> Result<Self> {
+        Self::with(runtime, topic, session(), &[]).await
+    }
+
+    /// With an attacker as it is asked for, and settings of the worker on top of the runtime's.
+    pub(crate) async fn with(runtime: &Runtime, topic: &str, mut attacker: SessionCreate, settings: &[(&str, &str)]) -> Result<Self> {
+        let table = repository().join("target/escape").join(runtime.name).join(topic);
+        // What an earlier run wrote must not pass for this one's.
+        drop(fs_err::remove_file(&table));
+        let world = World::new()?;
+        let options = runtime.settings.iter().chain(settings).fold(Options::default(), |options, (key, value)| options.set(key, value));
+        let worker = world.worker(&options).await?;
+        let client = worker.client()?;
+        let http = reqwest::Client::builder().timeout(PATIENCE).build()?;
+        attacker.pty_allowed = Some(true);
+        let neighbour = SessionCreate { pty_allowed: Some(true), ..session() };
+        let (attacker, neighbour) = tokio::try_join!(client.create_session(&attacker), client.create_session(&neighbour))?;
+        Ok(Self { world, worker, client, http, attacker: attacker.session_id, neighbour: neighbour.session_id, attempts: Vec::new(), table })
+    }
+
+    /// Puts the program of attempts into a sandbox.
+    pub(crate) async fn equip(&self, id: SessionId) -> Result<()> {
+        let program = fs_err::read(attempts_program()?)?;
+        self.client.put_file(id, Path::new("attempts"), program, &PutOptions { mode: Some(0o755), ..Default::default() }).await?;
+        Ok(())
+    }
+
+    /// That the neighbour's sandbox and the worker answer.
+    pub(crate) async fn others_answer(&self) -> Result<()> {
+        let answer = tokio::time::timeout(PATIENCE, self.client.exec(self.neighbour, &exec(["echo", "unharmed"]))).await;
+        let answer = answer.context("the neighbour hangs")?.context("the neighbour fails")?;
+        ensure!(answer.stdout == "unharmed\n", "the neighbour answers {answer:?}");
+        let health = self.http.get(format!("{}/healthz", self.worker.url()?)).send().await.context("the worker does not answer")?;
+        ensure!(health.status().is_success(), "the worker says {}", health.status());
+        Ok(())
+    }
+
+    /// Runs an attack while the neighbour and the worker are asked again and again, and once more afterwards.
+    pub(crate) async fn attack<T>(&self, attack: impl Future<Output = Result<T>>) -> Result<T> {
+        let over = AtomicBool::new(false);
+        let attack = async {
+            let outcome = attack.await;
+            over.store(true, Ordering::SeqCst);
+            outcome
+        };
+        let watch = async {
+            loop {
+                let last = over.load(Ordering::SeqCst);
+                self.others_answer().await?;
+                if last {
+                    return Ok::<_, anyhow::Error>(());
+                }
+                // A pace, not a wait: the neighbour shall not be the load.
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        let (outcome, watched) = tokio::join!(attack, watch);
+        watched.context("while the attack ran")?;
+        outcome
+    }
+
+    /// An attempt with its outcome. That it failed for the attacker is `held`.
+    pub(crate) fn expect(&mut self, attempt: impl Into<String>, held: bool, seen: impl std::fmt::Debug) -> Result<()> {
+        let attempt = attempt.into();
+        ensure!(held, "'{attempt}' had success: {seen:?}");
+        self.attempts.push((attempt, "refused".to_owned()));
+        Ok(())
+    }
+
+    /// An attempt by a script in the attacker's sandbox; what it printed decides.
+    pub(crate) async fn script(&mut self, attempt: &str, script: &str, held: impl FnOnce(&str) -> bool) -> Result<()> {
+        let result = self.attack(async { Ok(self.client.exec(self.attacker, &sh(script)).await?) }).await.with_context(|| attempt.to_owned())?;
+        let seen = format!("{}{}", result.stdout, result.stderr);
+        self.expect(attempt, held(&seen), &seen)
+    }
+
+    /// The lines that the program of attempts printed. Every one must tell of a refusal, and the last must be there.
+    pub(crate) fn expect_lines(&mut self, printed: &str, prefix: &str) -> Result<usize> {
+        let mut succeeded = Vec::new();
+        let mut count = 0;
+        let mut done = false;
+        for line in printed.lines().filter(|line| line.starts_with('{')) {
+            let line: Line = serde_json::from_str(line).with_context(|| line.to_owned())?;
+            if line.name == "done" {
+                done = true;
+                continue;
+            }
+            count += 1;
+            match (line.outcome.as_str(), line.errno, line.signal) {
+                ("refused", Some(errno), _) => self.attempts.push((format!("{prefix}{}", line.name), format!("refused, errno {errno}"))),
+                ("refused", _, Some(signal)) => self.attempts.push((format!("{prefix}{}", line.name), format!("refused, signal {signal}"))),
+                _ => succeeded.push(line),
+            }
+        }
+        ensure!(succeeded.is_empty(), "these had success: {succeeded:#?}\n{printed}");
+        ensure!(done, "the attempts did not come to their end:\n{printed}");
+        Ok(count)
+    }
+
+    /// Starts a command of the attacker that stays, and waits until it has printed a word.
+    pub(crate) async fn until_said(&self, id: SessionId, argv: &[&str], word: &str) -> Result<ExecId> {
+        let request = ExecRequest { background: true, timeout_ms: 0, ..exec(argv.iter().copied()) };
+        let exec_id = self.client.exec_background(id, &request).await?.exec_id;
+        let mut said = String::new();
+        let mut after_seq = 0;
+        while !said.contains(word) {
+            let query = OutputQuery { after_seq: Some(after_seq), wait_ms: Some(20_000), ..Default::default() };
+            let page = self.client.exec_output(id, exec_id, &query).await?;
+            ensure!(!page.chunks.is_empty(), "{argv:?} did not say '{word}': {said} {:?}", page.exit);
+            after_seq = page.next_seq;
+            said.extend(page.chunks.into_iter().filter_map(|chunk| chunk.data));
+        }
+        Ok(exec_id)
+    }
+
+    /// All that ran in the attacker's sandbox is gone, and commands run there again.
+    pub(crate) async fn recover(&self) -> Result<()> {
+        self.client.signal_session(self.attacker, cynode_api::SignalName::KILL).await?;
+        cynode_tests::eventually("the attacker's sandbox can be used again", PATIENCE, async || {
+            Ok(self.client.exec(self.attacker, &exec(["true"])).await.is_ok_and(|result| result.exit.exit_code == Some(0)))
+        })
+        .await
+    }
+
+    /// Writes the lines of the table and ends everything; nothing may be left.
+    pub(crate) async fn end(mut self) -> Result<()> {
+        self.others_answer().await?;
+        let mut text = String::new();
+        for (attempt, outcome) in &self.attempts {
+            writeln!(text, "{attempt}\t{outcome}")?;
+        }
+        fs_err::create_dir_all(self.table.parent().context("a directory")?)?;
+        fs_err::write(&self.table, text)?;
+        self.worker.shut_down().await?;
+        self.world.assert_clean().await
+    }
+}
+
+/// The program of attempts, compiled once for its text.
+fn attempts_program() -> Result<PathBuf> {
+    let source = repository().join("tests/suite/escape/attempts.c");
+    let directory = repository().join("target/escape");
+    let program = directory.join(format!("attempts-{}", &hex(&Sha256::digest(fs_err::read(&source)?))[..16]));
+    if !program.is_file() {
+        fs_err::create_dir_all(&directory)?;
+        // Several tests may compile at once; each renames a whole file.
+        let staged = directory.join(format!(".{}", uuid::Uuid::new_v4().simple()));
+        let compiled = Command::new("cc").args(["-static", "-O1", "-Wall", "-o"]).arg(&staged).arg(&source).output().context("running cc")?;
+        ensure!(compiled.status.success(), "cc: {}", String::from_utf8_lossy(&compiled.stderr));
+        fs_err::rename(&staged, &program)?;
+    }
+    Ok(program)
+}
