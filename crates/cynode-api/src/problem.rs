@@ -39,6 +39,7 @@ codes! {
     ExecNotFound = "exec_not_found", 404, "There is no such exec in this session", "Check the id; finished execs are forgotten when the session's records are full.";
     WorkspaceNotFound = "workspace_not_found", 404, "There is no such workspace for this task", "Use 'new', or the workspace_id of a session of the same task that ended with workspace: \"keep\".";
     MethodNotAllowed = "method_not_allowed", 405, "The method does not fit this address", "See /openapi.json.";
+    RequestTimeout = "request_timeout", 408, "The body of the request stopped coming", "Send the whole body without long pauses; the detail names the limit.";
     SessionIdInUse = "session_id_in_use", 409, "This session id is taken by another request", "Use a new session_id, or repeat the first request unchanged.";
     ExecIdInUse = "exec_id_in_use", 409, "This exec id is taken by another request", "Use a new exec_id, or repeat the first request unchanged.";
     WorkspaceInUse = "workspace_in_use", 409, "Another session has this workspace", "End that session first, or use another workspace.";
@@ -52,6 +53,7 @@ codes! {
     PatchRejected = "patch_rejected", 409, "The patch does not apply; nothing was changed", "Make the diff anew against the present files; 'rejects' names each place.";
     NotARepository = "not_a_repository", 409, "The workspace is not a git repository", "Run 'git init' in the workspace, or export as tar.";
     StdinClosed = "stdin_closed", 409, "The exec takes no more input", "Start it with stdin_open: true, and write before it ends.";
+    StdinFull = "stdin_full", 409, "The command does not read its input", "Send the rest again when the command reads; 'taken' says how many bytes it has.";
     ExecEnded = "exec_ended", 409, "The exec has ended", "Nothing is left to signal.";
     SessionEnded = "session_ended", 410, "The session has ended", "Create a new session; a kept workspace can be mounted again.";
     OutputExpired = "output_expired", 410, "The output is no longer kept", "Read output sooner; the oldest finished execs are dropped first.";

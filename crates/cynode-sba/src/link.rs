@@ -16,22 +16,25 @@ use cynode_sba_proto::{AgentError, Decoder, FileOp, Frame, Hello, MAX_DATA, MAX_
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _, Interest, unix::AsyncFd},
     net::{UnixStream, unix::OwnedReadHalf},
-    sync::Notify,
+    sync::{Notify, oneshot},
 };
 
 use crate::{
     exec::{Exec, Execs},
     files,
     peer::Peer,
+    processes::Processes,
     sys::{self, Fork},
 };
 
 const RETRY_FIRST: Duration = Duration::from_millis(10);
 const RETRY_MOST: Duration = Duration::from_millis(250);
 /// A file operation that takes longer is ended: the worker has given up on it long before.
-const FILE_OPERATION_SECONDS: u32 = 3_600;
+const FILE_OPERATION: Duration = Duration::from_secs(3_600);
 /// From the worker's closing of a connection to the end of what serves it.
 const FILE_GRACE: Duration = Duration::from_secs(2);
+/// How often a child that serves a file operation is looked at.
+const LOOK: Duration = Duration::from_millis(250);
 
 #[derive(Debug)]
 pub(crate) struct Link {
@@ -304,15 +307,13 @@ async fn stdin_closed(exec: &Exec) {
     }
 }
 
-/// Hands the connection to a child that serves one file operation. Memory that the work takes is the child's. When the
-/// worker gives up, which it says by closing the connection, the child and all that it started are ended.
+/// Hands the connection to a child that serves one file operation. Memory that the work takes is the child's.
 fn serve_file(execs: &Rc<Execs>, op: FileOp, stream: UnixStream, decoder: Decoder) {
     let Ok(stream) = stream.into_std() else { return };
     match sys::fork() {
         Ok(Fork::Child) => {
             sys::set_name(c"cynode-file");
             sys::close_all_but(stream.as_raw_fd());
-            sys::alarm(FILE_OPERATION_SECONDS);
             let served = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                 stream.set_nonblocking(false)?;
                 files::serve(op, &mut Peer::new(stream, decoder))
@@ -321,19 +322,9 @@ fn serve_file(execs: &Rc<Execs>, op: FileOp, stream: UnixStream, decoder: Decode
         }
         Ok(Fork::Parent(pid)) => {
             let ended = execs.processes.own(pid);
-            let Ok(connection) = sys::watch(stream.into(), Interest::READABLE) else { return };
+            let connection = sys::watch(stream.into(), Interest::READABLE).ok();
             let processes = Rc::clone(&execs.processes);
-            tokio::task::spawn_local(async move {
-                let mut ended = std::pin::pin!(ended);
-                tokio::select! {
-                    _ = &mut ended => return,
-                    () = closed(&connection) => {}
-                }
-                drop(connection);
-                if tokio::time::timeout(FILE_GRACE, ended).await.is_err() {
-                    processes.end_tree(pid).await;
-                }
-            });
+            tokio::task::spawn_local(async move { attend(&processes, pid, ended, connection, FILE_OPERATION).await });
         }
         Err(_) => {
             // One small frame into an empty socket buffer: it does not block.
@@ -344,6 +335,35 @@ fn serve_file(execs: &Rc<Execs>, op: FileOp, stream: UnixStream, decoder: Decode
     }
 }
 
+/// Sees a child that serves a file operation to its end. It and all that it started are ended when the worker gives up,
+/// which it says by closing the connection; when it takes too long; and at once when it was stopped: only code in the sandbox
+/// that wants the caller to wait for ever does that, and no alarm of its own would wake it.
+async fn attend(processes: &Processes, pid: i32, ended: oneshot::Receiver<i32>, connection: Option<AsyncFd<OwnedFd>>, limit: Duration) {
+    let mut ended = std::pin::pin!(ended);
+    let closed = async {
+        match &connection {
+            Some(connection) => closed(connection).await,
+            None => std::future::pending().await,
+        }
+    };
+    let grace = tokio::select! {
+        _ = &mut ended => return,
+        () = closed => FILE_GRACE,
+        () = stopped(pid) => Duration::ZERO,
+        () = tokio::time::sleep(limit) => Duration::ZERO,
+    };
+    drop(connection);
+    if tokio::time::timeout(grace, ended).await.is_err() {
+        processes.end_tree(pid).await;
+    }
+}
+
+async fn stopped(pid: i32) {
+    while !sys::is_stopped(pid) {
+        tokio::time::sleep(LOOK).await;
+    }
+}
+
 /// Waits until the worker's end of a connection is closed, taking nothing from it.
 async fn closed(connection: &AsyncFd<OwnedFd>) {
     loop {
@@ -351,5 +371,47 @@ async fn closed(connection: &AsyncFd<OwnedFd>) {
             Ok(mut ready) if !ready.ready().is_read_closed() => ready.clear_ready(),
             _ => return,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use super::*;
+
+    /// A child that would run for long, and a connection of its own to the worker's end.
+    fn child(processes: &Processes) -> (i32, oneshot::Receiver<i32>, AsyncFd<OwnedFd>, std::os::unix::net::UnixStream) {
+        let child: Child = Command::new("sleep").arg("1000").spawn().expect("started");
+        let pid = child.id().cast_signed();
+        let (ours, workers) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        ours.set_nonblocking(true).expect("non-blocking");
+        (pid, processes.own(pid), sys::watch(ours.into(), Interest::READABLE).expect("watched"), workers)
+    }
+
+    #[tokio::test]
+    async fn a_file_operation_that_is_stopped_or_late_or_not_wanted_any_more_is_killed() {
+        let hour = Duration::from_secs(3_600);
+        for (reason, stop, limit, close) in [("stopped", true, hour, false), ("late", false, Duration::from_millis(50), false), ("closed", false, hour, true)] {
+            let processes = Processes::default();
+            let (pid, ended, connection, worker) = child(&processes);
+            if stop {
+                sys::kill(pid, libc::SIGSTOP).expect("stopped");
+            }
+            let worker = (!close).then_some(worker);
+            attend(&processes, pid, ended, Some(connection), limit).await;
+            drop(worker);
+            assert!(!processes.is_owned(pid) && sys::kill(pid, 0).is_err(), "{reason}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_file_operation_that_works_is_let_alone() {
+        let processes = Processes::default();
+        let (pid, ended, connection, _worker) = child(&processes);
+        let attending = attend(&processes, pid, ended, Some(connection), Duration::from_secs(3_600));
+        assert!(tokio::time::timeout(3 * LOOK, attending).await.is_err());
+        assert!(processes.is_owned(pid));
+        processes.end_tree(pid).await;
     }
 }

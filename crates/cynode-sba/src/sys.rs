@@ -92,10 +92,11 @@ fn prctl(option: i32, value: libc::c_ulong) -> io::Result<()> {
     if unsafe { libc::prctl(option, value, 0, 0, 0) } == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Ends the process with SIGALRM after so many seconds, whatever it does.
-pub(crate) fn alarm(seconds: u32) {
-    // SAFETY: `alarm` has no preconditions.
-    unsafe { libc::alarm(seconds) };
+/// Whether a child is stopped at this moment. Nothing is reaped by asking.
+pub(crate) fn is_stopped(pid: i32) -> bool {
+    use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
+    let options = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    Pid::from_raw(pid).is_some_and(|pid| matches!(waitid(WaitId::Pid(pid), options), Ok(Some(_))))
 }
 
 /// Blocks every signal that can be blocked.

@@ -2,7 +2,7 @@
 
 use axum::{
     body::Bytes,
-    extract::{FromRequest, FromRequestParts, Request},
+    extract::{FromRequest, FromRequestParts, Request, rejection::BytesRejection},
     middleware::Next,
     response::{IntoResponse, Response},
 };
@@ -10,7 +10,7 @@ use cynode_api::{ErrorCode, Problem};
 use http::{HeaderName, HeaderValue, StatusCode, header, request::Parts};
 use serde::de::DeserializeOwned;
 
-use crate::unique::doubled;
+use crate::{body, unique::doubled};
 
 /// Largest JSON body.
 pub const MAX_BODY: usize = 10 * 1024 * 1024;
@@ -99,17 +99,17 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for JsonBody<T> {
                 return Err(ApiError::new(ErrorCode::UnsupportedMediaType, format!("expected application/json, got '{essence}'")));
             }
         }
-        let bytes = Bytes::from_request(request, state).await.map_err(|rejection| body_error(&rejection.into_response(), MAX_BODY as u64))?;
+        let bytes = Bytes::from_request(request, state).await.map_err(|rejection| body_error(rejection, MAX_BODY as u64))?;
         parse(&bytes).map(Self)
     }
 }
 
 /// The problem of a body that could not be read.
-fn body_error(rejection: &Response, limit: u64) -> ApiError {
+fn body_error(rejection: BytesRejection, limit: u64) -> ApiError {
     if rejection.status() == StatusCode::PAYLOAD_TOO_LARGE {
         ApiError::new(ErrorCode::TooLarge, format!("the body exceeds {limit} bytes"))
     } else {
-        ApiError::invalid("the body could not be read to its end")
+        body::problem(&rejection, "the body could not be read to its end")
     }
 }
 

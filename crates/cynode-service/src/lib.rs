@@ -4,6 +4,7 @@
 
 pub mod admin;
 pub mod auth;
+pub mod body;
 pub mod config;
 pub mod edge;
 pub mod files;

@@ -15,7 +15,7 @@ use cynode_api::{
     file_limits::{MAX_CONTEXT_LINES, MAX_DEPTH, MAX_ENTRIES, MAX_PATCH_BYTES, MAX_PATH_BYTES, MAX_PATTERN_BYTES, MAX_PUT_BYTES, MAX_RESULTS, SEARCH_MS},
 };
 use cynode_sba_proto::{FileOp, FileStat, Frame, Reply, Request};
-use cynode_service::{ApiError, JsonBody, QueryParams};
+use cynode_service::{ApiError, JsonBody, QueryParams, body};
 use futures_util::{StreamExt as _, stream};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use serde::{Deserialize, Serialize};
@@ -25,7 +25,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::{Api, sessions::Id};
 use crate::{
     execs::hex,
-    sandbox::{ANSWER, Channel, unavailable, unexpected},
+    sandbox::{ANSWER, Channel, LinkError, unavailable, unexpected},
     sessions::{Activity, check_version},
 };
 
@@ -282,25 +282,24 @@ pub(super) async fn write(
     let (mut channel, _activity) = open(&api, id, op).await?;
     let mut hash = Sha256::new();
     let mut total: u64 = 0;
-    let mut body = body.into_data_stream();
-    while let Some(piece) = body.next().await {
+    let mut pieces = body.into_data_stream();
+    while let Some(piece) = pieces.next().await {
         // Without its end the agent changes nothing.
-        let piece = piece.map_err(|_| ApiError::invalid("the body broke off"))?;
+        let piece = piece.map_err(|error| body::problem(&error, "the body broke off"))?;
         total += piece.len() as u64;
         if total > MAX_PUT_BYTES {
             return Err(too_large());
         }
         hash.update(&piece);
-        if channel.send_data(&piece).await.is_err() {
-            // It has refused, and says why.
-            return Err(refusal(&mut channel).await);
+        if let Err(error) = channel.send_data(&piece).await {
+            return Err(not_taken(&mut channel, error).await);
         }
     }
     if expected.is_some_and(|expected| expected != hex(&hash.finalize())) {
         return Err(ApiError::invalid("X-Content-SHA256: the body has another hash; nothing was written"));
     }
-    if channel.send(&Frame::End).await.is_err() {
-        return Err(refusal(&mut channel).await);
+    if let Err(error) = channel.send(&Frame::End).await {
+        return Err(not_taken(&mut channel, error).await);
     }
     match channel.reply(PATIENCE).await? {
         Reply::Written(written) if is_sha256(&written.sha256) => {
@@ -319,8 +318,12 @@ pub(super) async fn write(
     }
 }
 
-/// Why an agent closed a connection on which it was to receive.
-async fn refusal(channel: &mut Channel) -> ApiError {
+/// Why an agent did not take what it was to receive.
+async fn not_taken(channel: &mut Channel, error: LinkError) -> ApiError {
+    if !matches!(error, LinkError::Gone) {
+        return unavailable(error);
+    }
+    // It has refused, and says why.
     match channel.reply(ANSWER).await {
         Err(error) => error,
         Ok(other) => unexpected(&format!("{other:?}")),
@@ -387,8 +390,8 @@ pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBod
         Ok(()) => channel.send(&Frame::End).await,
         Err(error) => Err(error),
     };
-    if sent.is_err() {
-        return Err(refusal(&mut channel).await);
+    if let Err(error) = sent {
+        return Err(not_taken(&mut channel, error).await);
     }
     channel.body(PATIENCE).await.map(Json)
 }
@@ -438,15 +441,15 @@ pub(super) async fn import(
     body: Body,
 ) -> Result<StatusCode, ApiError> {
     let (mut channel, _activity) = open(&api, id, FileOp::Import { path: query.path()? }).await?;
-    let mut body = body.into_data_stream();
-    while let Some(piece) = body.next().await {
-        let piece = piece.map_err(|_| ApiError::invalid("the body broke off; what came before it may be unpacked"))?;
-        if channel.send_data(&piece).await.is_err() {
-            return Err(refusal(&mut channel).await);
+    let mut pieces = body.into_data_stream();
+    while let Some(piece) = pieces.next().await {
+        let piece = piece.map_err(|error| body::problem(&error, "the body broke off; what came before it may be unpacked"))?;
+        if let Err(error) = channel.send_data(&piece).await {
+            return Err(not_taken(&mut channel, error).await);
         }
     }
-    if channel.send(&Frame::End).await.is_err() {
-        return Err(refusal(&mut channel).await);
+    if let Err(error) = channel.send(&Frame::End).await {
+        return Err(not_taken(&mut channel, error).await);
     }
     match channel.reply(PATIENCE).await? {
         Reply::Ok => Ok(StatusCode::NO_CONTENT),

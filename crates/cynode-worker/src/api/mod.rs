@@ -20,7 +20,7 @@ use cynode_api::ErrorCode;
 use cynode_service::{
     ApiError, JsonBody, admin,
     auth::{self, Token},
-    edge,
+    body, edge,
 };
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
@@ -108,6 +108,7 @@ pub(crate) fn router(api: Api, token: Token, readiness: admin::Readiness) -> Rou
         .fallback(edge::not_found)
         .method_not_allowed_fallback(edge::method_not_allowed)
         .layer(middleware::from_fn(edge::request_id))
+        .layer(middleware::from_fn(body::limit_pauses))
         .layer(middleware::from_fn(linger::read_away))
         .with_state(api)
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use cynode_api::{ErrorCode, Problem};
 use cynode_sba_proto::{AgentError, Frame, MAX_DATA, Reply, Request, encode, encode_data, encode_message};
 use cynode_service::ApiError;
-use tokio::io::AsyncWriteExt as _;
+use tokio::{io::AsyncWriteExt as _, net::UnixStream};
 
 use super::link::{AgentLink, Greeted, LinkError};
 
@@ -15,6 +15,8 @@ const MAX_MESSAGE: usize = 4_096;
 const MAX_BODY: usize = 64 * 1024 * 1024;
 /// How long an answer may take where the operation itself has no limit of its own.
 pub(crate) const ANSWER: Duration = Duration::from_secs(30);
+/// How long what is sent may wait without a byte of it being taken: hostile code can stop whoever should take it.
+const SEND: Duration = Duration::from_secs(30);
 
 /// A connection with a request on it.
 #[derive(Debug)]
@@ -28,8 +30,10 @@ impl AgentLink {
         // A connection may break between the check and the write while a worker and its agent find each other again.
         for _ in 0..3 {
             let mut connection = self.take().await?;
-            if connection.stream.write_all(&bytes).await.is_ok() {
-                return Ok(Channel(connection));
+            match write_all(&mut connection.stream, &bytes, SEND).await {
+                Ok(()) => return Ok(Channel(connection)),
+                Err(LinkError::Gone) => {}
+                Err(error) => return Err(error),
             }
         }
         Err(LinkError::Gone)
@@ -50,7 +54,7 @@ impl Channel {
     pub(crate) async fn send(&mut self, frame: &Frame) -> Result<(), LinkError> {
         let mut bytes = Vec::new();
         encode(frame, &mut bytes);
-        self.0.stream.write_all(&bytes).await.map_err(|_| LinkError::Gone)
+        write_all(&mut self.0.stream, &bytes, SEND).await
     }
 
     /// The next control message; a refusal of the agent is an error.
@@ -103,10 +107,22 @@ impl Channel {
         for piece in bytes.chunks(MAX_DATA) {
             frame.clear();
             encode_data(piece, &mut frame);
-            self.0.stream.write_all(&frame).await.map_err(|_| LinkError::Gone)?;
+            write_all(&mut self.0.stream, &frame, SEND).await?;
         }
         Ok(())
     }
+}
+
+/// Writes all of it, as long as the other side goes on taking it.
+async fn write_all(stream: &mut UnixStream, mut bytes: &[u8], limit: Duration) -> Result<(), LinkError> {
+    while !bytes.is_empty() {
+        match tokio::time::timeout(limit, stream.write(bytes)).await {
+            Ok(Ok(count)) if count > 0 => bytes = &bytes[count..],
+            Ok(_) => return Err(LinkError::Gone),
+            Err(_) => return Err(LinkError::Stalled(limit)),
+        }
+    }
+    Ok(())
 }
 
 /// An agent that can't be reached, as a caller sees it.
@@ -133,4 +149,35 @@ pub(crate) fn agent_problem(error: AgentError) -> Problem {
         problem = problem.with("rejects", serde_json::to_value(rejects).unwrap_or_default());
     }
     problem
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncReadExt as _;
+
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_millis(300);
+
+    #[tokio::test]
+    async fn an_agent_that_takes_nothing_is_given_up_and_a_slow_one_is_not() {
+        let bytes = vec![7; 4 * 1024 * 1024];
+        let (mut worker, agent) = UnixStream::pair().expect("a pair");
+        assert!(matches!(write_all(&mut worker, &bytes, LIMIT).await, Err(LinkError::Stalled(LIMIT))));
+        drop(agent);
+        assert!(matches!(write_all(&mut worker, &bytes, LIMIT).await, Err(LinkError::Gone)));
+
+        // All of it takes far longer than the limit; no single step does.
+        let (mut worker, mut agent) = UnixStream::pair().expect("a pair");
+        let reading = async {
+            let mut taken = 0;
+            let mut buffer = vec![0; 512 * 1024];
+            while taken < bytes.len() {
+                tokio::time::sleep(LIMIT / 6).await;
+                taken += agent.read(&mut buffer).await.expect("read");
+            }
+        };
+        let (written, ()) = tokio::join!(write_all(&mut worker, &bytes, LIMIT), reading);
+        assert!(written.is_ok(), "{written:?}");
+    }
 }

@@ -1,9 +1,12 @@
 //! The bounds of a file call: size, space, the session's state.
 
+use std::time::Duration;
+
 use anyhow::Result;
 use bytes::Bytes;
-use cynode_api::{LimitsRequest, SessionEnd, file_limits::MAX_PUT_BYTES};
-use cynode_tests::{Answer, Http, Options, World, hex, session};
+use cynode_api::{ExecRequest, LimitsRequest, SessionEnd, SignalName, SignalScope, file_limits::MAX_PUT_BYTES};
+use cynode_client::OutputQuery;
+use cynode_tests::{Answer, Http, Options, World, hex, session, sh};
 use futures_util::stream;
 use http::Method;
 use serde_json::json;
@@ -122,5 +125,38 @@ async fn files_need_a_session_that_runs_and_its_agent() -> Result<()> {
     for request in calls("01890000-0000-7000-8000-000000000001") {
         assert_eq!(Answer::of(request).await?.outcome(), (404, "session_not_found".to_owned()));
     }
+    Ok(())
+}
+
+/// Stops every process that serves a file operation as soon as it sees one, and says so.
+const STOPPER: &str = r#"while :; do
+    for directory in /proc/[0-9]*; do
+        read -r name <$directory/comm && [ "$name" = cynode-file ] && kill -STOP ${directory#/proc/} && echo stopped
+    done
+done 2>/dev/null"#;
+
+#[tokio::test]
+async fn hostile_code_that_stops_a_file_operation_makes_no_caller_wait_for_ever() -> Result<()> {
+    let sandbox = Sandbox::new().await?;
+    let stopper = ExecRequest { background: true, timeout_ms: 0, ..sh(STOPPER) };
+    let stopper = sandbox.client.exec_background(sandbox.id, &stopper).await?.exec_id;
+    let (client, id) = (sandbox.client.clone(), sandbox.id);
+    // The first piece makes the operation begin; the rest comes when it is stopped, and is more than buffers take.
+    let body = stream::unfold(0, move |sent| {
+        let client = client.clone();
+        async move {
+            if sent == 1 {
+                let stopped = client.exec_output(id, stopper, &OutputQuery { wait_ms: Some(60_000), ..Default::default() }).await;
+                assert!(stopped.is_ok_and(|page| !page.chunks.is_empty()), "the operation is stopped");
+            }
+            (sent < 8).then(|| (Ok::<_, std::io::Error>(Bytes::from(vec![7; MEBIBYTE])), sent + 1))
+        }
+    });
+    let put = sandbox.file(Method::PUT, "file").body(reqwest::Body::wrap_stream(body)).timeout(Duration::from_secs(90));
+    assert_eq!(Answer::of(put).await?.outcome(), (503, "agent_unavailable".to_owned()));
+
+    sandbox.client.signal_exec(id, stopper, SignalName::KILL, SignalScope::Tree).await?;
+    assert_eq!(sandbox.put("file", "content").await?.status, 201, "nothing was written before, and the next call works");
+    assert_eq!(sandbox.sh("cat file; ps -o comm | grep -c cynode-file || true").await?, "content0\n");
     Ok(())
 }
