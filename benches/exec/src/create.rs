@@ -16,7 +16,8 @@ use crate::{
 const SETTLE: Duration = Duration::from_millis(200);
 
 /// Times of creating and of ending.
-pub(crate) async fn measure(plan: &Plan, ours: &Ours, rivals: &Rivals, world: &World) -> Result<(Vec<Samples>, Vec<Samples>)> {
+pub(crate) async fn measure(plan: &Plan, ours: &Ours, pooled: &Ours, rivals: &Rivals, world: &World) -> Result<(Vec<Samples>, Vec<Samples>)> {
+    let mut warm = Samples::new("session create, warm");
     let mut session = Samples::new("session create, cold, until running");
     let mut podman = Samples::new("podman run -d");
     let mut session_end = Samples::new("session end");
@@ -28,6 +29,12 @@ pub(crate) async fn measure(plan: &Plan, ours: &Ours, rivals: &Rivals, world: &W
     let workspace = workspace.display().to_string();
 
     for round in 0..=plan.create_rounds {
+        pooled.wait_for_spares(1.0).await?;
+        let (warm_time, created) = timed(pooled.warm_session()).await;
+        pooled.end(created?).await?;
+        pooled.wait_for_spares(1.0).await?;
+        tokio::time::sleep(SETTLE).await;
+
         let (time, created) = timed(ours.session()).await;
         let id = created?;
         let (end_time, ended) = timed(ours.end(id)).await;
@@ -45,11 +52,36 @@ pub(crate) async fn measure(plan: &Plan, ours: &Ours, rivals: &Rivals, world: &W
 
         // The first round of each side copies the image's layer for its id map, once per map; it is not counted.
         if round > 0 {
+            warm.push(warm_time);
             session.push(time);
             session_end.push(end_time);
             podman.push(podman_time);
             podman_end.push(podman_end_time);
         }
     }
-    Ok((vec![session, podman], vec![session_end, podman_end]))
+    Ok((vec![warm, session, podman], vec![session_end, podman_end]))
+}
+
+/// Many at once: from the first request until all run, and from the first end until all are gone.
+#[derive(Debug, Default)]
+pub(crate) struct Burst {
+    pub(crate) sessions: usize,
+    pub(crate) ready: Duration,
+    pub(crate) gone: Duration,
+}
+
+pub(crate) async fn burst(plan: &Plan, ours: &Ours, world: &World) -> Result<Burst> {
+    let count = plan.burst;
+    let started = Instant::now();
+    let created = futures_util::future::join_all((0..count).map(|_| ours.session())).await;
+    let ready = started.elapsed();
+    let ids = created.into_iter().collect::<Result<Vec<_>>>()?;
+    let started = Instant::now();
+    for ended in futures_util::future::join_all(ids.into_iter().map(|id| ours.end(id))).await {
+        ended?;
+    }
+    while !world.containers()?.is_empty() {
+        tokio::time::sleep(SETTLE).await;
+    }
+    Ok(Burst { sessions: count, ready, gone: started.elapsed() })
 }

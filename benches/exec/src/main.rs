@@ -18,7 +18,7 @@ mod throughput;
 
 use anyhow::{Context as _, Result};
 use clap::{Parser, ValueEnum};
-use cynode_tests::World;
+use cynode_tests::{Options, World};
 
 use crate::{ours::Ours, report::Report, rivals::Rivals};
 
@@ -51,6 +51,8 @@ struct Plan {
     transfer_rounds: u32,
     transfer_bytes: usize,
     idle_sessions: [usize; 3],
+    /// Sessions asked for at once.
+    burst: usize,
 }
 
 impl Plan {
@@ -63,6 +65,7 @@ impl Plan {
             transfer_rounds: if quick { 2 } else { 5 },
             transfer_bytes: if quick { 16 << 20 } else { 64 << 20 },
             idle_sessions: if quick { [1, 3, 6] } else { [1, 10, 50] },
+            burst: if quick { 10 } else { 100 },
         }
     }
 }
@@ -81,7 +84,7 @@ fn main() -> Result<()> {
 
 async fn run(plan: Plan) -> Result<Report> {
     let world = World::new()?;
-    let mut ours = Ours::start(&world).await.context("starting a worker of its own")?;
+    let mut ours = Ours::start(&world, &Options::default()).await.context("starting a worker of its own")?;
     let mut report = Report::new(machine::Facts::collect(&world)?);
 
     say("exec");
@@ -95,14 +98,19 @@ async fn run(plan: Plan) -> Result<Report> {
     ours.end(session).await?;
 
     say("create and end");
-    (report.create, report.end) = create::measure(&plan, &ours, &rivals, &world).await?;
+    let beside = World::new()?;
+    let mut pooled = Ours::start(&beside, &Options::default().set("warm_pool", "1")).await?;
+    (report.create, report.end) = create::measure(&plan, &ours, &pooled, &rivals, &world).await?;
+    pooled.shut_down().await?;
+    leave(beside).await;
+    report.burst = create::burst(&plan, &ours, &world).await?;
     ours.shut_down().await?;
     leave(world).await;
 
     say("memory of idle sessions");
     // A worker that has done nothing yet: one that was busy has room in its heap, which would hide what sessions add.
     let world = World::new()?;
-    let mut ours = Ours::start(&world).await?;
+    let mut ours = Ours::start(&world, &Options::default()).await?;
     report.memory = memory::measure(&plan, &ours).await?;
     ours.shut_down().await?;
     leave(world).await;

@@ -29,11 +29,11 @@ pub(crate) struct Ours {
 
 impl Ours {
     /// A worker that logs as an operator's does: the tests' harness would have it log everything, which costs time.
-    pub(crate) async fn start(world: &World) -> Result<Self> {
+    pub(crate) async fn start(world: &World, options: &Options) -> Result<Self> {
         drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
         let log = fs_err::File::create(world.directory().join("worker.log"))?.into_parts().0;
         let mut command = Command::new(World::cynode().context("no release build of cynode is beside this program; 'make bench' builds it")?);
-        command.arg("worker").arg("--state-dir").arg(world.state_dir()).arg("--config").arg(world.config(&Options::default())?);
+        command.arg("worker").arg("--state-dir").arg(world.state_dir()).arg("--config").arg(world.config(options)?);
         for name in ["CYNODE_LOG", "CYNODE_LOG_FORMAT", "CYNODE_URL", "CYNODE_TOKEN"] {
             command.env_remove(name);
         }
@@ -61,6 +61,28 @@ impl Ours {
         let session = self.client.create_session(request).await?;
         ensure!(session.state == SessionState::Running && !session.warm, "a session is {} (warm: {}) instead of running and cold", session.state, session.warm);
         Ok(session.session_id)
+    }
+
+    /// A session on a sandbox that was made ahead.
+    pub(crate) async fn warm_session(&self) -> Result<SessionId> {
+        let request = SessionCreate::new(cynode_api::TaskId::generate(), SessionId::generate(), "default");
+        let session = self.client.create_session(&request).await?;
+        ensure!(session.warm, "the pool had no sandbox ready");
+        Ok(session.session_id)
+    }
+
+    /// Waits until so many sandboxes are ready to be claimed.
+    pub(crate) async fn wait_for_spares(&self, count: f64) -> Result<()> {
+        let deadline = Instant::now() + Duration::from_mins(2);
+        loop {
+            let text = reqwest::get(format!("{}/metrics", self.client.base())).await?.text().await?;
+            let ready = text.lines().find_map(|line| line.strip_prefix("cynode_pool_ready ")?.parse::<f64>().ok());
+            if ready.is_some_and(|ready| ready >= count) {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "the pool did not fill");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
     }
 
     pub(crate) async fn end(&self, session: SessionId) -> Result<()> {

@@ -6,6 +6,7 @@ use comfy_table::{CellAlignment, Table, presets::NOTHING};
 use serde_json::{Value, json};
 
 use crate::{
+    create::Burst,
     exec::Parallel,
     machine::Facts,
     memory::Idle,
@@ -20,6 +21,7 @@ pub(crate) struct Report {
     pub(crate) parallel: Parallel,
     pub(crate) create: Vec<Samples>,
     pub(crate) end: Vec<Samples>,
+    pub(crate) burst: Burst,
     pub(crate) transfers: Vec<Transfer>,
     pub(crate) memory: Vec<Idle>,
 }
@@ -27,7 +29,7 @@ pub(crate) struct Report {
 impl Report {
     pub(crate) fn new(facts: Facts) -> Self {
         let parallel = Parallel { clients: 0, per_second: 0.0, samples: Samples::new("") };
-        Self { facts, exec: Vec::new(), parallel, create: Vec::new(), end: Vec::new(), transfers: Vec::new(), memory: Vec::new() }
+        Self { facts, exec: Vec::new(), parallel, create: Vec::new(), end: Vec::new(), burst: Burst::default(), transfers: Vec::new(), memory: Vec::new() }
     }
 
     fn latencies(&self) -> [(&'static str, &[Samples]); 3] {
@@ -50,6 +52,7 @@ impl Report {
             "machine": self.facts.json(),
             "latency": latency,
             "parallel": { "clients": self.parallel.clients, "execs_per_second": self.parallel.per_second, "times": times(&self.parallel.samples) },
+            "burst": { "sessions": self.burst.sessions, "ready_ms": milliseconds(self.burst.ready), "gone_ms": milliseconds(self.burst.gone) },
             "throughput": self.transfers.iter().map(transfer).collect::<Vec<_>>(),
             "idle_memory": self.memory.iter().map(idle).collect::<Vec<_>>(),
         })
@@ -102,6 +105,9 @@ impl fmt::Display for Report {
             writeln!(f, "{rows}\n")?;
         }
         writeln!(f, " {} clients at once: {:.0} execs a second\n", self.parallel.clients, self.parallel.per_second)?;
+
+        let Burst { sessions, ready, gone } = &self.burst;
+        writeln!(f, " {sessions} sessions at once: all run after {:.1} s, all gone {:.1} s after their end\n", ready.as_secs_f64(), gone.as_secs_f64())?;
 
         let mebibytes = self.transfers.first().map_or(0, |transfer| transfer.bytes >> 20);
         for transfer in &self.transfers {

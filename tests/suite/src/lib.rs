@@ -6,10 +6,12 @@
 #![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 mod dockerd;
+mod random;
 mod requests;
 mod world;
 
 pub use dockerd::{OTHER_RUNTIME, TEST_USER};
+pub use random::Random;
 pub use requests::{Answer, Http};
 pub use world::{Engine, Options, RunningWorker, World, eventually, repository};
 

@@ -1,6 +1,9 @@
 //! Processes are killed at bad moments; nothing is lost and nothing is left.
 #![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
+#[path = "crash/kills.rs"]
+mod kills;
+
 use std::{collections::HashSet, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
@@ -198,6 +201,17 @@ async fn a_worker_killed_while_it_creates_and_ends_leaves_no_stray_and_loses_no_
     assert_eq!(world.containers()?.len(), running.len());
     worker.shut_down().await?;
     world.assert_clean().await
+}
+
+#[tokio::test]
+async fn a_worker_killed_in_every_phase_loses_no_session_and_mixes_up_none() -> Result<()> {
+    kills::kill_again_and_again(5).await
+}
+
+/// `make soak`.
+#[tokio::test]
+async fn soak_the_worker_is_killed_fifty_times() -> Result<()> {
+    kills::kill_again_and_again(50).await
 }
 
 #[tokio::test]

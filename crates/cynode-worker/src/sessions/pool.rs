@@ -251,6 +251,7 @@ impl Sessions {
 
     async fn make_spare(self: &Arc<Self>, key: Key) -> Result<(), ApiError> {
         let Some(id_block) = self.ids.take() else { return Ok(()) };
+        tracing::debug!("Making a spare sandbox.");
         let sandbox = Sandbox {
             sandbox_id: SandboxId::generate(),
             image_id: key.image_id.clone(),
@@ -270,6 +271,7 @@ impl Sessions {
             Ok(started) => {
                 self.pool.spares.lock().push(Spare { key, sandbox, started });
                 self.pool.measure();
+                tracing::debug!("A spare sandbox is ready.");
                 Ok(())
             }
             Err(error) => {

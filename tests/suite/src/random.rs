@@ -1,0 +1,35 @@
+//! Chance that can be repeated.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Numbers that look random and follow from a seed (SplitMix64).
+#[derive(Clone, Debug)]
+pub struct Random(u64);
+
+impl Random {
+    /// From `CYNODE_SEED`, or from the clock. The seed is printed, so that a run can be repeated.
+    #[must_use]
+    pub fn seeded() -> Self {
+        let chosen = std::env::var("CYNODE_SEED").ok().and_then(|text| text.parse().ok());
+        let clock = || SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_secs() ^ u64::from(since.subsec_nanos()));
+        let seed = chosen.unwrap_or_else(clock);
+        #[expect(clippy::print_stdout, reason = "a run that failed is repeated with it")]
+        {
+            println!("seed: CYNODE_SEED={seed}");
+        }
+        Self(seed)
+    }
+
+    pub fn number(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// Below `bound`, which is not 0.
+    pub fn below(&mut self, bound: u64) -> u64 {
+        self.number() % bound
+    }
+}
