@@ -7,6 +7,7 @@
 
 mod dockerd;
 mod requests;
+mod user;
 mod world;
 
 pub use dockerd::{OTHER_RUNTIME, TEST_USER};
@@ -18,6 +19,7 @@ pub use world::{Engine, Options, RunningWorker, World, eventually, repository};
 macro_rules! on_every_runtime {
     ($($test:ident),+ $(,)?) => {
         $crate::on_every_runtime!(@ podman, Podman, $($test),+);
+        $crate::on_every_runtime!(@ rootless, Rootless, $($test),+);
         $crate::on_every_runtime!(@ docker, Docker, $($test),+);
     };
     (@ $module:ident, $engine:ident, $($test:ident),+) => {

@@ -13,7 +13,6 @@ use time::OffsetDateTime;
 use super::{CREATE_WAIT, Entry, Live, Sessions, environment, journal_error, runtime_problem, validate};
 use crate::{
     execs::SessionExecs,
-    idrange::IdBlocks,
     journal::SessionRecord,
     runtime::{self, Image, Mount, Spec},
     sandbox::{AgentLink, InitProcess},
@@ -270,7 +269,7 @@ impl Sessions {
             image_id: record.image_id.clone(),
             argv,
             env: vec![("PATH".to_owned(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned())],
-            ids: IdBlocks::map(record.id_block),
+            ids: self.ids.map(record.id_block),
             mounts: vec![mount(directory, "/run/cynode", true), mount(workspace, WORKSPACE, false), mount(home, HOME, false)],
             limits: record.session.limits,
         }
