@@ -10,6 +10,8 @@ use cynode_api::{ExecVia, Unenforced};
 use cynode_service::{ConfigError, config};
 use serde::Deserialize;
 
+use crate::rootless;
+
 /// What `make up` builds and loads.
 pub const DEFAULT_IMAGE: &str = "localhost/cynode/sba-runner:latest";
 
@@ -127,7 +129,14 @@ impl Config {
     /// Podman's program with the arguments that choose its store.
     #[must_use]
     pub fn podman_command(&self) -> Vec<String> {
-        let mut command = vec![self.podman.clone()];
+        // An ordinary user's Podman needs a runtime directory, which not every session has.
+        let mut command = Vec::new();
+        if !rustix::process::geteuid().is_root()
+            && let Ok(directory) = rootless::runtime_directory()
+        {
+            command.extend(["env".to_owned(), format!("XDG_RUNTIME_DIR={}", directory.display())]);
+        }
+        command.push(self.podman.clone());
         let mut option = |name: &str, value: Option<String>| {
             if let Some(value) = value {
                 command.extend([name.to_owned(), value]);

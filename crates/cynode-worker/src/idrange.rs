@@ -1,8 +1,9 @@
-//! Ids on the host for sandboxes: each workspace has a block of 65,536, so that no two sandboxes share an owner.
+//! Ids on the host for sandboxes: each workspace has a block of its own, so that no two sandboxes share an owner.
 //!
-//! As root a worker claims one of a few ranges above what systemd hands out and below 2³¹; the claim names the state
-//! directory, and a range whose owner is gone, or does not run and has no workspace left, is free again. The block belongs to the workspace, not to the
-//! container, because files keep their owner when a workspace is mounted again.
+//! A worker claims one of a few ranges: as root above what systemd hands out and below 2³¹, as an ordinary user within
+//! the user's subordinate ids. The claim names the state directory, and a range whose owner is gone, or does not run and
+//! has no workspace left, is free again. The block belongs to the workspace, not to the container, because files keep
+//! their owner when a workspace is mounted again.
 
 use std::{
     collections::BTreeSet,
@@ -14,12 +15,13 @@ use cynode_api::Unenforced;
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
 
-use crate::runtime::{IdMap, IdSpace};
+use crate::{
+    rootless,
+    runtime::{IdMap, IdSpace},
+};
 
 pub(crate) const FIRST: u32 = 0x7000_0000;
 pub(crate) const BLOCK: u32 = 65_536;
-const BLOCKS: u32 = 512;
-const RANGES: u32 = 8;
 /// Uid and gid of the sandbox's user, inside.
 pub(crate) const AGENT_ID: u32 = 1_000;
 
@@ -27,14 +29,38 @@ pub(crate) const AGENT_ID: u32 = 1_000;
 pub enum Error {
     #[error("can't claim a range of ids under {path}")]
     Claim { path: PathBuf, source: io::Error },
-    #[error("all {RANGES} ranges of ids are claimed by other workers on this host ({0} names them)")]
-    AllClaimed(PathBuf),
+    #[error("all {ranges} ranges of ids are claimed by other workers here ({registry} names them)")]
+    AllClaimed { ranges: u32, registry: PathBuf },
+}
+
+/// How ids are divided among workers and workspaces.
+#[derive(Clone, Copy, Debug)]
+struct Layout {
+    first: u32,
+    /// Ids in a block.
+    size: u32,
+    /// Blocks in a range.
+    blocks: u32,
+    ranges: u32,
+}
+
+/// Of root: eight workers, 512 workspaces each.
+const ROOTS: Layout = Layout { first: FIRST, size: BLOCK, blocks: 512, ranges: 8 };
+
+impl Layout {
+    /// Of an ordinary user. Most have ids for 32 sandboxes, and one worker then gets them all.
+    fn within(ids: IdMap) -> Self {
+        let blocks = ids.count / rootless::BLOCK;
+        Self { first: ids.first, size: rootless::BLOCK, blocks: blocks.min(32), ranges: (blocks / 32).max(1) }
+    }
 }
 
 #[derive(Debug)]
 pub(crate) struct IdBlocks {
     space: IdSpace,
     first: u32,
+    size: u32,
+    count: u32,
     used: Mutex<BTreeSet<u32>>,
 }
 
@@ -45,44 +71,46 @@ fn is_unused(directory: &Path) -> bool {
     !directory.is_dir() || (holds_none("workspaces") && holds_none("trash") && !runs())
 }
 
+/// Claims a range for the worker of `state_dir`, the same one as before when it had one.
+fn claim(ranges: u32, registry: &Path, state_dir: &Path) -> Result<u32, Error> {
+    let failed = |source| Error::Claim { path: registry.to_owned(), source };
+    fs_err::create_dir_all(registry).map_err(failed)?;
+    let lock = fs_err::OpenOptions::new().create(true).truncate(false).write(true).open(registry.join("lock")).map_err(failed)?;
+    flock(&lock, FlockOperation::LockExclusive).map_err(|error| failed(error.into()))?;
+    let mut free = None;
+    for range in 0..ranges {
+        let owner = fs_err::read_to_string(registry.join(range.to_string())).unwrap_or_default();
+        if Path::new(owner.trim()) == state_dir {
+            return Ok(range);
+        }
+        if free.is_none() && (owner.trim().is_empty() || is_unused(&Path::new(owner.trim()).join("worker"))) {
+            free = Some(range);
+        }
+    }
+    let range = free.ok_or_else(|| Error::AllClaimed { ranges, registry: registry.to_owned() })?;
+    fs_err::write(registry.join(range.to_string()), state_dir.display().to_string()).map_err(failed)?;
+    Ok(range)
+}
+
 impl IdBlocks {
     /// The blocks that a worker has on a runtime like this: a range of its own, or what all sandboxes share.
     pub(crate) fn on(space: IdSpace, registry: &Path, state_dir: &Path) -> Result<Self, Error> {
-        match space {
-            IdSpace::Own => Self::claim(registry, state_dir),
-            IdSpace::Shared(map) => Ok(Self { space, first: map.first, used: Mutex::default() }),
-            IdSpace::Host => Ok(Self { space, first: 0, used: Mutex::default() }),
-        }
+        let (layout, shared) = match space {
+            IdSpace::Own => (ROOTS, None),
+            IdSpace::Within(ids) => (Layout::within(ids), None),
+            IdSpace::Shared(map) => (ROOTS, Some(map.first)),
+            IdSpace::Host => (ROOTS, Some(0)),
+        };
+        let (first, count) = match shared {
+            Some(first) => (first, 1),
+            None => (layout.first + claim(layout.ranges, registry, state_dir)? * layout.blocks * layout.size, layout.blocks),
+        };
+        Ok(Self { space, first, size: layout.size, count, used: Mutex::default() })
     }
 
     /// What these blocks do not keep apart.
     pub(crate) const fn unenforced(&self) -> &'static [Unenforced] {
         self.space.unenforced()
-    }
-
-    /// Claims a range for the worker of `state_dir`, the same one as before when it had one.
-    pub(crate) fn claim(registry: &Path, state_dir: &Path) -> Result<Self, Error> {
-        let failed = |source| Error::Claim { path: registry.to_owned(), source };
-        fs_err::create_dir_all(registry).map_err(failed)?;
-        let lock = fs_err::OpenOptions::new().create(true).truncate(false).write(true).open(registry.join("lock")).map_err(failed)?;
-        flock(&lock, FlockOperation::LockExclusive).map_err(|error| failed(error.into()))?;
-        let mut free = None;
-        for range in 0..RANGES {
-            let owner = fs_err::read_to_string(registry.join(range.to_string())).unwrap_or_default();
-            if Path::new(owner.trim()) == state_dir {
-                return Ok(Self::at(range));
-            }
-            if free.is_none() && (owner.trim().is_empty() || is_unused(&Path::new(owner.trim()).join("worker"))) {
-                free = Some(range);
-            }
-        }
-        let range = free.ok_or_else(|| Error::AllClaimed(registry.to_owned()))?;
-        fs_err::write(registry.join(range.to_string()), state_dir.display().to_string()).map_err(failed)?;
-        Ok(Self::at(range))
-    }
-
-    fn at(range: u32) -> Self {
-        Self { space: IdSpace::Own, first: FIRST + range * BLOCKS * BLOCK, used: Mutex::default() }
     }
 
     /// Marks a block as used, as the journal says.
@@ -92,11 +120,12 @@ impl IdBlocks {
 
     /// A block that nobody uses, or the one that all share; `None` when all are taken.
     pub(crate) fn take(&self) -> Option<u32> {
-        if self.space != IdSpace::Own {
+        if matches!(self.space, IdSpace::Shared(_) | IdSpace::Host) {
             return Some(self.first);
         }
         let mut used = self.used.lock();
-        let block = (0..BLOCKS).map(|index| self.first + index * BLOCK).find(|block| !used.contains(block))?;
+        // The lowest that is free: without root each block has a copy of its own of every image that it was used with.
+        let block = (0..self.count).map(|index| self.first + index * self.size).find(|block| !used.contains(block))?;
         used.insert(block);
         Some(block)
     }
@@ -106,8 +135,8 @@ impl IdBlocks {
     }
 
     #[must_use]
-    pub(crate) const fn map(block: u32) -> IdMap {
-        IdMap { first: block, count: BLOCK }
+    pub(crate) const fn map(&self, block: u32) -> IdMap {
+        IdMap { first: block, count: self.size }
     }
 }
 
@@ -122,13 +151,30 @@ mod tests {
         for state in [&one, &two] {
             fs_err::create_dir(state.path().join("worker")).expect("a directory");
         }
-        let first = IdBlocks::claim(registry.path(), one.path()).expect("a range");
-        let second = IdBlocks::claim(registry.path(), two.path()).expect("a range");
+        let first = IdBlocks::on(IdSpace::Own, registry.path(), one.path()).expect("a range");
+        let second = IdBlocks::on(IdSpace::Own, registry.path(), two.path()).expect("a range");
         assert_ne!(first.first, second.first);
-        assert_eq!(IdBlocks::claim(registry.path(), one.path()).expect("a range").first, first.first);
+        assert_eq!(IdBlocks::on(IdSpace::Own, registry.path(), one.path()).expect("a range").first, first.first);
         drop(one);
         let third = tempfile::tempdir().expect("a directory");
-        assert_eq!(IdBlocks::claim(registry.path(), third.path()).expect("the freed range").first, first.first);
+        assert_eq!(IdBlocks::on(IdSpace::Own, registry.path(), third.path()).expect("the freed range").first, first.first);
+    }
+
+    #[test]
+    fn an_ordinary_user_has_small_blocks_within_the_subordinate_ids() {
+        let registry = tempfile::tempdir().expect("a directory");
+        let (one, two) = (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory"));
+        for state in [&one, &two] {
+            fs_err::create_dir(state.path().join("worker")).expect("a directory");
+        }
+        let usual = IdSpace::Within(IdMap { first: 1, count: 65_536 });
+        let blocks = IdBlocks::on(usual, registry.path(), one.path()).expect("a range");
+        let all: Vec<IdMap> = std::iter::from_fn(|| blocks.take()).map(|block| blocks.map(block)).collect();
+        assert_eq!((all.len(), all[0].first), (32, 1));
+        assert!(all.iter().all(|map| map.count > AGENT_ID && map.first + map.count <= 65_537));
+        assert!(IdBlocks::on(usual, registry.path(), two.path()).is_err(), "one worker has them all");
+        let more = IdSpace::Within(IdMap { first: 1, count: 131_072 });
+        assert_eq!(IdBlocks::on(more, registry.path(), two.path()).expect("a range").take(), Some(65_537));
     }
 
     #[test]
@@ -145,9 +191,9 @@ mod tests {
     #[test]
     fn a_block_is_used_once_until_it_is_given_back() {
         let registry = tempfile::tempdir().expect("a directory");
-        let blocks = IdBlocks::claim(registry.path(), Path::new("/nowhere")).expect("a range");
+        let blocks = IdBlocks::on(IdSpace::Own, registry.path(), Path::new("/nowhere")).expect("a range");
         let all: BTreeSet<u32> = std::iter::from_fn(|| blocks.take()).collect();
-        assert_eq!(all.len(), BLOCKS as usize);
+        assert_eq!(all.len(), ROOTS.blocks as usize);
         assert!(all.iter().all(|block| u64::from(*block) + u64::from(BLOCK) <= 1 << 31));
         blocks.give_back(*all.first().expect("blocks"));
         assert_eq!(blocks.take(), all.first().copied());

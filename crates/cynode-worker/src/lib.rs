@@ -15,6 +15,7 @@ mod idrange;
 mod journal;
 mod limits;
 mod process;
+mod rootless;
 pub mod runtime;
 mod sandbox;
 mod sessions;
@@ -38,7 +39,8 @@ use sha2::{Digest as _, Sha256};
 pub use api::openapi;
 pub use config::{Config, DEFAULT_IMAGE, Engine, TlsFiles};
 use journal::Journal;
-use runtime::{Docker, DockerOptions, Podman, PodmanOptions, Runtime, ServiceOptions};
+pub use rootless::enter as enter_user_namespace;
+use runtime::{Docker, DockerOptions, IdSpace, Podman, PodmanOptions, Runtime, ServiceOptions};
 use sessions::{Means, Sessions};
 
 #[derive(Debug, thiserror::Error)]
@@ -105,10 +107,11 @@ async fn ids(config: &Config, runtime: &dyn Runtime) -> Result<idrange::IdBlocks
     let space = runtime.ids().await?;
     let missing = host::missing_allowances(config, space);
     if missing.is_empty() {
-        return Ok(idrange::IdBlocks::on(space, Path::new(ID_REGISTRY), &config.state_dir)?);
+        let registry = rootless::id_registry(matches!(space, IdSpace::Within(_))).map_err(state("finding a runtime directory"))?;
+        return Ok(idrange::IdBlocks::on(space, &registry, &config.state_dir)?);
     }
     let what = match space {
-        runtime::IdSpace::Host => "the ids of sandboxes apart from the host's",
+        IdSpace::Host => "the ids of sandboxes apart from the host's",
         _ => "the ids of sandboxes apart from one another",
     };
     Err(Error::Unenforced { what: what.to_owned(), remedy: format!("{}, or use another engine; 'cynode doctor' says more", config.allowance(&missing)) })
@@ -185,9 +188,6 @@ pub async fn run(config: Config) -> Result<(), Error> {
     runtime.close().await;
     Ok(())
 }
-
-/// Where workers on one host agree on their ranges of ids.
-const ID_REGISTRY: &str = "/run/cynode/ids";
 
 async fn readiness(sessions: &Sessions) -> Result<(), String> {
     if let Some(reason) = sessions.unsettled() {

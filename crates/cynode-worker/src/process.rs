@@ -71,6 +71,13 @@ pub(crate) fn kill_monitors(container: &str) {
     }
 }
 
+/// The process that has been longest in these namespaces, named as `/proc/<pid>/ns` names them.
+pub(crate) fn oldest_in(user: &str, mount: &str) -> Option<i32> {
+    let is_in = |pid: i32, kind: &str, name: &str| fs_err::read_link(format!("/proc/{pid}/ns/{kind}")).is_ok_and(|found| found.as_os_str() == name);
+    let pids = fs_err::read_dir("/proc").ok()?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok());
+    pids.filter(|pid| is_in(*pid, "user", user) && is_in(*pid, "mnt", mount)).filter_map(|pid| Some((start_time(pid).ok()??, pid))).min().map(|(_, pid)| pid)
+}
+
 /// A process in some container, seen from the host.
 #[derive(Debug)]
 pub(crate) struct Inside {

@@ -35,6 +35,12 @@ struct Outcome {
 pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
     let state = StateDir::new(globals)?;
     let config = roles::worker_config(globals, &args.settings)?;
+    // What sandboxes left may belong to ids that can only be touched from where the worker lives. The rest is done all the same.
+    if config.directory().exists()
+        && let Err(error) = roles::enter(&config).await
+    {
+        output::note(&format!("cynode: {error}"));
+    }
     let sandboxes = if args.keep_sessions { Sandboxes::Keep } else { Sandboxes::End };
     let progress = Progress::start("stopping CyNode");
     let supervised = is_up(&state)?;

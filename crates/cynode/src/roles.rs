@@ -30,6 +30,8 @@ pub fn worker_url(config: &cynode_worker::Config) -> String {
     format!("{}://{address}", if config.tls.cert.is_some() { "https" } else { "http" })
 }
 
+const DOCTOR: &str = "Run 'cynode doctor' to see what this machine lacks.";
+
 /// The worker role, until it is told to stop.
 pub async fn run_worker(globals: &Globals, args: Worker) -> Result<ExitCode, Failure> {
     if let Some(parent) = args.parent {
@@ -37,11 +39,18 @@ pub async fn run_worker(globals: &Globals, args: Worker) -> Result<ExitCode, Fai
     }
     let config = worker_config(globals, &args.settings)?;
     cynode_service::telemetry::init();
+    enter(&config).await.map_err(|error| Failure::internal(error).remedy(DOCTOR))?;
     match cynode_worker::run(config).await {
         Ok(()) => Ok(ExitCode::SUCCESS),
         Err(cynode_worker::Error::Listen(error)) if !matches!(error, ListenError::Bind { .. }) => Err(Failure::new(USAGE, "config", chain(&error))),
-        Err(error) => Err(Failure::internal(chain(&error)).remedy("Run 'cynode doctor' to see what this machine lacks.")),
+        Err(error) => Err(Failure::internal(chain(&error)).remedy(DOCTOR)),
     }
+}
+
+/// Moves an ordinary user's process to where workers of that user live, by running this program anew. For root nothing
+/// changes.
+pub async fn enter(config: &cynode_worker::Config) -> Result<(), String> {
+    cynode_worker::enter_user_namespace(config).await.map_err(|error| chain(&error))
 }
 
 /// Removes what a worker left behind that is no longer running. Says what it did.

@@ -8,7 +8,7 @@ if [ -f "$dir/docker/pid" ]; then
     pid=$(cat "$dir/docker/pid")
     tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -qF "$dir" && kill "$pid" 2>/dev/null
     for _ in $(seq 1 200); do
-        [ -d "/proc/$pid" ] || break
+        grep -qs '^State:.[^ZX]' "/proc/$pid/status" || break
         sleep 0.1
     done
 fi
@@ -19,7 +19,25 @@ if [ -f "$dir/state/worker/podman/service.json" ]; then
     pid=$(sed 's/.*"pid":\([0-9]*\).*/\1/' "$dir/state/worker/podman/service.json")
     tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -qF "$dir" && kill -9 "$pid" 2>/dev/null
 fi
-[ -d "$dir/root" ] && timeout 60 "$podman" --root "$dir/root" --runroot "$dir/run" --storage-driver overlay --runtime runc --cgroup-manager cgroupfs --events-backend none rm -f -a -t 0 >/dev/null 2>&1
+# An ordinary user's containers lie in namespaces that only a process of that user can enter.
+if [ -d "$dir/xdg" ]; then
+    user=$(stat -c %u "$dir/xdg")
+    runtime=$dir/xdg
+    session=XDG_RUNTIME_DIR=$runtime
+    if [ -e "$dir/without-session" ]; then
+        runtime=/tmp/podman-run-$user
+        session=--unset=XDG_RUNTIME_DIR
+    fi
+    timeout 60 setpriv --reuid="$user" --regid="$user" --clear-groups env --chdir="$dir" "$session" HOME="$dir/home" "$podman" --root "$dir/root" --runroot "$dir/run" --storage-driver overlay --runtime runc --cgroup-manager cgroupfs --events-backend none rm -f -a -t 0 >/dev/null 2>&1
+    # Podman keeps the namespace by a process for each user.
+    for file in "$runtime"/libpod/tmp/pause.pid "$dir"/*/libpod/tmp/pause.pid; do
+        pid=$(cat "$file" 2>/dev/null)
+        [ -z "$pid" ] || ! grep -qs -e podman -e catatonit "/proc/$pid/cmdline" || kill -9 "$pid" 2>/dev/null
+    done
+    [ ! -e "$dir/without-session" ] || rm -rf "/tmp/podman-run-$user" "/tmp/containers-user-$user" "/tmp/cynode-$user"
+elif [ -d "$dir/root" ]; then
+    timeout 60 "$podman" --root "$dir/root" --runroot "$dir/run" --storage-driver overlay --runtime runc --cgroup-manager cgroupfs --events-backend none rm -f -a -t 0 >/dev/null 2>&1
+fi
 # Monitors and Podman's own cleanup may still write below the directory.
 for _ in 1 2 3 4 5 6 7 8 9 10; do
     again=

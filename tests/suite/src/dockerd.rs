@@ -63,7 +63,7 @@ impl World {
 
     /// An image of the tests' store as an archive that any engine can load.
     pub(crate) fn save_image(&self, image: &str) -> Result<PathBuf> {
-        let archive = self.directory().join("image.tar");
+        let archive = self.directory().join(format!("{}.tar", uuid::Uuid::new_v4().simple()));
         let source = format!("containers-storage:[overlay@{}+{}]{image}", Self::image_store().display(), self.directory().join("run").display());
         let saved = Command::new("skopeo").args(["copy", "--quiet", &source, &format!("docker-archive:{}:{image}", archive.display())]).output()?;
         ensure!(saved.status.success(), "saving {image}: {}", String::from_utf8_lossy(&saved.stderr));

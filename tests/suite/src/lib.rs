@@ -8,6 +8,7 @@
 mod dockerd;
 mod random;
 mod requests;
+mod user;
 mod world;
 
 pub use dockerd::{OTHER_RUNTIME, TEST_USER};
@@ -20,6 +21,7 @@ pub use world::{Engine, Options, RunningWorker, World, eventually, repository};
 macro_rules! on_every_runtime {
     ($($test:ident),+ $(,)?) => {
         $crate::on_every_runtime!(@ podman, Podman, $($test),+);
+        $crate::on_every_runtime!(@ rootless, Rootless, $($test),+);
         $crate::on_every_runtime!(@ docker, Docker, $($test),+);
     };
     (@ $module:ident, $engine:ident, $($test:ident),+) => {

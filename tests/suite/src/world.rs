@@ -60,6 +60,11 @@ impl Options {
 pub enum Engine {
     /// As root.
     Podman,
+    /// As an ordinary user.
+    Rootless,
+    /// The same without a login session: no `XDG_RUNTIME_DIR`. What Podman and the worker use instead is the user's alone,
+    /// so only one test may have it.
+    RootlessWithoutSession,
     /// A daemon of the test's own with `userns-remap`.
     Docker,
     /// The same without it: ids inside are the host's.
@@ -89,6 +94,7 @@ impl World {
         let world = Self::with(engine)?;
         match engine {
             Engine::Podman => {}
+            Engine::Rootless | Engine::RootlessWithoutSession => world.prepare_user()?,
             Engine::Docker | Engine::DockerUnmapped => world.start_docker(engine == Engine::Docker).await?,
         }
         Ok(world)
@@ -134,12 +140,20 @@ impl World {
         Ok(directory.context("the cynode binary is not built; run 'make test', which builds it first")?.join("cynode"))
     }
 
+    /// `cynode`, as the user whose world this is.
+    pub fn command(&self) -> Result<Command> {
+        Ok(if self.is_users() { self.as_user(&self.directory.join("bin/cynode")) } else { Command::new(Self::cynode()?) })
+    }
+
     /// Podman with this world's store.
     #[must_use]
     pub fn podman(&self) -> Command {
-        let mut command = Command::new("podman");
-        command.arg("--root").arg(self.directory.join("root")).arg("--runroot").arg(self.directory.join("run"));
-        command.args(["--storage-driver", "overlay", "--storage-opt"]).arg(format!("additionalimagestore={}", Self::image_store().display()));
+        let mut command = if self.is_users() { self.in_namespace() } else { Command::new("env") };
+        command.arg("podman").arg("--root").arg(self.directory.join("root")).arg("--runroot").arg(self.directory.join("run"));
+        command.args(["--storage-driver", "overlay"]);
+        if self.engine == Engine::Podman {
+            command.arg("--storage-opt").arg(format!("additionalimagestore={}", Self::image_store().display()));
+        }
         command.args(["--runtime", "runc", "--cgroup-manager", "cgroupfs", "--events-backend", "none"]);
         command
     }
@@ -163,6 +177,12 @@ impl World {
                 ("podman_root", quoted(&self.directory.join("root"))),
                 ("podman_runroot", quoted(&self.directory.join("run"))),
                 ("podman_image_store", quoted(&Self::image_store())),
+            ]),
+            Engine::Rootless | Engine::RootlessWithoutSession => defaults.extend([
+                ("podman_root", quoted(&self.directory.join("root"))),
+                ("podman_runroot", quoted(&self.directory.join("run"))),
+                ("agent_binary", quoted(&self.directory.join("bin/cynode-sba"))),
+                ("allow_unenforced", r#"["memory", "cpus", "pids", "disk"]"#.to_owned()),
             ]),
             Engine::Docker | Engine::DockerUnmapped => {
                 let allowed = if self.engine == Engine::Docker { r#"["id_range"]"# } else { r#"["id_range", "userns"]"# };
@@ -198,7 +218,7 @@ impl World {
         // The address of an earlier worker must not be taken for this one's.
         drop(fs_err::remove_file(self.state_dir().join("worker/url")));
         let log = fs_err::OpenOptions::new().create(true).append(true).open(self.directory.join("worker.log"))?.into_parts().0;
-        let mut command = Command::new(Self::cynode()?);
+        let mut command = self.command()?;
         command.arg("worker").arg("--state-dir").arg(self.state_dir()).arg("--config").arg(config);
         command.envs(options.env.iter().cloned()).env("CYNODE_LOG", "debug").env_remove("CYNODE_URL").env_remove("CYNODE_TOKEN");
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0);
@@ -216,7 +236,7 @@ impl World {
 
     /// Containers in this world's store, whatever made them.
     pub fn containers(&self) -> Result<Vec<String>> {
-        if self.engine != Engine::Podman {
+        if matches!(self.engine, Engine::Docker | Engine::DockerUnmapped) {
             return self.docker_containers();
         }
         let output = self.podman().args(["ps", "--all", "--quiet", "--external"]).output()?;

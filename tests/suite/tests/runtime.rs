@@ -38,7 +38,7 @@ fn docker(world: &World) -> Arc<dyn Runtime> {
 
 fn runtime(world: &World) -> Arc<dyn Runtime> {
     match world.engine() {
-        Engine::Podman => podman(world),
+        Engine::Podman | Engine::Rootless | Engine::RootlessWithoutSession => podman(world),
         Engine::Docker | Engine::DockerUnmapped => docker(world),
     }
 }
@@ -57,6 +57,7 @@ async fn spec(runtime: &dyn Runtime, name: &str, script: &str) -> Result<Spec> {
         env: vec![("PATH".to_owned(), "/bin:/usr/bin".to_owned())],
         ids: match runtime.ids().await? {
             IdSpace::Own => IdMap { first: 0x7f00_0000, count: 65_536 },
+            IdSpace::Within(map) => IdMap { first: map.first + 2_048, count: 2_048 },
             IdSpace::Shared(map) => map,
             IdSpace::Host => IdMap { first: 0, count: 65_536 },
         },

@@ -12,12 +12,8 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-pub(super) fn privileges() -> Check {
-    if is_root() {
-        Check::ok("privileges", "root: each sandbox gets 65,536 ids of its own")
-    } else {
-        Check::problem("privileges", "an ordinary user: rootless sandboxes are not supported yet", "Run it as root.")
-    }
+pub(super) fn root() -> Check {
+    Check::ok("privileges", "root: each sandbox gets 65,536 ids of its own")
 }
 
 /// Docker's daemon is root and the files that sandboxes share with it are made by us.
@@ -44,14 +40,23 @@ pub(super) fn cgroups() -> Check {
     }
 }
 
+/// Systemd manages cgroups where it runs, for an ordinary user where it runs for that user too.
 pub(super) fn choose_cgroup_manager() -> &'static str {
-    if Path::new("/run/systemd/system").is_dir() { "systemd" } else { "cgroupfs" }
+    let for_us = || is_root() && !in_user_namespace();
+    let for_user = || std::env::var_os("XDG_RUNTIME_DIR").is_some_and(|directory| Path::new(&directory).join("systemd/private").exists());
+    if Path::new("/run/systemd/system").is_dir() && (for_us() || for_user()) { "systemd" } else { "cgroupfs" }
+}
+
+/// Whether root here is somebody else outside.
+fn in_user_namespace() -> bool {
+    let map = fs_err::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    map.split_ascii_whitespace().ne(["0", "0", "4294967295"])
 }
 
 pub(super) fn cgroup_manager() -> Check {
     match choose_cgroup_manager() {
         "systemd" => Check::ok("cgroup manager", "systemd"),
-        _ => Check::adapted("cgroup manager", "cgroupfs, because systemd does not run here"),
+        _ => Check::adapted("cgroup manager", "cgroupfs, because systemd does not run here, or not for this user"),
     }
 }
 
@@ -75,7 +80,7 @@ pub(super) fn id_ranges() -> Check {
             }
         }
     }
-    if is_root() { Check::ok("id ranges", format!("{first} to {last}, used by nobody else")) } else { Check::ok("id ranges", "not looked at: rootless") }
+    Check::ok("id ranges", format!("{first} to {last}, used by nobody else"))
 }
 
 /// What a sandbox's limits may be at most, since they can't be raised above ours.

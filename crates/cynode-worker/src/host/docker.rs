@@ -58,7 +58,7 @@ pub(super) fn id_space(config: &Config, info: &SystemInfo) -> Check {
         IdSpace::Shared(map) => {
             (format!("userns-remap: all sandboxes share the ids from {} on", map.first), "use Podman, which gives each sandbox ids of its own")
         }
-        IdSpace::Host | IdSpace::Own => (
+        _ => (
             "none: ids in a sandbox are the host's own".to_owned(),
             "set \"userns-remap\": \"default\" in /etc/docker/daemon.json and restart the daemon, or use Podman",
         ),
@@ -151,7 +151,7 @@ async fn trial(docker: &Docker, agent: &Path) -> Result<(), Error> {
 async fn run_trial(docker: &Docker, name: &str) -> Result<(), Error> {
     let ids = match docker.ids().await? {
         IdSpace::Shared(map) => map,
-        IdSpace::Host | IdSpace::Own => IdMap { first: 0, count: 65_536 },
+        _ => IdMap { first: 0, count: 65_536 },
     };
     let spec = Spec {
         name: name.to_owned(),

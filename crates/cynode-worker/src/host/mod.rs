@@ -105,7 +105,12 @@ async fn with_podman(config: &Config, agent: &Result<PathBuf, String>) -> (Vec<C
         (None, _) => (Check::problem("OCI runtime", "can't be tried without Podman", podman::INSTALL), None),
         (_, Err(error)) => (untried(error), None),
     };
-    let mut checks = vec![engine.check.clone(), checks::privileges(), checks::cgroups(), runtime, checks::cgroup_manager(), checks::id_ranges()];
+    let rootless = engine.is_rootless();
+    let mut checks = vec![engine.check.clone()];
+    checks.push(if rootless { podman::privileges(config).await } else { checks::root() });
+    checks.push(if rootless { podman::cgroups(config, &engine) } else { checks::cgroups() });
+    checks.extend([runtime, checks::cgroup_manager()]);
+    checks.extend((!rootless).then(checks::id_ranges));
     checks.extend(podman::store(&engine));
     checks.push(podman::default_image(config, engine.version.is_some()).await);
     (checks, name.map(|name| (name, checks::choose_cgroup_manager().to_owned())))
@@ -206,7 +211,7 @@ async fn key(config: &Config) -> String {
 }
 
 /// Runs a program to its end, within half a minute; its output, or what it complained of.
-async fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
+pub(crate) async fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
     let mut command = process::command(program);
     command.args(arguments).stdin(std::process::Stdio::null()).kill_on_drop(true);
     match tokio::time::timeout(std::time::Duration::from_secs(30), command.output()).await {

@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
+use cynode_api::Unenforced;
 use serde_json::Value;
 
 use super::{Check, run};
-use crate::{config::Config, runtime::seccomp};
+use crate::{config::Config, rootless, runtime::seccomp};
 
 pub(super) const INSTALL: &str = "Install it: apt-get install podman runc uidmap (or run scripts/setup).";
 
@@ -29,7 +30,7 @@ pub(super) async fn engine(config: &Config) -> Engine {
     };
     let command = config.podman_command();
     let arguments: Vec<&str> = command[1..].iter().map(String::as_str).chain(["info", "--format", "json"]).collect();
-    match run(&config.podman, &arguments).await {
+    match run(&command[0], &arguments).await {
         Ok(text) => {
             let socket = match &config.podman_socket {
                 Some(socket) => format!("its service at {}", socket.display()),
@@ -47,6 +48,61 @@ pub(super) async fn engine(config: &Config) -> Engine {
             version: Some(version),
             info: Value::Null,
         },
+    }
+}
+
+impl Engine {
+    pub(super) fn is_rootless(&self) -> bool {
+        self.info["host"]["security"]["rootless"].as_bool().unwrap_or(!rustix::process::geteuid().is_root())
+    }
+}
+
+/// An ordinary user: how many ids there are for sandboxes.
+pub(super) async fn privileges(config: &Config) -> Check {
+    const NAME: &str = "privileges";
+    match rootless::look(config).await {
+        Err(error) => Check::problem(NAME, error, "Install uidmap (apt-get install uidmap), give the user ids (scripts/setup does both), or run it as root."),
+        Ok(namespace) => match rootless::too_few(namespace.ids) {
+            Some((problem, remedy)) => Check::problem(NAME, problem, remedy),
+            None => Check::adapted(
+                NAME,
+                format!(
+                    "an ordinary user with {} subordinate ids: each sandbox gets {} of its own, so there can be {}",
+                    namespace.ids,
+                    rootless::BLOCK,
+                    namespace.ids / rootless::BLOCK
+                ),
+            ),
+        },
+    }
+}
+
+/// Which limits Podman can set for an ordinary user: those of the controllers that were delegated, and none in version 1.
+pub(super) fn cgroups(config: &Config, engine: &Engine) -> Check {
+    const NAME: &str = "cgroups";
+    let host = &engine.info["host"];
+    let version = host["cgroupVersion"].as_str().unwrap_or("of unknown version");
+    let delegated: Vec<&str> = host["cgroupControllers"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
+    let lacking: Vec<Unenforced> = [("memory", Unenforced::Memory), ("cpu", Unenforced::Cpus), ("pids", Unenforced::Pids)]
+        .into_iter()
+        .filter_map(|(controller, limit)| (!delegated.contains(&controller)).then_some(limit))
+        .collect();
+    if lacking.is_empty() {
+        return Check::ok(NAME, format!("{version}, with memory, cpu and pids delegated to this user"));
+    }
+    let names = serde_json::to_string(&lacking).unwrap_or_default();
+    let detail = format!("{version}: for an ordinary user the limits {names} are not enforced here");
+    if lacking.iter().all(|name| config.allow_unenforced.contains(name)) {
+        Check::adapted(NAME, format!("{detail}, as allowed by name"))
+    } else {
+        Check::problem(
+            NAME,
+            detail,
+            format!(
+                "Run it as root, or boot with cgroup v2 and have systemd delegate cpu, memory and pids to users, or allow it: {}.",
+                config.allowance(&lacking)
+            ),
+        )
     }
 }
 
@@ -150,7 +206,7 @@ async fn trial(config: &Config, runtime: &str, root: &Path) -> Result<(), String
         &profile,
     ]);
     arguments.extend(["--label", "io.cynodeai.sandbox.id=trial", "--rootfs", &root, "/cynode-sba", "--version"]);
-    run(&config.podman, &arguments).await.map(drop)
+    run(&command[0], &arguments).await.map(drop)
 }
 
 /// What Podman says of its store and of seccomp.
@@ -184,7 +240,7 @@ pub(super) async fn default_image(config: &Config, have_podman: bool) -> Check {
     }
     let command = config.podman_command();
     let arguments: Vec<&str> = command[1..].iter().map(String::as_str).chain(["image", "inspect", &config.default_image]).collect();
-    let labels = run(&config.podman, &arguments).await.map(|text| {
+    let labels = run(&command[0], &arguments).await.map(|text| {
         let images: Value = serde_json::from_str(&text).unwrap_or(Value::Null);
         let labels = images[0]["Labels"].as_object().cloned().unwrap_or_default();
         labels.into_iter().filter_map(|(name, value)| Some((name, value.as_str()?.to_owned()))).collect()

@@ -260,7 +260,7 @@ impl Runtime for Docker {
     async fn create(&self, spec: &Spec) -> Result<String, Error> {
         let map = match self.ids().await? {
             IdSpace::Shared(map) => map,
-            IdSpace::Host | IdSpace::Own => IdMap { first: 0, count: 65_536 },
+            _ => IdMap { first: 0, count: 65_536 },
         };
         if spec.ids != map {
             let message = format!("the workspace belongs to the ids from {} on, but Docker maps sandboxes to those from {} on", spec.ids.first, map.first);

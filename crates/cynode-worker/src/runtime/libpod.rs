@@ -5,7 +5,7 @@ use std::path::Path;
 use cynode_api::Limits;
 use serde_json::{Value, json};
 
-use super::{Mount, Spec};
+use super::{IdMap, Mount, Spec};
 
 /// Largest `nproc` sent. The pids limit of the cgroup is what binds; this one only must be there, because an operator's
 /// `containers.conf` with unequal soft and hard values is swapped by Podman's API.
@@ -26,7 +26,7 @@ const TERMINALS: u32 = 64;
 /// The container as libpod's `SpecGenerator`. Everything that an image could set is set here.
 pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profile: &Path) -> Value {
     let Limits { memory_bytes, cpus, pids, nofile, .. } = spec.limits;
-    let map = json!([{ "container_id": 0, "host_id": spec.ids.first, "size": spec.ids.count }]);
+    let map = id_map(spec.ids);
     let rlimit = |name: &str, value: u64| json!({ "type": name, "soft": value, "hard": value });
     let tmpfs = |target: &str, bytes: u64, exec: bool| {
         let mut options = vec![format!("size={bytes}"), "mode=1777".to_owned(), "nosuid".to_owned(), "nodev".to_owned()];
@@ -103,6 +103,18 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
     }
     body
 }
+
+/// All ids of the block from 0 on. Of a small block the last one stands for `nobody`, whom images give files to.
+fn id_map(ids: IdMap) -> Value {
+    let extent = |inside: u32, outside: u32, size: u32| json!({ "container_id": inside, "host_id": outside, "size": size });
+    if ids.count > NOBODY {
+        json!([extent(0, ids.first, ids.count)])
+    } else {
+        json!([extent(0, ids.first, ids.count - 1), extent(NOBODY, ids.first + ids.count - 1, 1)])
+    }
+}
+
+const NOBODY: u32 = 65_534;
 
 fn bind(mount: &Mount) -> Value {
     let mut options = vec!["bind", "nosuid", "nodev", "private"];

@@ -64,6 +64,8 @@ pub struct IdMap {
 pub enum IdSpace {
     /// Each sandbox is mapped to the block that it is given, anywhere on the host.
     Own,
+    /// The same, but within these.
+    Within(IdMap),
     /// One map for all sandboxes, chosen by whoever set up the runtime.
     Shared(IdMap),
     /// No map: an id inside is the same id outside.
@@ -75,7 +77,7 @@ impl IdSpace {
     #[must_use]
     pub const fn unenforced(self) -> &'static [Unenforced] {
         match self {
-            Self::Own => &[],
+            Self::Own | Self::Within(_) => &[],
             Self::Shared(_) => &[Unenforced::IdRange],
             Self::Host => &[Unenforced::Userns, Unenforced::IdRange],
         }

@@ -8,7 +8,7 @@ use serde_json::Value;
 use tokio::sync::OnceCell;
 
 use super::{
-    Container, Error, ExecSpec, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState, ServiceOptions, Spec,
+    Container, Error, ExecSpec, IdMap, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState, ServiceOptions, Spec,
     compat::{self, translate},
     libpod, seccomp,
     service::{self, Service},
@@ -131,7 +131,17 @@ impl Runtime for Podman {
     }
 
     async fn ids(&self) -> Result<IdSpace, Error> {
-        Ok(IdSpace::Own)
+        let info = self.libpod_get("ids", "info", &[]).await?;
+        if !info["host"]["security"]["rootless"].as_bool().unwrap_or_default() {
+            return Ok(IdSpace::Own);
+        }
+        // As seen in Podman's own namespace, where 0 is the user and those from 1 on are the subordinate ones.
+        let count = |kind: &str| {
+            let ranges = info["host"]["idMappings"][kind].as_array().into_iter().flatten();
+            ranges.filter(|range| range["container_id"] != 0).filter_map(|range| range["size"].as_u64()).sum::<u64>()
+        };
+        let count = u32::try_from(count("uidmap").min(count("gidmap"))).unwrap_or(u32::MAX);
+        Ok(IdSpace::Within(IdMap { first: 1, count }))
     }
 
     async fn image(&self, reference: &str) -> Result<Image, Error> {

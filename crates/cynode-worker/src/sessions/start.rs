@@ -10,7 +10,6 @@ use cynode_service::ApiError;
 
 use super::{Live, Sessions, runtime_problem};
 use crate::{
-    idrange::IdBlocks,
     journal::container_name,
     limits,
     runtime::{self, Mount, Spec},
@@ -74,7 +73,7 @@ impl Sessions {
                 return Err(ApiError::new(ErrorCode::AgentUnavailable, "the agent in the sandbox did not connect"));
             }
         }
-        let mut unenforced = limits::missing(init.pid, &sandbox.limits, IdBlocks::map(sandbox.id_block));
+        let mut unenforced = limits::missing(init.pid, &sandbox.limits, self.ids.map(sandbox.id_block));
         unenforced.extend(self.ids.unenforced());
         if sandbox.disk_bytes.is_none() {
             unenforced.push(Unenforced::Disk);
@@ -124,7 +123,7 @@ impl Sessions {
             image_id: sandbox.image_id.clone(),
             argv,
             env: vec![("PATH".to_owned(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned())],
-            ids: IdBlocks::map(sandbox.id_block),
+            ids: self.ids.map(sandbox.id_block),
             mounts: vec![mount(directory, "/run/cynode", true), mount(workspace, WORKSPACE, false), mount(home, HOME, false)],
             limits: sandbox.limits,
         }

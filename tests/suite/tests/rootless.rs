@@ -1,0 +1,136 @@
+//! What is an ordinary user's own: subordinate ids, runtime directory, limits that nobody enforces.
+#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
+
+use std::{collections::BTreeSet, os::unix::fs::MetadataExt as _, process::Command, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use cynode_api::SessionEnd;
+use cynode_tests::{Engine, Options, World, eventually, session, sh};
+use serde_json::Value;
+
+fn check(output: &std::process::Output, name: &str) -> Result<Value> {
+    let report: Value = serde_json::from_slice(&output.stdout).with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?;
+    report["checks"].as_array().into_iter().flatten().find(|check| check["name"] == name).cloned().with_context(|| format!("no check '{name}' in {report}"))
+}
+
+fn doctor(world: &World, options: &Options) -> Result<std::process::Output> {
+    Ok(world.command()?.args(["doctor", "--output", "json", "--state-dir"]).arg(world.state_dir()).arg("--config").arg(world.config(options)?).output()?)
+}
+
+#[tokio::test]
+async fn each_sandbox_has_ids_of_its_own_among_the_users() -> Result<()> {
+    let world = World::on(Engine::Rootless).await?;
+    let mut worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let mut made = Vec::new();
+    for _ in 0..3 {
+        let id = client.create_session(&session()).await?.session_id;
+        // Owners that only the sandbox can make, and a tree that only its owner can remove.
+        client.exec(id, &sh("mkdir -p a/b; touch a/b/c; chmod 000 a/b")).await?;
+        made.push(id);
+    }
+    let mut owners = BTreeSet::new();
+    for entry in fs_err::read_dir(world.state_dir().join("worker/workspaces"))? {
+        owners.insert(fs_err::metadata(entry?.path().join("data/workspace"))?.uid());
+    }
+    assert!(owners.len() == 3 && owners.iter().all(|owner| *owner >= 100_000), "{owners:?}");
+    assert_eq!(fs_err::metadata(world.state_dir().join("worker.token"))?.uid(), world.user()?, "what is the worker's belongs to the user");
+    // Signals reach processes of other ids, and trees of theirs go.
+    client.signal_session(made[0], cynode_api::SignalName::KILL).await?;
+    for id in made {
+        client.end_session(id, &SessionEnd::default()).await?;
+    }
+    eventually("every workspace is gone", Duration::from_secs(30), async || Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0))
+        .await?;
+    worker.shut_down().await?;
+    world.assert_clean().await
+}
+
+#[tokio::test]
+async fn doctor_says_what_an_ordinary_user_has() -> Result<()> {
+    let world = World::on(Engine::Rootless).await?;
+    let output = doctor(&world, &Options::default())?;
+    let privileges = check(&output, "privileges")?;
+    assert!(privileges["status"] == "adapted" && privileges["detail"].as_str().is_some_and(|detail| detail.contains("subordinate ids")), "{privileges}");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+
+    // What this host does not enforce for an ordinary user is a problem unless it is allowed by name.
+    let allowed = check(&output, "cgroups")?;
+    let strict = check(&doctor(&world, &Options::default().set("allow_unenforced", "[]"))?, "cgroups")?;
+    match allowed["status"].as_str() {
+        Some("ok") => assert_eq!(strict, allowed),
+        Some("adapted") => {
+            assert_eq!(strict["status"], "problem", "{strict}");
+            assert!(strict["fix"].as_str().is_some_and(|fix| fix.contains("worker.allow_unenforced = [\"memory\"")), "{strict}");
+        }
+        other => panic!("{other:?}: {allowed}"),
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_user_without_subordinate_ids_is_told_the_remedy() -> Result<()> {
+    let world = World::on(Engine::Rootless).await?;
+    let nobody = world.directory().join("nobody");
+    fs_err::create_dir_all(&nobody)?;
+    fs_err::create_dir_all(world.directory().join("n"))?;
+    for directory in [nobody.clone(), world.directory().join("n")] {
+        std::os::unix::fs::chown(directory, Some(65_534), Some(65_534))?;
+    }
+    let run = |arguments: &[&str]| -> Result<std::process::Output> {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid=65534", "--regid=65534", "--clear-groups", "env", "--ignore-environment", "--chdir"]).arg(&nobody);
+        command.arg(format!("PATH={}", std::env::var("PATH")?)).arg(format!("HOME={}", nobody.display())).arg(format!("XDG_RUNTIME_DIR={}", nobody.display()));
+        command.arg(world.directory().join("bin/cynode")).args(arguments).arg("--state-dir").arg(nobody.join("state"));
+        // Podman limits the length of this path.
+        Ok(command.arg("--set").arg(format!("podman_runroot={}", world.directory().join("n").display())).output()?)
+    };
+    let privileges = check(&run(&["doctor", "--output", "json"])?, "privileges")?;
+    assert!(privileges["status"] == "problem" && privileges["fix"].as_str().is_some_and(|fix| fix.contains("usermod --add-subuids")), "{privileges}");
+    let worker = run(&["worker"])?;
+    let said = String::from_utf8_lossy(&worker.stderr).into_owned();
+    assert!(!worker.status.success() && said.contains("usermod --add-subuids"), "{said}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn up_and_down_work_for_an_ordinary_user_without_a_login_session() -> Result<()> {
+    let world = World::on(Engine::RootlessWithoutSession).await?;
+    let config = world.config(&Options::default())?;
+    let cynode = |arguments: &[&str]| -> Result<String> {
+        let mut command = world.command()?;
+        let output = command.args(arguments).arg("--state-dir").arg(world.state_dir()).arg("--config").arg(&config).output()?;
+        ensure!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let exec = |id: &str, script: &str| -> Result<String> {
+        let output = world.command()?.args(["session", "exec", "--state-dir"]).arg(world.state_dir()).args([id, "--", "sh", "-c", script]).output()?;
+        ensure!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    };
+    cynode(&["up", "--detach"])?;
+    let id = cynode(&["session", "create"])?;
+    assert_eq!(exec(&id, "id -u; mkdir -p tree/sub; touch tree/sub/file; chmod 500 tree/sub")?, "1000\n");
+    cynode(&["session", "end", &id])?;
+    cynode(&["session", "create"])?;
+
+    // A worker that can't answer: its sandboxes and what they left go by the other way.
+    let runs = |name: &str| -> Result<Vec<rustix::process::Pid>> {
+        let mut found = Vec::new();
+        for entry in fs_err::read_dir("/proc")? {
+            let path = entry?.path();
+            let command = String::from_utf8_lossy(&fs_err::read(path.join("cmdline")).unwrap_or_default()).replace('\0', " ");
+            if command.contains(&format!("bin/cynode {name} ")) && command.contains(&world.directory().display().to_string()) {
+                found.extend(path.file_name().and_then(|pid| pid.to_str()?.parse().ok()).and_then(rustix::process::Pid::from_raw));
+            }
+        }
+        Ok(found)
+    };
+    for pid in runs("up")?.into_iter().chain(runs("worker")?) {
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL)?;
+    }
+    eventually("both are gone", Duration::from_secs(10), async || Ok(runs("up")?.is_empty() && runs("worker")?.is_empty())).await?;
+    assert_eq!(world.containers()?.len(), 1);
+    cynode(&["down"])?;
+    world.assert_clean().await
+}
