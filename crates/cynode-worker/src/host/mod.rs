@@ -92,6 +92,7 @@ pub async fn examine(config: &Config) -> Report {
     checks.push(rlimits);
     checks.extend(podman::store(&engine));
     checks.push(podman::default_image(config, engine.version.is_some()).await);
+    checks.push(checks::inotify(config.max_sandboxes));
     checks.push(checks::loop_devices());
     checks.push(checks::disk(&config.state_dir));
     checks.push(checks::postgres());

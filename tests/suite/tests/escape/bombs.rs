@@ -24,7 +24,7 @@ async fn what_one_sandbox_uses_up_another_still_has() -> Result<()> {
         arena.equip(arena.attacker).await?;
         arena.equip(arena.neighbour).await?;
         let (client, attacker, neighbour) = (arena.client.clone(), arena.attacker, arena.neighbour);
-        for kind in ["threads", "descriptors", "pipes", "memory", "timers", "queued signals", "terminals"] {
+        for kind in ["threads", "descriptors", "pipes", "memory", "timers", "queued signals", "terminals", "inotify"] {
             let probe = async || client.exec(neighbour, &exec(["./attempts", "probe", kind])).await;
             ensure!(probe().await?.exit.exit_code == Some(0), "{kind}: the neighbour has none before");
             arena.attack(async { arena.until_said(attacker, &["./attempts", "exhaust", kind], "full").await }).await?;
