@@ -6,6 +6,7 @@
  *     attempts listen NAME                     waits for whoever connects to an abstract name
  *     attempts control COUNT                   poses as the agent that often at once; says how many were turned away
  *     attempts signals                         every signal to process 1
+ *     attempts forks                           says "lit", then every process forks for ever and minds no signal that can be minded
  *
  * An attempt runs in a process of its own and returns 0 when it had success, else the errno that stopped it. One that is killed
  * was stopped too. "refused" means the system said no; "reached" that the call got through to the kernel's own checks of its
@@ -828,6 +829,16 @@ static int signals(void) {
     return 0;
 }
 
+static int forks(void) {
+    for (int number = 1; number < 65; number++)
+        signal(number, SIG_IGN);
+    printf("lit\n");
+    fflush(stdout);
+    for (;;)
+        if (fork() == 0)
+            setsid();
+}
+
 int main(int count, char **arguments) {
     const char *group = count > 1 ? arguments[1] : "";
     if (!strcmp(group, "kernel"))
@@ -844,6 +855,8 @@ int main(int count, char **arguments) {
         return listen_abstract(arguments[2]);
     else if (!strcmp(group, "control") && count == 3)
         return control(atoi(arguments[2]));
+    else if (!strcmp(group, "forks"))
+        return forks();
     else if (!strcmp(group, "signals"))
         return signals();
     else

@@ -112,6 +112,26 @@ pub(super) fn rlimits() -> (Check, u64) {
     (check, most)
 }
 
+/// The sum of what all sandboxes and the worker's own user may have.
+pub(super) fn inotify(max_sandboxes: usize) -> Check {
+    let read = |name: &str| fs_err::read_to_string(format!("/proc/sys/fs/inotify/{name}")).ok().and_then(|text| text.trim().parse::<usize>().ok());
+    let instances = read("max_user_instances").unwrap_or(0);
+    let each = crate::sandbox::namespace::INOTIFY_INSTANCES as usize;
+    if instances >= max_sandboxes * each {
+        Check::ok("inotify", format!("{instances} instances, enough for {max_sandboxes} sandboxes with {each} each"))
+    } else {
+        Check::adapted(
+            "inotify",
+            format!(
+                "{instances} instances for all sandboxes and this user together; {} sandboxes with {each} each use them up. \
+                 'sysctl fs.inotify.max_user_instances={}' gives room for {max_sandboxes}",
+                instances / each,
+                (max_sandboxes + 8) * each
+            ),
+        )
+    }
+}
+
 /// Whether each workspace can have a disk of its own: one is made and mounted.
 pub(super) async fn loop_devices(config: &Config) -> Check {
     const NAME: &str = "loop devices";

@@ -2,6 +2,7 @@
 
 mod agent;
 mod link;
+pub(crate) mod namespace;
 
 pub(crate) use agent::{ANSWER, unavailable, unexpected};
 pub(crate) use agent::{Channel, agent_problem};

@@ -13,7 +13,7 @@ use crate::{
     journal::container_name,
     limits,
     runtime::{self, Mount, Spec},
-    sandbox::{AgentLink, InitProcess},
+    sandbox::{AgentLink, InitProcess, namespace},
 };
 
 /// From start to the agent's first connection.
@@ -67,6 +67,10 @@ impl Sessions {
         self.runtime.start(&container).await.map_err(runtime_failed)?;
         let pid = self.runtime.inspect(&container).await.map_err(runtime_failed)?.pid;
         let init = InitProcess::of(pid).ok_or_else(|| ApiError::new(ErrorCode::Internal, "the sandbox's process 1 ended at once"))?;
+        // Before any command can run inside. A host that does not let us is no worse than without it.
+        if let Err(error) = namespace::bound(pid).await {
+            tracing::warn!(container, %error, "A sandbox's share of inotify could not be bounded.");
+        }
         if let Some(link) = &link {
             link.set_init(init);
             if !link.present(AGENT_WAIT).await {

@@ -3,9 +3,11 @@
 //!
 //! Disk and inodes are not here: their limits have tests of their own.
 
-use anyhow::{Result, ensure};
-use cynode_api::{ExecRequest, LimitsRequest, SessionCreate};
-use cynode_tests::{exec, session, sh};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use cynode_api::{ErrorCode, ExecRequest, LimitsRequest, SessionCreate};
+use cynode_tests::{eventually, exec, session, sh};
 
 use crate::{
     arena::{Arena, RUNTIMES},
@@ -24,7 +26,7 @@ async fn what_one_sandbox_uses_up_another_still_has() -> Result<()> {
         arena.equip(arena.attacker).await?;
         arena.equip(arena.neighbour).await?;
         let (client, attacker, neighbour) = (arena.client.clone(), arena.attacker, arena.neighbour);
-        for kind in ["threads", "descriptors", "pipes", "memory", "timers", "queued signals", "terminals"] {
+        for kind in ["threads", "descriptors", "pipes", "memory", "timers", "queued signals", "terminals", "inotify"] {
             let probe = async || client.exec(neighbour, &exec(["./attempts", "probe", kind])).await;
             ensure!(probe().await?.exit.exit_code == Some(0), "{kind}: the neighbour has none before");
             arena.attack(async { arena.until_said(attacker, &["./attempts", "exhaust", kind], "full").await }).await?;
@@ -46,27 +48,38 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork() -> Result<
     for runtime in RUNTIMES {
         let mut arena = Arena::with(runtime, "bombs", small(), &[]).await?;
         let (client, attacker) = (arena.client.clone(), arena.attacker);
+        arena.equip(attacker).await?;
+        // Whether it keeps the table of processes full; a shell that can not fork ends.
         let bombs = [
-            ("fork bomb", "bomb() { bomb | bomb & }; bomb; echo lit; wait"),
-            ("fork bomb that ignores signals", "trap '' TERM INT HUP; b() { trap '' TERM; b & b; }; echo lit; b"),
-            ("daemons", "echo lit; while :; do setsid sh -c 'sleep 1000' & done"),
-            (
-                "memory in tmpfs",
-                "echo lit; dd if=/dev/zero of=/tmp/big bs=1M; dd if=/dev/zero of=/dev/shm/big bs=1M; dd if=/dev/zero of=/run/big bs=1M; rm -f /tmp/big /dev/shm/big",
-            ),
-            ("small files in tmpfs", "echo lit; i=0; while [ $i -lt 20000 ]; do : > /tmp/f$i; i=$((i+1)); done; rm -rf /tmp/f*"),
-            ("deep directories", "echo lit; cd /tmp; i=0; while [ $i -lt 3000 ]; do mkdir d && cd d; i=$((i+1)); done"),
-            ("stopping everybody", "echo lit; while :; do kill -STOP -1; done"),
+            ("fork bomb", true, "exec ./attempts forks"),
+            ("fork bomb of a shell", false, "echo lit; b() { b & b; }; while :; do b & done 2>/dev/null"),
+            ("daemons", false, "echo lit; while :; do setsid sleep 1000 & done 2>/dev/null"),
+            ("memory in tmpfs", false, "echo lit; for d in /tmp /dev/shm /run; do dd if=/dev/zero of=$d/big bs=1M; done; rm -f /tmp/big /dev/shm/big /run/big"),
+            ("small files in tmpfs", false, "echo lit; i=0; while [ $i -lt 20000 ]; do : > /tmp/f$i; i=$((i+1)); done; rm -rf /tmp/f*"),
+            ("deep directories", false, "echo lit; cd /tmp; i=0; while [ $i -lt 3000 ]; do mkdir d && cd d; i=$((i+1)); done"),
         ];
-        for (bomb, script) in bombs {
-            arena.attack(async { arena.until_said(attacker, &["sh", "-c", script], "lit").await }).await?;
+        for (bomb, fills, script) in bombs {
+            let burning = async {
+                arena.until_said(attacker, &["sh", "-c", script], "lit").await?;
+                if fills {
+                    let full = async || Ok(client.exec(attacker, &exec(["true"])).await.is_err_and(|error| error.is(ErrorCode::PidsExhausted)));
+                    eventually("there is no room for a process", Duration::from_secs(60), full).await?;
+                }
+                Ok(())
+            };
+            arena.attack(burning).await.with_context(|| bomb.to_owned())?;
             // It burns while the neighbour is asked a few times, and is then put out.
             for _ in 0..10 {
-                arena.others_answer().await?;
+                arena.others_answer().await.with_context(|| bomb.to_owned())?;
             }
-            arena.recover().await?;
+            arena.recover().await.with_context(|| bomb.to_owned())?;
             arena.expect(bomb, true, ())?;
         }
+        // Its own supervisor is stopped with all the others, so its start may not be reported.
+        let stopping = ExecRequest { background: true, timeout_ms: 0, ..sh("while :; do kill -STOP -1; done") };
+        let started = arena.attack(async { Ok(client.exec_background(attacker, &stopping).await) }).await?;
+        arena.recover().await.context("stopping everybody")?;
+        arena.expect("stopping everybody", true, started)?;
         // Full by processes that do nothing else: not even the shell of a remedy could be started.
         let mut held = 0;
         while client.exec_background(attacker, &ExecRequest { background: true, timeout_ms: 0, ..exec(["sleep", "1000"]) }).await.is_ok() {
