@@ -4,6 +4,7 @@
 //! runs; removing what is gone already is success.
 
 mod fake;
+mod last_word;
 mod libpod;
 mod podman;
 mod service;

@@ -1,6 +1,10 @@
 //! Podman over its REST socket: the Docker-compatible calls by bollard, creation by libpod's own.
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
 
 use async_trait::async_trait;
 use bollard::{
@@ -11,16 +15,23 @@ use bollard::{
 };
 use cynode_api::Stream;
 use futures_util::StreamExt as _;
+use http::{
+    StatusCode,
+    header::{CONNECTION, UPGRADE},
+};
 use serde_json::Value;
 use tokio::sync::OnceCell;
+use tokio_util::io::ReaderStream;
 
 use super::{
-    Container, Error, ExecSpec, Image, Runtime, RuntimeExec, RuntimeExecState, ServiceOptions, Spec, libpod,
+    Container, Error, ExecSpec, Image, Runtime, RuntimeExec, RuntimeExecState, ServiceOptions, Spec, last_word, libpod,
     service::{self, Service},
 };
 use crate::process;
 
 const REMOVE_TRIES: u32 = 8;
+/// How long a new size is offered to a terminal that is about to start.
+const RESIZE: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Debug)]
 pub struct PodmanOptions {
@@ -139,6 +150,27 @@ fn text(value: &Value) -> String {
 
 fn labels(value: &Value) -> BTreeMap<String, String> {
     value.as_object().into_iter().flatten().map(|(name, value)| (name.clone(), text(value))).collect()
+}
+
+/// Starts an exec with a terminal. Not by bollard, which has no words for the terminal's size: set afterwards it comes too late
+/// for a program that looks at once.
+async fn start_terminal(libpod: &reqwest::Client, id: String, (columns, rows): (u16, u16)) -> Result<RuntimeExec, Error> {
+    let unavailable = |error: reqwest::Error| Error::Unavailable(error.to_string());
+    let request = libpod.post(format!("http://podman/v4.0.0/libpod/exec/{id}/start")).header(CONNECTION, "Upgrade").header(UPGRADE, "tcp");
+    let body = serde_json::json!({ "Detach": false, "Tty": true, "h": rows, "w": columns });
+    let response = request.json(&body).send().await.map_err(unavailable)?;
+    match response.status() {
+        StatusCode::SWITCHING_PROTOCOLS => {}
+        StatusCode::NOT_FOUND => return Err(Error::NotFound(id)),
+        _ => {
+            let answer: Value = response.json().await.map_err(unavailable)?;
+            return Err(Error::Refused { call: "exec", message: text(&answer["message"]) });
+        }
+    }
+    let (output, input) = tokio::io::split(response.upgrade().await.map_err(unavailable)?);
+    let output = ReaderStream::with_capacity(output, 64 * 1024)
+        .map(|piece| piece.map(|data| (Stream::Stdout, data)).map_err(|error| Error::Unavailable(error.to_string())));
+    Ok(RuntimeExec { id, input: Box::pin(input), output: last_word::dropped(Box::pin(output)) })
 }
 
 #[async_trait]
@@ -288,7 +320,7 @@ impl Runtime for Podman {
 
     async fn exec(&self, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
         self.call("exec", self.call_limit, false, |clients| {
-            let docker = clients.docker.clone();
+            let (docker, libpod) = (clients.docker.clone(), clients.libpod.clone());
             let options = CreateExecOptions {
                 attach_stdin: Some(spec.stdin),
                 attach_stdout: Some(true),
@@ -303,19 +335,19 @@ impl Runtime for Podman {
             };
             async move {
                 let created = docker.create_exec(name, options).await.map_err(translate("exec", name))?;
-                let options = StartExecOptions { detach: false, tty: spec.tty.is_some(), output_capacity: Some(64 * 1024) };
+                if let Some(size) = spec.tty {
+                    return start_terminal(&libpod, created.id, size).await;
+                }
+                let options = StartExecOptions { detach: false, tty: false, output_capacity: Some(64 * 1024) };
                 match docker.start_exec(&created.id, Some(options)).await.map_err(translate("exec", name))? {
                     StartExecResults::Attached { output, input } => {
-                        if let Some((columns, rows)) = spec.tty {
-                            drop(docker.resize_exec(&created.id, ResizeExecOptions { height: rows, width: columns }).await);
-                        }
                         let output = output.filter_map(async |piece| match piece {
                             Ok(LogOutput::StdErr { message }) => Some(Ok((Stream::Stderr, message))),
                             Ok(LogOutput::StdOut { message } | LogOutput::Console { message }) => Some(Ok((Stream::Stdout, message))),
                             Ok(LogOutput::StdIn { .. }) => None,
                             Err(error) => Some(Err(Error::Unavailable(error.to_string()))),
                         });
-                        Ok(RuntimeExec { id: created.id, input, output: Box::pin(output) })
+                        Ok(RuntimeExec { id: created.id, input, output: last_word::dropped(Box::pin(output)) })
                     }
                     StartExecResults::Detached => Err(Error::Refused { call: "exec", message: "the exec came back detached".to_owned() }),
                 }
@@ -341,11 +373,20 @@ impl Runtime for Podman {
     }
 
     async fn exec_resize(&self, id: &str, columns: u16, rows: u16) -> Result<(), Error> {
-        self.call("exec_resize", self.call_limit, true, |clients| {
-            let docker = clients.docker.clone();
-            async move { docker.resize_exec(id, ResizeExecOptions { height: rows, width: columns }).await.map_err(translate("exec_resize", id)) }
-        })
-        .await
+        let until = Instant::now() + RESIZE;
+        loop {
+            let resized = self
+                .call("exec_resize", self.call_limit, true, |clients| {
+                    let docker = clients.docker.clone();
+                    async move { docker.resize_exec(id, ResizeExecOptions { height: rows, width: columns }).await.map_err(translate("exec_resize", id)) }
+                })
+                .await;
+            match resized {
+                // Podman refuses until it has noted that the exec runs, which is after it has said that it has started.
+                Err(Error::Refused { .. }) if Instant::now() < until => tokio::time::sleep(Duration::from_millis(50)).await,
+                resized => return resized,
+            }
+        }
     }
 
     async fn close(&self) {
