@@ -43,6 +43,9 @@ const ASK: Duration = Duration::from_secs(1);
 /// How long a client may take to hear the end of a terminal whose sandbox is gone.
 const FAREWELL: Duration = Duration::from_secs(10);
 const SHELL: &str = "command -v bash >/dev/null 2>&1 && exec bash -l; exec sh -l";
+/// The runtime gives a terminal its size about when the program starts, not before. So the program's own process sets it first,
+/// where the image has what it takes.
+const SIZED: &str = r#"stty cols "$1" rows "$2" 2>/dev/null; shift 2; exec "$@""#;
 
 type Size = (u16, u16);
 
@@ -103,6 +106,7 @@ pub(super) async fn open(
     if argv.is_empty() {
         argv = ["/bin/sh", "-c", SHELL].map(str::to_owned).to_vec();
     }
+    let argv = ["/bin/sh", "-c", SIZED, "sh"].map(str::to_owned).into_iter().chain([size.0.to_string(), size.1.to_string()]).chain(argv).collect();
     let env = exec_environment(&record, &BTreeMap::from([("TERM".to_owned(), "xterm-256color".to_owned())]));
     let spec = ExecSpec { argv, env, cwd: WORKSPACE.to_owned(), stdin: true, tty: Some(size) };
     // Started only when the socket is there: a client that vanishes before leaves nothing running, and what runs here is not

@@ -152,8 +152,8 @@ fn labels(value: &Value) -> BTreeMap<String, String> {
     value.as_object().into_iter().flatten().map(|(name, value)| (name.clone(), text(value))).collect()
 }
 
-/// Starts an exec with a terminal. Not by bollard, which has no words for the terminal's size: set afterwards it comes too late
-/// for a program that looks at once.
+/// Starts an exec with a terminal. Not by bollard, which has no words for the terminal's size: set afterwards it comes later
+/// still, and is refused when the program has ended by then.
 async fn start_terminal(libpod: &reqwest::Client, id: String, (columns, rows): (u16, u16)) -> Result<RuntimeExec, Error> {
     let unavailable = |error: reqwest::Error| Error::Unavailable(error.to_string());
     let request = libpod.post(format!("http://podman/v4.0.0/libpod/exec/{id}/start")).header(CONNECTION, "Upgrade").header(UPGRADE, "tcp");
