@@ -53,7 +53,7 @@ codes! {
     PatchRejected = "patch_rejected", 409, "The patch does not apply; nothing was changed", "Make the diff anew against the present files; 'rejects' names each place.";
     NotARepository = "not_a_repository", 409, "The workspace is not a git repository", "Run 'git init' in the workspace, or export as tar.";
     StdinClosed = "stdin_closed", 409, "The exec takes no more input", "Start it with stdin_open: true, and write before it ends.";
-    StdinFull = "stdin_full", 409, "The command does not read its input", "Send the rest again when the command reads; 'taken' says how many bytes it has.";
+    StdinFull = "stdin_full", 409, "The command does not read its input", "Send what follows the first 'taken' bytes again, when the command reads.";
     ExecEnded = "exec_ended", 409, "The exec has ended", "Nothing is left to signal.";
     SessionEnded = "session_ended", 410, "The session has ended", "Create a new session; a kept workspace can be mounted again.";
     OutputExpired = "output_expired", 410, "The output is no longer kept", "Read output sooner; the oldest finished execs are dropped first.";

@@ -15,6 +15,8 @@ const MAX_PROBLEM: usize = 1024 * 1024;
 /// The longest JSON answer that is read: two streams of 16 MiB in base64, or escaped, fit.
 const MAX_JSON: usize = 256 * 1024 * 1024;
 const CONNECT: Duration = Duration::from_secs(10);
+/// A server closes a connection on which nothing was asked for 30 s; one that is about to be closed must not be used again.
+const IDLE: Duration = Duration::from_secs(20);
 /// A create waits up to 60 s for the sandbox; nothing that answers with an object takes longer.
 pub(crate) const CALL: Duration = Duration::from_mins(2);
 
@@ -67,6 +69,7 @@ impl WorkerClient {
         let headers = HeaderMap::from_iter([(header::AUTHORIZATION, bearer)]);
         let mut builder = Client::builder()
             .connect_timeout(CONNECT)
+            .pool_idle_timeout(IDLE)
             .redirect(reqwest::redirect::Policy::none())
             .tcp_keepalive(Duration::from_secs(15))
             .tcp_nodelay(true)

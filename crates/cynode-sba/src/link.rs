@@ -376,13 +376,14 @@ async fn closed(connection: &AsyncFd<OwnedFd>) {
 
 #[cfg(test)]
 mod tests {
-    use std::process::{Child, Command};
+    use std::process::Command;
 
     use super::*;
 
     /// A child that would run for long, and a connection of its own to the worker's end.
+    #[expect(clippy::zombie_processes, reason = "its owner reaps it")]
     fn child(processes: &Processes) -> (i32, oneshot::Receiver<i32>, AsyncFd<OwnedFd>, std::os::unix::net::UnixStream) {
-        let child: Child = Command::new("sleep").arg("1000").spawn().expect("started");
+        let child = Command::new("sleep").arg("1000").spawn().expect("started");
         let pid = child.id().cast_signed();
         let (ours, workers) = std::os::unix::net::UnixStream::pair().expect("a pair");
         ours.set_nonblocking(true).expect("non-blocking");

@@ -9,7 +9,7 @@
 
 use std::{
     ffi::CString,
-    io::{self, Write as _},
+    io,
     os::{
         fd::{AsRawFd, OwnedFd},
         unix::ffi::OsStringExt as _,
@@ -140,7 +140,8 @@ fn failed(what: &str, errno: i32) -> AgentError {
     let (code, detail) = match errno {
         libc::EAGAIN => (ErrorCode::PidsExhausted, "no process slot is free"),
         libc::ENOMEM => (ErrorCode::PidsExhausted, "no memory is left for another process"),
-        libc::EMFILE | libc::ENFILE => (ErrorCode::Internal, "the agent has no file descriptor left"),
+        libc::EMFILE => (ErrorCode::ExecFailed, "too many commands run at once for the sandbox's limit of open files (limits.nofile)"),
+        libc::ENFILE => (ErrorCode::Internal, "the host has no open file left"),
         _ => (ErrorCode::Internal, "unexpected"),
     };
     AgentError { errno: Some(sys::errno_name(errno)), ..AgentError::new(code, format!("{what}: {detail}")) }
@@ -163,19 +164,20 @@ pub(crate) fn start_error(start: &ExecStart, report: Report) -> AgentError {
 /// The life of the forked copy.
 fn subreaper(plan: &Plan, stdin: &OwnedFd, stdout: &OwnedFd, stderr: &OwnedFd, report: &OwnedFd) -> ! {
     sys::block_all_signals();
-    let Ok(report) = sys::duplicate_from(report.as_raw_fd(), 100) else { sys::exit_now(70) };
-    for (fd, target) in [(stdin, 0), (stdout, 1), (stderr, 2)] {
-        if sys::become_fd(fd.as_raw_fd(), target).is_err() {
-            sys::exit_now(70);
-        }
-    }
-    sys::close_all_but(report.as_raw_fd());
-    let mut report = std::fs::File::from(report);
-    let mut say = |message: Report| {
-        if report.write_all(&message.encode()).is_err() {
+    // Well below PIPE_BUF, so it is written whole. Its number is above the standard streams', which are open in every process
+    // that Rust's runtime started.
+    let say = |message: Report| {
+        if rustix::io::write(report, &message.encode()) != Ok(Report::SIZE) {
             sys::exit_now(70);
         }
     };
+    for (fd, target) in [(stdin, 0), (stdout, 1), (stderr, 2)] {
+        if let Err(error) = sys::become_fd(fd.as_raw_fd(), target) {
+            say(Report::StartFailed { errno: error.raw_os_error().unwrap_or(libc::EINVAL) });
+            sys::exit_now(0);
+        }
+    }
+    sys::close_all_but(report.as_raw_fd());
     sys::set_name(c"cynode-exec");
     if sys::become_subreaper().is_err() {
         sys::exit_now(70);

@@ -63,17 +63,6 @@ pub(crate) fn become_fd(fd: RawFd, target: RawFd) -> io::Result<()> {
     if unsafe { libc::dup2(fd, target) } == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// A copy of `fd` with a number of at least `least`, closed on exec.
-pub(crate) fn duplicate_from(fd: RawFd, least: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: `F_DUPFD_CLOEXEC` takes an integer argument.
-    let new = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, least) };
-    if new == -1 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel just gave us this descriptor; nobody else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(new) })
-}
-
 pub(crate) fn set_not_dumpable() -> io::Result<()> {
     prctl(libc::PR_SET_DUMPABLE, 0)
 }

@@ -38,6 +38,10 @@ impl Token {
 
 /// Refuses requests without the token.
 pub async fn require(State(token): State<Token>, request: Request, next: Next) -> Response {
+    if request.headers().get_all(header::AUTHORIZATION).iter().nth(1).is_some() {
+        // Whoever stands between might have looked at the other one.
+        return ApiError::invalid("Authorization: was sent more than once").into_response();
+    }
     let offered = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()).and_then(|value| {
         let (scheme, token) = value.split_once(' ')?;
         scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())

@@ -99,17 +99,17 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for JsonBody<T> {
                 return Err(ApiError::new(ErrorCode::UnsupportedMediaType, format!("expected application/json, got '{essence}'")));
             }
         }
-        let bytes = Bytes::from_request(request, state).await.map_err(|rejection| body_error(rejection, MAX_BODY as u64))?;
+        let bytes = Bytes::from_request(request, state).await.map_err(|rejection| body_error(&rejection, MAX_BODY as u64))?;
         parse(&bytes).map(Self)
     }
 }
 
 /// The problem of a body that could not be read.
-fn body_error(rejection: BytesRejection, limit: u64) -> ApiError {
+fn body_error(rejection: &BytesRejection, limit: u64) -> ApiError {
     if rejection.status() == StatusCode::PAYLOAD_TOO_LARGE {
         ApiError::new(ErrorCode::TooLarge, format!("the body exceeds {limit} bytes"))
     } else {
-        body::problem(&rejection, "the body could not be read to its end")
+        body::problem(rejection, "the body could not be read to its end")
     }
 }
 
@@ -138,8 +138,36 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for QueryParams<T>
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Self::Rejection> {
+        if let Some(name) = not_utf8(parts.uri.query().unwrap_or_default()) {
+            return Err(ApiError::invalid(format!("{name}: is not UTF-8; where bytes are taken, {name}_b64 takes them in base64")));
+        }
         axum::extract::Query::try_from_uri(&parts.uri).map(|query| Self(query.0)).map_err(|error| ApiError::invalid(format!("query: {}", source_text(&error))))
     }
+}
+
+/// The name of a parameter whose value is not UTF-8. Decoding would put something else in its place.
+fn not_utf8(query: &str) -> Option<String> {
+    let decode = |text: &str| {
+        let mut decoded = Vec::with_capacity(text.len());
+        let mut rest = text.as_bytes();
+        while let Some((&first, after)) = rest.split_first() {
+            let escaped = if first == b'%' { after.split_at_checked(2) } else { None };
+            let escaped = escaped.and_then(|(digits, after)| Some((u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?, after)));
+            let (byte, after) = escaped.unwrap_or((first, after));
+            decoded.push(byte);
+            rest = after;
+        }
+        String::from_utf8(decoded)
+    };
+    query.split('&').find_map(|pair| {
+        let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
+        let shown = decode(name).map(|name| name.chars().take(50).collect());
+        match (shown, decode(value)) {
+            (Ok(name), Err(_)) => Some(name),
+            (Err(_), _) => Some("query".to_owned()),
+            (Ok(_), Ok(_)) => None,
+        }
+    })
 }
 
 fn source_text(error: &dyn std::error::Error) -> String {
@@ -158,4 +186,24 @@ pub fn not_found() -> std::future::Ready<ApiError> {
 /// The answer to a method that an address does not have.
 pub fn method_not_allowed() -> std::future::Ready<ApiError> {
     std::future::ready(ApiError::new(ErrorCode::MethodNotAllowed, "this address does not take that method"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_parameter_that_is_not_utf8_is_found_by_name() {
+        for (query, found) in [
+            ("", None),
+            ("path=%C3%BC&x=%", None),
+            ("path=a%2", None),
+            ("path=100%+%zz", None),
+            ("path=%FF", Some("path")),
+            ("x=1&pa%74h=a%C3b", Some("path")),
+            ("%FF=1", Some("query")),
+        ] {
+            assert_eq!(not_utf8(query).as_deref(), found, "{query}");
+        }
+    }
 }

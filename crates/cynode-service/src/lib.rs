@@ -9,6 +9,7 @@ pub mod config;
 pub mod edge;
 pub mod files;
 pub mod listen;
+mod serve;
 pub mod shutdown;
 pub mod telemetry;
 mod unique;

@@ -1,18 +1,11 @@
 //! Listening: plain on loopback, TLS elsewhere.
 
-use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, sync::Arc};
 
-use axum::{Router, serve::ListenerExt as _};
-use tokio::{
-    net::{TcpListener, TcpStream},
-    sync::mpsc,
-};
-use tokio_rustls::{TlsAcceptor, rustls, server::TlsStream};
-use tokio_util::sync::CancellationToken;
+use tokio::net::TcpListener;
+use tokio_rustls::rustls;
 
-const HANDSHAKE: Duration = Duration::from_secs(10);
-/// How long open requests may take after the stop was asked for.
-const DRAIN: Duration = Duration::from_secs(5);
+pub use crate::serve::serve;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
@@ -44,6 +37,10 @@ pub struct Bound {
 }
 
 impl Bound {
+    pub(crate) fn into_parts(self) -> (TcpListener, Option<Arc<rustls::ServerConfig>>) {
+        (self.listener, self.tls)
+    }
+
     /// The address as a base URL.
     #[must_use]
     pub fn url(&self) -> String {
@@ -87,81 +84,4 @@ fn tls_config(cert: &PathBuf, key: &PathBuf) -> Result<rustls::ServerConfig, Lis
     let chain = CertificateDer::pem_file_iter(cert).and_then(Iterator::collect).map_err(pem(cert, "a certificate chain"))?;
     let key = PrivateKeyDer::from_pem_file(key).map_err(pem(key, "a private key"))?;
     rustls::ServerConfig::builder().with_no_client_auth().with_single_cert(chain, key).map_err(ListenError::Tls)
-}
-
-/// Serves until the token is cancelled, then lets open requests end within a short while.
-pub async fn serve(bound: Bound, router: Router, stop: CancellationToken) -> std::io::Result<()> {
-    let Bound { listener, tls, .. } = bound;
-    let drain = {
-        let stop = stop.clone();
-        async move {
-            stop.cancelled().await;
-            tokio::time::sleep(DRAIN).await;
-        }
-    };
-    let shutdown = stop.cancelled_owned();
-    let serving = async move {
-        match tls {
-            None => axum::serve(listener.tap_io(|stream: &mut TcpStream| drop(stream.set_nodelay(true))), router).with_graceful_shutdown(shutdown).await,
-            Some(config) => axum::serve(TlsListener::new(listener, config), router).with_graceful_shutdown(shutdown).await,
-        }
-    };
-    tokio::select! {
-        served = serving => served,
-        () = drain => Ok(()),
-    }
-}
-
-/// Does handshakes beside one another, so that a slow one holds nobody up.
-struct TlsListener {
-    ready: mpsc::Receiver<(TlsStream<TcpStream>, SocketAddr)>,
-    address: std::io::Result<SocketAddr>,
-}
-
-impl TlsListener {
-    fn new(listener: TcpListener, config: Arc<rustls::ServerConfig>) -> Self {
-        let (sender, ready) = mpsc::channel(64);
-        let address = listener.local_addr();
-        let acceptor = TlsAcceptor::from(config);
-        tokio::spawn(async move {
-            loop {
-                let accepted = tokio::select! {
-                    accepted = listener.accept() => accepted,
-                    () = sender.closed() => return,
-                };
-                let Ok((stream, peer)) = accepted else {
-                    // Out of descriptors, most likely: the next moment may be better.
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                    continue;
-                };
-                drop(stream.set_nodelay(true));
-                let (acceptor, sender) = (acceptor.clone(), sender.clone());
-                tokio::spawn(async move {
-                    if let Ok(Ok(stream)) = tokio::time::timeout(HANDSHAKE, acceptor.accept(stream)).await {
-                        drop(sender.send((stream, peer)).await);
-                    }
-                });
-            }
-        });
-        Self { ready, address }
-    }
-}
-
-impl axum::serve::Listener for TlsListener {
-    type Io = TlsStream<TcpStream>;
-    type Addr = SocketAddr;
-
-    async fn accept(&mut self) -> (Self::Io, Self::Addr) {
-        match self.ready.recv().await {
-            Some(accepted) => accepted,
-            None => std::future::pending().await,
-        }
-    }
-
-    fn local_addr(&self) -> std::io::Result<Self::Addr> {
-        match &self.address {
-            Ok(address) => Ok(*address),
-            Err(error) => Err(std::io::Error::new(error.kind(), error.to_string())),
-        }
-    }
 }

@@ -5,6 +5,8 @@
 mod bodies;
 #[path = "api/listener.rs"]
 mod listener;
+#[path = "api/pty.rs"]
+mod pty;
 
 use std::collections::BTreeSet;
 
@@ -88,6 +90,13 @@ async fn every_route_refuses_callers_without_the_token() -> Result<()> {
     }
     let lower = http.anonymous(Method::GET, "/v1/worker/sessions").header(header::AUTHORIZATION, format!("bearer  {token}"));
     assert_eq!(Answer::of(lower).await?.status, 200, "the scheme's case does not matter");
+    for (first, second) in [("right", "wrong"), ("wrong", "right"), ("right", "right")] {
+        let value = |which: &str| format!("Bearer {}", if which == "right" { &token } else { which });
+        let doubled =
+            http.anonymous(Method::GET, "/v1/worker/sessions").header(header::AUTHORIZATION, value(first)).header(header::AUTHORIZATION, value(second));
+        let answer = Answer::of(doubled).await?;
+        assert_eq!((answer.status, code_of(&answer)?.as_str()), (400, "invalid_request"), "{first}, {second}");
+    }
     Ok(())
 }
 

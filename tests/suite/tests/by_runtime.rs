@@ -73,3 +73,16 @@ async fn a_session_by_the_runtime_survives_the_worker_and_its_execs_are_accounte
     assert!(!left.contains("sleep 999"), "{left}");
     Ok(())
 }
+
+#[tokio::test]
+async fn what_a_command_did_not_read_leaves_no_word_of_the_runtime_in_its_output() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = without_agent(&world).await?;
+    for _ in 0..10 {
+        let fed = ExecRequest { stdin: Some("x".repeat(1 << 20)), ..sh("echo out; echo err >&2") };
+        let result = client.exec(id, &fed).await?;
+        // The runtime may even lose what the command wrote; what it must not do is to speak in its place.
+        assert!("out\n".starts_with(&result.stdout) && "err\n".starts_with(&result.stderr) && result.exit.exit_code == Some(0), "{result:?}");
+    }
+    Ok(())
+}

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use cynode_api::{Base64Bytes, ErrorCode, ExecId, ExecRequest, ExecState, SessionId, SignalName, SignalScope, Stream};
+use cynode_api::{Base64Bytes, ErrorCode, ExecId, ExecRequest, ExecState, SessionEnd, SessionId, SignalName, SignalScope, Stream};
 use cynode_client::{Error, ExecEvent, OutputQuery, WorkerClient};
 use cynode_tests::{Options, World, eventually, exec, session, sh};
 use sha2::{Digest as _, Sha256};
@@ -127,6 +127,62 @@ async fn standard_input_can_be_fed_while_the_command_runs() -> Result<()> {
     let error = client.write_stdin(id, exec_id, b"late".to_vec(), false).await.expect_err("ended");
     assert!(error.is(ErrorCode::StdinClosed), "{error}");
     Ok(())
+}
+
+#[tokio::test]
+async fn input_that_waits_for_a_command_ends_with_its_session() -> Result<()> {
+    let world = World::new()?;
+    let (_worker, client, id) = one_session(&world).await?;
+    let request = ExecRequest { stdin_open: true, background: true, timeout_ms: 0, ..exec(["sleep", "1000"]) };
+    let exec_id = client.exec_background(id, &request).await?.exec_id;
+    // As much as the pipe holds; whatever comes after it waits.
+    client.write_stdin(id, exec_id, vec![0; 65_536], false).await?;
+    let waiting: Vec<_> = (0..3)
+        .map(|_| {
+            tokio::spawn({
+                let client = client.clone();
+                async move { client.write_stdin(id, exec_id, vec![0; 300_000], false).await }
+            })
+        })
+        .collect();
+    // A few answers from the same worker, so that those calls have arrived.
+    for _ in 0..20 {
+        client.get_exec(id, exec_id).await?;
+    }
+    client.end_session(id, &SessionEnd::default()).await?;
+    for call in waiting {
+        let error = call.await?.expect_err("nobody read it");
+        assert!(error.is(ErrorCode::SessionEnded), "{error}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn few_open_files_are_enough_for_commands_and_too_few_are_said() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let mut request = session();
+    request.limits = Some(cynode_api::LimitsRequest { nofile: Some(64), ..request.limits.unwrap_or_default() });
+    let id = client.create_session(&request).await?.session_id;
+    let mut fed = sh("ulimit -n; cat");
+    fed.stdin = Some("fed".into());
+    assert_eq!(client.exec(id, &fed).await?.stdout, "64\nfed");
+
+    let mut running = Vec::new();
+    let refused = loop {
+        match client.exec_background(id, &background("exec sleep 4321")).await {
+            Ok(accepted) => running.push(accepted.exec_id),
+            Err(Error::Problem(problem)) => break problem,
+            Err(error) => return Err(error.into()),
+        }
+        assert!(running.len() < 64, "each takes some of the agent's 64 files");
+    };
+    assert!(refused.is(ErrorCode::ExecFailed) && refused.extensions["errno"] == "EMFILE" && refused.detail.contains("nofile"), "{refused:?}");
+    assert!(running.len() > 4, "{running:?}");
+    client.signal_exec(id, running[0], SignalName::KILL, SignalScope::Tree).await?;
+    client.signal_exec(id, running[1], SignalName::KILL, SignalScope::Tree).await?;
+    eventually("there is room again", Duration::from_secs(20), async || Ok(client.exec(id, &exec(["true"])).await.is_ok())).await
 }
 
 #[tokio::test]

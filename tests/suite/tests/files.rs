@@ -126,7 +126,7 @@ async fn a_file_comes_back_byte_for_byte_with_its_hash_and_its_mode() -> Result<
     // A body that is not what its hash says, and modes that are none, change nothing.
     let damaged = Answer::of(sandbox.file(Method::PUT, "deep/er/file").header("X-Content-SHA256", sha256(b"other")).body("new")).await?;
     assert_eq!(damaged.outcome(), (400, "invalid_request".to_owned()));
-    for mode in ["4755", "rwx", "-1", "888"] {
+    for mode in ["4755", "rwx", "-1", "888", "+644"] {
         assert_eq!(Answer::of(put("deep/er/file", mode)).await?.outcome(), (400, "invalid_request".to_owned()), "{mode}");
     }
     assert_eq!(sandbox.get("deep/er/file").await?.body, content);
@@ -204,7 +204,22 @@ async fn ranges_are_served_and_those_outside_the_file_refused() -> Result<()> {
     for asked in ["bytes=10-", "bytes=99-100", "bytes=-0"] {
         assert_eq!(range("small", asked).await?.outcome(), (416, "range_not_satisfiable".to_owned()), "{asked}");
     }
-    for asked in ["bytes=0-1,4-5", "lines=1-2", "bytes=5-1", "nonsense"] {
+    sandbox.write("empty", "").await?;
+    for asked in ["bytes=0-", "bytes=0-0", "bytes=-1"] {
+        assert_eq!(range("empty", asked).await?.outcome(), (416, "range_not_satisfiable".to_owned()), "{asked}");
+    }
+    // A part of a file that can't be read whole while anybody waits.
+    sandbox.sh("printf start > huge; truncate -s 1099511627776 huge").await?;
+    for (asked, body, content_range) in [
+        ("bytes=0-4", b"start".as_ref(), "bytes 0-4/1099511627776"),
+        ("bytes=-2", b"\0\0", "bytes 1099511627774-1099511627775/1099511627776"),
+        ("bytes=1099511627775-", b"\0", "bytes 1099511627775-1099511627775/1099511627776"),
+    ] {
+        let answer = range("huge", asked).await?;
+        assert_eq!((answer.status, answer.header("content-range"), answer.body.as_ref()), (206, content_range, body), "{asked}");
+        assert_eq!((answer.header("etag"), answer.header("x-content-sha256")), ("", ""), "{asked}");
+    }
+    for asked in ["bytes=0-1,4-5", "lines=1-2", "bytes=5-1", "nonsense", "bytes=+1-+2", "bytes=-+3"] {
         let answer = range("small", asked).await?;
         assert_eq!((answer.status, answer.body.as_ref()), (200, b"0123456789".as_ref()), "{asked}");
     }
@@ -351,6 +366,9 @@ async fn any_name_that_a_file_can_have_works() -> Result<()> {
     let by_bytes = |path_b64: &str| sandbox.http.request(Method::GET, &format!("/v1/worker/sessions/{}/files", sandbox.id)).query(&[("path_b64", path_b64)]);
     assert_eq!(Answer::of(by_bytes("YSBi")).await?.body, "content 0");
     assert_eq!(Answer::of(by_bytes("not base64!")).await?.outcome(), (400, "invalid_request".to_owned()));
+    let escaped = sandbox.http.request(Method::GET, &format!("/v1/worker/sessions/{}/files?path=bad%FF%FEname", sandbox.id));
+    let refused = Answer::of(escaped).await?.problem()?;
+    assert!(refused.status == 400 && refused.detail.starts_with("path: ") && refused.detail.contains("path_b64"), "{refused:?}");
     assert_eq!(Answer::of(by_bytes("YSBi").query(&[("path", "a b")])).await?.outcome(), (400, "invalid_request".to_owned()));
     for name in names {
         let path = std::path::Path::new(<std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(name));

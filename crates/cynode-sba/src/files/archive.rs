@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use cynode_api::FileType;
 use cynode_sba_proto::{MAX_DATA, Reply};
 use rustix::{
-    fs::{AtFlags, CWD, FileType as Kind, Mode, OFlags, Stat, fstat, openat, readlinkat, statat},
+    fs::{Access, AtFlags, CWD, FileType as Kind, Mode, OFlags, Stat, accessat, fstat, openat, readlinkat, statat},
     io::Errno,
 };
 use tar::{EntryType, Header};
@@ -29,12 +29,31 @@ impl Files {
     pub(super) fn export_tar(&self, path: &[u8], peer: &mut Peer) -> Outcome<()> {
         let place = self.locate(path)?;
         let top: OwnedFd = openat(CWD, &place, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).doing("exporting", path::bytes(&place))?;
+        // Once the archive has begun, a refusal can only break it off. So what can be refused is looked for before.
+        let again = openat(&top, ".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).doing("exporting", path::bytes(&place))?;
+        walk(again, None, AtLimit::Fail, can_be_packed)?;
         peer.reply(&Reply::Body).map_err(Failure::Connection)?;
         let mut archive = Archive { peer, buffer: Vec::with_capacity(MAX_DATA) };
         walk(top, None, AtLimit::Fail, |entry| archive.add(entry))?;
         archive.write(&[0; 2 * BLOCK])?;
         archive.flush()?;
         peer.end().map_err(Failure::Connection)
+    }
+}
+
+/// Whether an entry can go into an archive, as far as that shows without reading it.
+fn can_be_packed(entry: &Entry<'_>) -> Outcome<Step> {
+    match entry.kind {
+        Kind::Directory => match entry.open_directory() {
+            Ok(directory) => Ok(Step::Into(directory)),
+            Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(Step::Over),
+            Err(errno) => Err(Failure::system(errno, "exporting", entry.path)),
+        },
+        Kind::RegularFile => match accessat(entry.directory, entry.name, Access::READ_OK, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT | Errno::LOOP) => Ok(Step::Over),
+            Err(errno) => Err(Failure::system(errno, "exporting", entry.path)),
+        },
+        _ => Ok(Step::Over),
     }
 }
 
@@ -239,6 +258,23 @@ mod tests {
         let time = |path: &str| std::fs::metadata(sandbox.path(path)).expect("stat").mtime();
         assert_eq!(time("copy/large"), time("top/large"));
         assert_eq!(exported(&sandbox, "copy").len(), bytes.len());
+    }
+
+    #[test]
+    fn a_tree_that_is_too_deep_is_refused_before_the_archive_begins() {
+        let sandbox = Sandbox::new();
+        sandbox.put("top/a", vec![7; 200_000]);
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let mut directory = openat(CWD, sandbox.path("top"), flags, Mode::empty()).expect("opened");
+        // Deeper than any path: more than 4,096 bytes of names, and more than we walk.
+        for _ in 0..300 {
+            rustix::fs::mkdirat(&directory, "deeper-and-deeper", Mode::RWXU).expect("made");
+            directory = openat(&directory, "deeper-and-deeper", flags, Mode::empty()).expect("opened");
+        }
+        let answer = sandbox.ask(FileOp::ExportTar { path: raw("top") }, b"");
+        assert!(answer.data().is_empty() && matches!(answer.first(), Reply::Error(_)), "{answer:?}");
+        assert_eq!(answer.error().code, ErrorCode::TooLarge);
+        assert!(answer.error().message.contains("256 directories deep"), "{:?}", answer.error());
     }
 
     #[test]

@@ -18,6 +18,8 @@ use crate::peer::Peer;
 
 /// Up to this size a file is read once, into memory.
 const SMALL: u64 = 1024 * 1024;
+/// Up to this size all of a file is hashed before a part of it is sent.
+const MAX_HASHED_FOR_RANGE: u64 = 64 * 1024 * 1024;
 /// Files of the kernel's own file systems say that they are empty; what they hold is read up to this size.
 const MAX_UNSIZED: u64 = 16 * 1024 * 1024;
 
@@ -44,6 +46,10 @@ impl Files {
             let stat = describe(&stat, content.len() as u64, Some(digest::of(&content)));
             return send(peer, stat, |peer| peer.data(&content[piece(range.start)..piece(range.end)]).map_err(Failure::Connection));
         }
+        if end.is_some() && path::size(&stat) > MAX_HASHED_FOR_RANGE {
+            let size = path::size(&stat);
+            return send_part(peer, &file, describe(&stat, size, None), bounds(start, end, size)?, &place);
+        }
         let (sha256, size) = digest::of_file(&file, path::size(&stat)).doing("reading", path::bytes(&place))?;
         let range = bounds(start, end, size)?;
         send(peer, describe(&stat, size, Some(sha256.clone())), |peer| {
@@ -55,10 +61,7 @@ impl Files {
                 }
                 peer.data(piece).map_err(Sending::Peer)
             })
-            .map_err(|error| match error {
-                Sending::Peer(error) => Failure::Connection(error),
-                Sending::File(error) => Failure::io(&error, "reading", path::bytes(&place)),
-            })?;
+            .map_err(|error| error.reading(&place))?;
             let now = if whole {
                 hasher.hex()
             } else if same(&stat, &fstat(&file).doing("looking at", path::bytes(&place))?) {
@@ -69,15 +72,41 @@ impl Files {
             if now == sha256 {
                 return Ok(());
             }
-            Err(Failure::new(ErrorCode::Internal, format!("{} changed while it was read", shown(path::bytes(&place)))))
+            Err(changed(&place))
         })
     }
+}
+
+fn changed(place: &Path) -> Failure {
+    Failure::new(ErrorCode::Internal, format!("{} changed while it was read", shown(path::bytes(place))))
+}
+
+/// Sends a part of a file that is too large to be hashed for it. All that can be promised then is that the part is complete.
+fn send_part(peer: &mut Peer, file: &File, stat: FileStat, range: Range<u64>, place: &Path) -> Outcome<()> {
+    send(peer, stat, |peer| {
+        let mut left = range.end - range.start;
+        digest::for_each_piece(file, range.start, range.end, |piece| {
+            left -= piece.len() as u64;
+            peer.data(piece).map_err(Sending::Peer)
+        })
+        .map_err(|error| error.reading(place))?;
+        if left == 0 { Ok(()) } else { Err(changed(place)) }
+    })
 }
 
 /// Which side failed while a piece was passed on.
 enum Sending {
     Peer(io::Error),
     File(io::Error),
+}
+
+impl Sending {
+    fn reading(self, place: &Path) -> Failure {
+        match self {
+            Self::Peer(error) => Failure::Connection(error),
+            Self::File(error) => Failure::io(&error, "reading", path::bytes(place)),
+        }
+    }
 }
 
 impl From<io::Error> for Sending {
@@ -187,6 +216,21 @@ mod tests {
         assert!(answer.body() == content);
         let part = sandbox.ask(FileOp::Read { path: raw("large"), start: 2_000_000, end: Some(2_000_100) }, &[]);
         assert_eq!(part.body(), &content[2_000_000..2_000_100]);
+    }
+
+    #[test]
+    fn a_part_of_a_huge_file_comes_without_the_hash_of_all_of_it() {
+        let sandbox = Sandbox::new();
+        sandbox.put("huge", "start");
+        let file = std::fs::OpenOptions::new().write(true).open(sandbox.path("huge")).expect("opened");
+        // All of a terabyte can't be read while anybody waits.
+        file.set_len(1 << 40).expect("sparse");
+        let read = |start, end| sandbox.ask(FileOp::Read { path: raw("huge"), start, end }, &[]);
+        let part = read(0, Some(5));
+        assert!(matches!(part.first(), Reply::Stat(stat) if stat.sha256.is_none() && stat.size == 1 << 40), "{part:?}");
+        assert_eq!(part.body(), b"start");
+        assert_eq!(read((1 << 40) - 3, Some(u64::MAX)).body(), [0; 3]);
+        assert_eq!(read(1 << 40, Some(u64::MAX)).error().code, ErrorCode::RangeNotSatisfiable);
     }
 
     #[test]

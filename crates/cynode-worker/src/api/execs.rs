@@ -18,14 +18,17 @@ use serde::Deserialize;
 use utoipa::IntoParams;
 
 use super::{
-    Api,
+    Api, gone,
     output::{self, accepts_events, chunk},
     sessions::{Id, page, parse_id},
 };
 use crate::{
-    execs::{self, Begun, Command, Exec},
+    execs::{self, Begun, Command, Exec, Offered},
     sessions::{Entry, Live, check_env, check_version, exec_environment},
 };
+
+/// How long a write to standard input waits for a command that reads nothing.
+const STDIN: Duration = Duration::from_secs(30);
 
 /// The session's and the exec's id of a path.
 pub(super) struct ExecPath(SessionId, ExecId);
@@ -251,25 +254,88 @@ pub(super) async fn signal(State(api): State<Api>, ExecPath(id, exec_id): ExecPa
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Write to a command's standard input. Answers when the command's pipe has taken it.
+/// Write to a command's standard input. Answers when the command's pipe has taken it, or after 30 s in which it took nothing.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/execs/{exec_id}/stdin", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)), request_body = StdinWrite,
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn stdin(State(api): State<Api>, ExecPath(id, exec_id): ExecPath, JsonBody(request): JsonBody<StdinWrite>) -> Result<StatusCode, ApiError> {
     check_version(request.version)?;
-    let (entry, _) = api.sessions.live(id)?;
+    let (entry, live) = api.sessions.live(id)?;
     let exec = entry.execs.get(exec_id)?;
     let data = request.data_b64.unwrap_or_default().0;
     if data.len() > MAX_STDIN_BYTES {
         return Err(ApiError::new(ErrorCode::TooLarge, format!("data_b64: more than {MAX_STDIN_BYTES} bytes in one call")));
     }
-    let closed = || ApiError::new(ErrorCode::StdinClosed, "the exec takes no more input");
-    for piece in data.chunks(MAX_DATA) {
-        if !exec.write_stdin(Some(piece.to_vec())).await {
-            return Err(closed());
+    let fed = tokio::select! {
+        fed = feed(data, request.eof, |piece| exec.offer_stdin(piece, STDIN)) => fed,
+        // Nothing of it can take anything any more, whether that has been noticed everywhere or not.
+        () = gone(&live) => Err(stdin_closed()),
+    };
+    if fed.is_err() {
+        // That the session has ended says more than that its command has.
+        api.sessions.live(id)?;
+    }
+    fed.map(|()| StatusCode::NO_CONTENT)
+}
+
+fn stdin_closed() -> ApiError {
+    ApiError::new(ErrorCode::StdinClosed, "the exec takes no more input")
+}
+
+/// Offers input piece by piece until one is not taken. `taken` counts what must not be sent again: what the command has, and
+/// what is on its way to it.
+async fn feed<F: Future<Output = Offered>>(data: Vec<u8>, eof: bool, mut offer: impl FnMut(Option<Vec<u8>>) -> F) -> Result<(), ApiError> {
+    let mut taken = 0;
+    let pieces = data.chunks(MAX_DATA).map(|piece| Some(piece.to_vec())).chain(eof.then_some(None));
+    for piece in pieces {
+        let length = piece.as_ref().map_or(0, Vec::len);
+        let offered = offer(piece).await;
+        match offered {
+            Offered::Taken => taken += length,
+            Offered::Closed => return Err(stdin_closed()),
+            Offered::Waiting | Offered::Refused => {
+                if offered == Offered::Waiting {
+                    taken += length;
+                }
+                let detail = format!(
+                    "the command read nothing for {} s; {taken} of {} bytes are with it or on their way to it, the rest was not sent",
+                    STDIN.as_secs(),
+                    data.len()
+                );
+                return Err(Problem::new(ErrorCode::StdinFull, detail).with("taken", taken).into());
+            }
         }
     }
-    if request.eof && !exec.write_stdin(None).await {
-        return Err(closed());
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn outcome(size: usize, eof: bool, answers: &[Offered]) -> Result<(), (String, serde_json::Value)> {
+        let mut answers = answers.iter();
+        let mut offered = Vec::new();
+        let data: Vec<u8> = (0..=250).cycle().take(size).collect();
+        let fed = feed(data.clone(), eof, |piece: Option<Vec<u8>>| {
+            offered.extend(piece.unwrap_or_default());
+            std::future::ready(*answers.next().expect("no piece is offered after one that was not taken"))
+        })
+        .await;
+        assert!(data.starts_with(&offered), "in order, without a gap");
+        fed.map_err(|error| (error.0.code, error.0.extensions.get("taken").cloned().unwrap_or_default()))
     }
-    Ok(StatusCode::NO_CONTENT)
+
+    #[tokio::test]
+    async fn input_that_is_not_read_is_refused_with_the_number_of_bytes_that_were_taken() {
+        use Offered::{Closed, Refused, Taken, Waiting};
+        let full = |taken: usize| Err(("stdin_full".to_owned(), taken.into()));
+        let closed = || Err(("stdin_closed".to_owned(), serde_json::Value::Null));
+        assert_eq!(outcome(2 * MAX_DATA + 1, true, &[Taken, Taken, Taken, Taken]).await, Ok(()));
+        assert_eq!(outcome(3 * MAX_DATA, false, &[Taken, Waiting]).await, full(2 * MAX_DATA));
+        assert_eq!(outcome(3 * MAX_DATA, false, &[Taken, Refused]).await, full(MAX_DATA));
+        assert_eq!(outcome(10, false, &[Refused]).await, full(0));
+        assert_eq!(outcome(10, true, &[Taken, Waiting]).await, full(10));
+        assert_eq!(outcome(10, true, &[Closed]).await, closed());
+        assert_eq!(outcome(0, false, &[]).await, Ok(()));
+    }
 }

@@ -139,6 +139,10 @@ enum Range {
 /// A `Range` header with one range. Others are ignored, as the standard allows.
 fn parse_range(headers: &HeaderMap) -> Option<Range> {
     let text = headers.get(header::RANGE)?.to_str().ok()?.strip_prefix("bytes=")?.trim();
+    // Digits alone: the parser would take a sign as well.
+    if !text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-' || byte == b' ') {
+        return None;
+    }
     let (start, end) = text.split_once('-')?;
     match (start.trim(), end.trim()) {
         ("", last) => last.parse().ok().map(Range::Last),
@@ -150,7 +154,8 @@ fn parse_range(headers: &HeaderMap) -> Option<Range> {
     }
 }
 
-/// Read a file, whole or a range of it.
+/// Read a file, whole or a range of it. A range of a file over 64 MiB comes without ETag and X-Content-SHA256: they are of the
+/// whole, which would have to be read first.
 #[utoipa::path(get, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery),
     responses((status = 200, content_type = "application/octet-stream", body = Vec<u8>), (status = 206, content_type = "application/octet-stream", body = Vec<u8>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn read(
@@ -163,16 +168,20 @@ pub(super) async fn read(
     let range = parse_range(&headers);
     let (start, end) = match range {
         None => (0, None),
-        Some(Range::From(start, end)) => (start, end.map(|end| end.saturating_add(1))),
+        // Always with an end, by which the agent knows a range.
+        Some(Range::From(start, end)) => (start, Some(end.map_or(u64::MAX, |end| end.saturating_add(1)))),
         Some(Range::Last(count)) => {
             let (stat, ..) = stat_of(&api, id, FileOp::Stat { path: path.clone(), hash: false }).await?;
             if count == 0 {
                 return Err(ApiError::new(ErrorCode::RangeNotSatisfiable, "a range of no bytes"));
             }
-            (stat.size.saturating_sub(count), None)
+            (stat.size.saturating_sub(count), Some(u64::MAX))
         }
     };
     let (stat, channel, activity) = stat_of(&api, id, FileOp::Read { path, start, end }).await?;
+    if range.is_some() && stat.size == 0 {
+        return Err(ApiError::new(ErrorCode::RangeNotSatisfiable, "the file is empty"));
+    }
     let end = end.unwrap_or(stat.size).min(stat.size);
     let mut answer = file_headers(&stat);
     answer.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
@@ -258,7 +267,9 @@ pub(super) async fn write(
     let mode = match headers.get("x-mode") {
         None => None,
         Some(value) => {
-            let mode = value.to_str().ok().and_then(|text| u32::from_str_radix(text, 8).ok()).filter(|mode| *mode <= 0o777);
+            // Digits alone: the parser would take a sign as well.
+            let digits = value.to_str().ok().filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
+            let mode = digits.and_then(|text| u32::from_str_radix(text, 8).ok()).filter(|mode| *mode <= 0o777);
             Some(mode.ok_or_else(|| ApiError::invalid("X-Mode: must be an octal number up to 0777"))?)
         }
     };
@@ -473,6 +484,9 @@ mod tests {
         assert_eq!(range("bytes=9-3"), None);
         assert_eq!(range("lines=1-2"), None);
         assert_eq!(range("bytes=0-1,4-5"), None);
+        for signed in ["bytes=+1-+2", "bytes=+1-", "bytes=-+3", "bytes=1-+2", "bytes=--3"] {
+            assert_eq!(range(signed), None, "{signed}");
+        }
     }
 
     #[test]

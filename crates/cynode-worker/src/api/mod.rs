@@ -30,7 +30,7 @@ use utoipa::{
 };
 use utoipa_axum::{router::OpenApiRouter, routes};
 
-use crate::sessions::Sessions;
+use crate::sessions::{Live, Sessions};
 
 #[derive(Clone, Debug)]
 pub(crate) struct Api {
@@ -111,6 +111,13 @@ pub(crate) fn router(api: Api, token: Token, readiness: admin::Readiness) -> Rou
         .layer(middleware::from_fn(body::limit_pauses))
         .layer(middleware::from_fn(linger::read_away))
         .with_state(api)
+}
+
+/// Waits until nothing of a sandbox can answer any more.
+async fn gone(live: &Live) {
+    while !live.is_gone() {
+        tokio::time::sleep(std::time::Duration::from_millis(250)).await;
+    }
 }
 
 async fn measure(request: Request, next: Next) -> Response {

@@ -1,6 +1,10 @@
 //! A terminal in a session, opened by the runtime's own exec.
+//!
+//! What must stay true: the ways in and out are apart, so that a program that does not read its terminal holds up what is typed
+//! and nothing else, and a client that does not read holds up what is shown and nothing else. Whoever goes away, the terminal's
+//! processes are hung up.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, pin::Pin, sync::Arc, time::Duration};
 
 use axum::{
     extract::{
@@ -13,20 +17,37 @@ use bytes::Bytes;
 use cynode_api::{ErrorCode, Problem, SessionId};
 use cynode_sba_proto::WORKSPACE;
 use cynode_service::{ApiError, QueryParams};
-use futures_util::StreamExt as _;
+use futures_util::{
+    SinkExt as _, StreamExt as _,
+    stream::{SplitSink, SplitStream},
+};
 use serde::{Deserialize, Serialize};
-use tokio::io::AsyncWriteExt as _;
+use tokio::{
+    io::{AsyncWrite, AsyncWriteExt as _},
+    sync::{mpsc, watch},
+};
 use tokio_util::sync::CancellationToken;
 
-use super::{Api, sessions::Id};
+use super::{Api, gone, sessions::Id};
 use crate::{
     process,
-    runtime::{ExecSpec, RuntimeExec},
+    runtime::{ExecOutput, ExecSpec, RuntimeExec},
     sessions::{Live, exec_environment, runtime_problem},
 };
 
 const MAX_MESSAGE: usize = 64 * 1024;
+/// Messages that wait for the program to read them; what comes after them waits at the client.
+const TYPED_AHEAD: usize = 16;
+/// While nothing is taken from the client, how often it is asked whether it is still there.
+const ASK: Duration = Duration::from_secs(1);
+/// How long a client may take to hear the end of a terminal whose sandbox is gone.
+const FAREWELL: Duration = Duration::from_secs(10);
 const SHELL: &str = "command -v bash >/dev/null 2>&1 && exec bash -l; exec sh -l";
+/// The runtime gives a terminal its size about when the program starts, not before. So the program's own process sets it first,
+/// where the image has what it takes.
+const SIZED: &str = r#"stty cols "$1" rows "$2" 2>/dev/null; shift 2; exec "$@""#;
+
+type Size = (u16, u16);
 
 #[derive(Debug, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
@@ -42,7 +63,14 @@ enum ToClient {
     Error { code: String, detail: String },
 }
 
-/// Open a terminal (WebSocket). Binary frames are bytes; text frames are JSON `resize`, `ready`, `exit`, `error`.
+impl ToClient {
+    fn message(&self) -> Message {
+        Message::Text(serde_json::to_string(self).unwrap_or_default().into())
+    }
+}
+
+/// Open a terminal (WebSocket). Binary frames are bytes; text frames are JSON `resize`, `ready`, `exit`, `error`. What can't be
+/// started is said by `error`.
 #[utoipa::path(get, path = "/v1/worker/sessions/{id}/pty", tag = "sessions",
     params(("id" = SessionId, Path), ("cols" = Option<u16>, Query), ("rows" = Option<u16>, Query), ("argv" = Option<Vec<String>>, Query, description = "A command instead of a shell; repeated for each argument")),
     responses((status = 101, description = "The terminal is open"), (status = "default", body = Problem, content_type = "application/problem+json")))]
@@ -78,68 +106,136 @@ pub(super) async fn open(
     if argv.is_empty() {
         argv = ["/bin/sh", "-c", SHELL].map(str::to_owned).to_vec();
     }
+    let argv = ["/bin/sh", "-c", SIZED, "sh"].map(str::to_owned).into_iter().chain([size.0.to_string(), size.1.to_string()]).chain(argv).collect();
     let env = exec_environment(&record, &BTreeMap::from([("TERM".to_owned(), "xterm-256color".to_owned())]));
     let spec = ExecSpec { argv, env, cwd: WORKSPACE.to_owned(), stdin: true, tty: Some(size) };
-    let exec = live.runtime.exec(&live.container, &spec).await.map_err(|error| runtime_problem(&error))?;
-    Ok(upgrade.max_message_size(MAX_MESSAGE).max_frame_size(MAX_MESSAGE).on_upgrade(move |socket| serve(socket, live, exec, api.stop)))
+    // Started only when the socket is there: a client that vanishes before leaves nothing running, and what runs here is not
+    // dropped in the middle of a start when the client goes.
+    Ok(upgrade.max_message_size(MAX_MESSAGE).max_frame_size(MAX_MESSAGE).on_upgrade(move |socket| serve(socket, live, spec, api.stop)))
 }
 
-async fn serve(mut socket: WebSocket, live: Arc<Live>, exec: RuntimeExec, stop: CancellationToken) {
+/// Why a terminal ended.
+enum End {
+    /// Its output did.
+    Output,
+    /// The client is gone, or said goodbye.
+    Client,
+    /// The worker stops.
+    Stop,
+}
+
+async fn serve(mut socket: WebSocket, live: Arc<Live>, spec: ExecSpec, stop: CancellationToken) {
     let _activity = live.activity();
-    let RuntimeExec { id, mut input, mut output } = exec;
-    let said = |message: &ToClient| Message::Text(serde_json::to_string(message).unwrap_or_default().into());
-    if socket.send(said(&ToClient::Ready)).await.is_err() {
+    let exec = match live.runtime.exec(&live.container, &spec).await {
+        Ok(exec) => exec,
+        Err(error) => {
+            let Problem { code, detail, .. } = runtime_problem(&error);
+            drop(socket.send(ToClient::Error { code, detail }.message()).await);
+            drop(socket.send(Message::Close(None)).await);
+            return;
+        }
+    };
+    let RuntimeExec { id, input, mut output } = exec;
+    if socket.send(ToClient::Ready.message()).await.is_err() {
         return hang_up(&live, &id).await;
     }
-    loop {
-        tokio::select! {
-            piece = output.next() => match piece {
-                Some(Ok((_, data))) => {
-                    let data = without_last_word(data);
-                    if !data.is_empty() && socket.send(Message::Binary(data)).await.is_err() {
-                        return hang_up(&live, &id).await;
-                    }
-                }
-                Some(Err(_)) | None => break,
-            },
-            message = socket.recv() => match message {
-                Some(Ok(Message::Binary(data))) => {
-                    if input.write_all(&data).await.is_err() || input.flush().await.is_err() {
-                        break;
-                    }
-                }
-                Some(Ok(Message::Text(text))) => match serde_json::from_str(&text) {
-                    Ok(FromClient::Resize { cols, rows }) if (1..=1_000).contains(&cols) && (1..=1_000).contains(&rows) => drop(live.runtime.exec_resize(&id, cols, rows).await),
-                    _ => drop(socket.send(said(&ToClient::Error { code: "invalid_request".to_owned(), detail: "text frames are {\"type\":\"resize\",\"cols\":n,\"rows\":n}".to_owned() })).await),
-                },
-                Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
-                Some(Ok(Message::Close(_)) | Err(_)) | None => return hang_up(&live, &id).await,
-            },
-            () = stop.cancelled() => {
-                drop(socket.send(said(&ToClient::Error { code: "shutting_down".to_owned(), detail: "the worker is stopping".to_owned() })).await);
-                return hang_up(&live, &id).await;
+    let (mut to_client, from_client) = socket.split();
+    let (typed, to_write) = mpsc::channel(TYPED_AHEAD);
+    let (say, mut to_say) = mpsc::channel(4);
+    let (size, sizes) = watch::channel(None);
+    let end = tokio::select! {
+        end = show(&mut to_client, &mut output, &mut to_say) => end,
+        end = listen(from_client, &typed, &say, &size) => end,
+        end = write(input, to_write) => end,
+        end = resize(&live, &id, sizes) => end,
+        () = gone(&live) => End::Output,
+        () = stop.cancelled() => End::Stop,
+    };
+    match end {
+        End::Output => {
+            let exit_code = ended(&live, &id).await;
+            let goodbye = async {
+                drop(to_client.send(ToClient::Exit { exit_code }.message()).await);
+                drop(to_client.send(Message::Close(None)).await);
+            };
+            tokio::select! {
+                () = goodbye => {}
+                () = async { gone(&live).await; tokio::time::sleep(FAREWELL).await } => {}
+                () = stop.cancelled() => {}
             }
         }
+        End::Client => hang_up(&live, &id).await,
+        End::Stop => {
+            let reason = ToClient::Error { code: ErrorCode::ShuttingDown.as_str().to_owned(), detail: "the worker is stopping".to_owned() };
+            tokio::join!(hang_up(&live, &id), async { drop(to_client.send(reason.message()).await) });
+        }
     }
-    let exit_code = ended(&live, &id).await;
-    drop(socket.send(said(&ToClient::Exit { exit_code })).await);
-    drop(socket.send(Message::Close(None)).await);
 }
 
-/// When a program ends without reading all that was typed, Podman writes of its broken socket into the terminal, as the
-/// last thing in it. That is between Podman and conmon.
-fn without_last_word(mut data: Bytes) -> Bytes {
-    let found = [&b"Error: read unixpacket @->"[..], b"Error: write unixpacket @->"]
-        .iter()
-        .find_map(|word| data.windows(word.len()).rposition(|window| window == *word));
-    if let Some(start) = found
-        && data.ends_with(b"\n")
-        // A terminal's own lines end in both.
-        && !data[start..].contains(&b'\r')
-    {
-        data.truncate(start);
+/// Passes on what the program shows, until it ends or nobody is there to see it.
+async fn show(to_client: &mut SplitSink<WebSocket, Message>, output: &mut ExecOutput, to_say: &mut mpsc::Receiver<Message>) -> End {
+    loop {
+        let message = tokio::select! {
+            Some(message) = to_say.recv() => message,
+            piece = output.next() => match piece {
+                Some(Ok((_, data))) if data.is_empty() => continue,
+                Some(Ok((_, data))) => Message::Binary(data),
+                Some(Err(_)) | None => return End::Output,
+            },
+        };
+        if to_client.send(message).await.is_err() {
+            return End::Client;
+        }
     }
-    data
+}
+
+/// Takes what the client sends, as far as there is room for it, until it is gone.
+async fn listen(mut from_client: SplitStream<WebSocket>, typed: &mpsc::Sender<Bytes>, say: &mpsc::Sender<Message>, size: &watch::Sender<Option<Size>>) -> End {
+    loop {
+        match from_client.next().await {
+            Some(Ok(Message::Binary(data))) => {
+                // A client that vanished is only noticed by reading or by asking.
+                while let Err(_elapsed) = tokio::time::timeout(ASK, typed.reserve()).await.map(|room| room.map(|room| room.send(data.clone()))) {
+                    drop(say.try_send(Message::Ping(Bytes::new())));
+                }
+            }
+            Some(Ok(Message::Text(text))) => match serde_json::from_str(&text) {
+                Ok(FromClient::Resize { cols, rows }) if (1..=1_000).contains(&cols) && (1..=1_000).contains(&rows) => {
+                    size.send_replace(Some((cols, rows)));
+                }
+                _ => {
+                    let detail = "text frames are {\"type\":\"resize\",\"cols\":n,\"rows\":n}".to_owned();
+                    drop(say.try_send(ToClient::Error { code: ErrorCode::InvalidRequest.as_str().to_owned(), detail }.message()));
+                }
+            },
+            Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
+            Some(Ok(Message::Close(_)) | Err(_)) | None => return End::Client,
+        }
+    }
+}
+
+/// Writes what was typed, as fast as the program reads it. A terminal that takes no more is about to end, which its output says.
+async fn write(mut input: Pin<Box<dyn AsyncWrite + Send>>, mut typed: mpsc::Receiver<Bytes>) -> End {
+    while let Some(data) = typed.recv().await {
+        if input.write_all(&data).await.is_err() || input.flush().await.is_err() {
+            break;
+        }
+    }
+    drop(typed);
+    std::future::pending().await
+}
+
+/// Gives the terminal the newest size that the client has said.
+async fn resize(live: &Live, id: &str, mut sizes: watch::Receiver<Option<Size>>) -> End {
+    while sizes.changed().await.is_ok() {
+        let size = *sizes.borrow_and_update();
+        if let Some((cols, rows)) = size
+            && let Err(error) = live.runtime.exec_resize(id, cols, rows).await
+        {
+            tracing::warn!(%error, cols, rows, "Resizing a terminal failed.");
+        }
+    }
+    std::future::pending().await
 }
 
 /// The exit code, once the runtime has it.
@@ -156,36 +252,27 @@ async fn ended(live: &Live, id: &str) -> Option<i64> {
 
 /// The client is gone: the terminal's processes get HUP, then KILL.
 async fn hang_up(live: &Live, id: &str) {
-    let Ok(state) = live.runtime.exec_state(id).await else { return };
-    if !state.running || state.pid <= 0 {
+    // Just after its start an exec does not run yet, as far as the runtime says.
+    let mut pid = 0;
+    for _ in 0..100 {
+        match live.runtime.exec_state(id).await {
+            Ok(state) if state.running && state.pid > 0 => {
+                pid = state.pid;
+                break;
+            }
+            Ok(_) => tokio::time::sleep(Duration::from_millis(40)).await,
+            Err(_) => return,
+        }
+    }
+    if pid == 0 {
         return;
     }
-    process::signal_session(state.pid, 1);
+    process::signal_session(pid, 1);
     for _ in 0..50 {
         tokio::time::sleep(Duration::from_millis(40)).await;
         if !live.runtime.exec_state(id).await.is_ok_and(|state| state.running) {
             return;
         }
     }
-    process::signal_session(state.pid, 9);
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn podmans_complaint_is_not_the_programs_output() {
-        let complaint = "Error: read unixpacket @->/proc/self/fd/13/attach: read: connection reset by peer\n";
-        for (data, shown) in [
-            (complaint.to_owned(), ""),
-            (format!("$ {complaint}"), "$ "),
-            (format!("a\r\n{}", complaint.replace("read", "write")), "a\r\n"),
-            ("Error: read unixpacket @-> was printed\r\n".to_owned(), "Error: read unixpacket @-> was printed\r\n"),
-            ("plain\n".to_owned(), "plain\n"),
-            (String::new(), ""),
-        ] {
-            assert_eq!(without_last_word(data.clone().into()), shown, "{data:?}");
-        }
-    }
+    process::signal_session(pid, 9);
 }

@@ -9,12 +9,14 @@ mod exec;
 mod record;
 mod runtime;
 mod spool;
+mod stdin;
 
 pub(crate) use agent::{Command, adopt as adopt_by_agent, start as start_by_agent};
 pub(crate) use exec::{Exec, Next, Reader};
 pub(crate) use record::{Begun, SessionExecs};
 pub(crate) use runtime::{Leftovers, kill_everything as kill_everything_by_runtime, signal as signal_by_runtime, start as start_by_runtime};
 pub(crate) use spool::Piece;
+pub(crate) use stdin::Offered;
 
 pub(crate) fn hex(bytes: &[u8]) -> String {
     use std::fmt::Write as _;

@@ -91,6 +91,11 @@ where
 }
 
 pub(super) async fn exec(docker: Docker, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
+    let id = create_exec(&docker, name, spec).await?;
+    start_exec(&docker, id, name, spec).await
+}
+
+pub(super) async fn create_exec(docker: &Docker, name: &str, spec: &ExecSpec) -> Result<String, Error> {
     let options = CreateExecOptions {
         attach_stdin: Some(spec.stdin),
         attach_stdout: Some(true),
@@ -103,12 +108,15 @@ pub(super) async fn exec(docker: Docker, name: &str, spec: &ExecSpec) -> Result<
         working_dir: Some(spec.cwd.clone()),
         ..Default::default()
     };
-    let created = docker.create_exec(name, options).await.map_err(translate("exec", name))?;
+    Ok(docker.create_exec(name, options).await.map_err(translate("exec", name))?.id)
+}
+
+pub(super) async fn start_exec(docker: &Docker, id: String, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
     let options = StartExecOptions { detach: false, tty: spec.tty.is_some(), output_capacity: Some(64 * 1024) };
-    match docker.start_exec(&created.id, Some(options)).await.map_err(translate("exec", name))? {
+    match docker.start_exec(&id, Some(options)).await.map_err(translate("exec", name))? {
         StartExecResults::Attached { output, input } => {
             if let Some((columns, rows)) = spec.tty {
-                drop(docker.resize_exec(&created.id, ResizeExecOptions { height: rows, width: columns }).await);
+                drop(docker.resize_exec(&id, ResizeExecOptions { height: rows, width: columns }).await);
             }
             let output = output.filter_map(async |piece| match piece {
                 Ok(LogOutput::StdErr { message }) => Some(Ok((Stream::Stderr, message))),
@@ -116,7 +124,7 @@ pub(super) async fn exec(docker: Docker, name: &str, spec: &ExecSpec) -> Result<
                 Ok(LogOutput::StdIn { .. }) => None,
                 Err(error) => Some(Err(Error::Unavailable(error.to_string()))),
             });
-            Ok(RuntimeExec { id: created.id, input, output: Box::pin(output) })
+            Ok(RuntimeExec { id, input, output: Box::pin(output) })
         }
         StartExecResults::Detached => Err(Error::Refused { call: "exec", message: "the exec came back detached".to_owned() }),
     }

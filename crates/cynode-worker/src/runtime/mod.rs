@@ -6,6 +6,7 @@
 mod compat;
 mod docker;
 mod fake;
+mod last_word;
 mod libpod;
 mod podman;
 pub(crate) mod seccomp;

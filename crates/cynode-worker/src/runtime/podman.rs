@@ -1,19 +1,33 @@
 //! Podman over its REST socket: the Docker-compatible calls by bollard, creation by libpod's own.
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::{
+    collections::BTreeMap,
+    path::PathBuf,
+    time::{Duration, Instant},
+};
 
 use async_trait::async_trait;
 use bollard::Docker;
+use cynode_api::Stream;
+use futures_util::StreamExt as _;
+use http::{
+    StatusCode,
+    header::{CONNECTION, UPGRADE},
+};
 use serde_json::Value;
 use tokio::sync::OnceCell;
+use tokio_util::io::ReaderStream;
 
 use super::{
     Container, Error, ExecSpec, IdMap, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState, ServiceOptions, Spec,
     compat::{self, translate},
-    libpod, seccomp,
+    last_word, libpod, seccomp,
     service::{self, Service},
 };
 use crate::process;
+
+/// How long a new size is offered to a terminal that is about to start.
+const RESIZE: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Debug)]
 pub struct PodmanOptions {
@@ -124,6 +138,27 @@ fn labels(value: &Value) -> BTreeMap<String, String> {
     value.as_object().into_iter().flatten().map(|(name, value)| (name.clone(), text(value))).collect()
 }
 
+/// Starts an exec with a terminal. Not by bollard, which has no words for the terminal's size: set afterwards it comes later
+/// still, and is refused when the program has ended by then.
+async fn start_terminal(libpod: &reqwest::Client, id: String, (columns, rows): (u16, u16)) -> Result<RuntimeExec, Error> {
+    let unavailable = |error: reqwest::Error| Error::Unavailable(error.to_string());
+    let request = libpod.post(format!("http://podman/v4.0.0/libpod/exec/{id}/start")).header(CONNECTION, "Upgrade").header(UPGRADE, "tcp");
+    let body = serde_json::json!({ "Detach": false, "Tty": true, "h": rows, "w": columns });
+    let response = request.json(&body).send().await.map_err(unavailable)?;
+    match response.status() {
+        StatusCode::SWITCHING_PROTOCOLS => {}
+        StatusCode::NOT_FOUND => return Err(Error::NotFound(id)),
+        _ => {
+            let answer: Value = response.json().await.map_err(unavailable)?;
+            return Err(Error::Refused { call: "exec", message: text(&answer["message"]) });
+        }
+    }
+    let (output, input) = tokio::io::split(response.upgrade().await.map_err(unavailable)?);
+    let output = ReaderStream::with_capacity(output, 64 * 1024)
+        .map(|piece| piece.map(|data| (Stream::Stdout, data)).map_err(|error| Error::Unavailable(error.to_string())));
+    Ok(RuntimeExec { id, input: Box::pin(input), output: last_word::dropped(Box::pin(output)) })
+}
+
 #[async_trait]
 impl Runtime for Podman {
     async fn version(&self) -> Result<String, Error> {
@@ -230,7 +265,20 @@ impl Runtime for Podman {
     }
 
     async fn exec(&self, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
-        self.call("exec", self.call_limit, false, |clients| compat::exec(clients.docker.clone(), name, spec)).await
+        self.call("exec", self.call_limit, false, |clients| {
+            let (docker, libpod) = (clients.docker.clone(), clients.libpod.clone());
+            async move {
+                let id = compat::create_exec(&docker, name, spec).await?;
+                match spec.tty {
+                    Some(size) => start_terminal(&libpod, id, size).await,
+                    None => {
+                        let started = compat::start_exec(&docker, id, name, spec).await?;
+                        Ok(RuntimeExec { output: last_word::dropped(started.output), ..started })
+                    }
+                }
+            }
+        })
+        .await
     }
 
     async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, Error> {
@@ -238,7 +286,15 @@ impl Runtime for Podman {
     }
 
     async fn exec_resize(&self, id: &str, columns: u16, rows: u16) -> Result<(), Error> {
-        self.call("exec_resize", self.call_limit, true, |clients| compat::exec_resize(clients.docker.clone(), id, columns, rows)).await
+        let until = Instant::now() + RESIZE;
+        loop {
+            let resized = self.call("exec_resize", self.call_limit, true, |clients| compat::exec_resize(clients.docker.clone(), id, columns, rows)).await;
+            match resized {
+                // Podman refuses until it has noted that the exec runs, which is after it has said that it has started.
+                Err(Error::Refused { .. }) if Instant::now() < until => tokio::time::sleep(Duration::from_millis(50)).await,
+                resized => return resized,
+            }
+        }
     }
 
     async fn close(&self) {

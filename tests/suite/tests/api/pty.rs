@@ -1,0 +1,127 @@
+//! Terminals over WebSocket, with programs and clients that do not keep to their part.
+
+use std::{io::Write as _, time::Duration};
+
+use anyhow::{Context as _, Result};
+use cynode_api::{SessionCreate, SessionId};
+use cynode_client::{Pty, PtyMessage, PtyOpen, WorkerClient};
+use cynode_tests::{Options, RunningWorker, World, eventually, session, sh};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+struct Terminals {
+    client: WorkerClient,
+    id: SessionId,
+    worker: RunningWorker,
+    _world: World,
+}
+
+impl Terminals {
+    async fn new() -> Result<Self> {
+        let world = World::new()?;
+        let worker = world.worker(&Options::default()).await?;
+        let client = worker.client()?;
+        let id = client.create_session(&SessionCreate { pty_allowed: Some(true), ..session() }).await?.session_id;
+        Ok(Self { client, id, worker, _world: world })
+    }
+
+    async fn open(&self, argv: &[&str]) -> Result<Pty> {
+        let argv = argv.iter().map(|&argument| argument.to_owned()).collect();
+        Ok(self.client.open_pty(self.id, &PtyOpen { cols: 101, rows: 33, argv }).await?)
+    }
+
+    async fn ends(&self, command: &str) -> Result<()> {
+        eventually("the terminal's processes end", LIMIT, async || {
+            let inside = self.client.exec(self.id, &sh("for d in /proc/[0-9]*; do tr '\\0' ' ' < $d/cmdline 2>/dev/null; echo; done")).await?.stdout;
+            Ok(!inside.lines().any(|line| line.trim() == command))
+        })
+        .await
+    }
+}
+
+/// Reads until a text was shown, or to the end without one; gives all that was shown.
+async fn shown(pty: &mut Pty, text: Option<&str>) -> Result<String> {
+    let mut seen = String::new();
+    let reading = async {
+        while text.is_none_or(|text| !seen.contains(text)) {
+            match pty.next().await? {
+                Some(PtyMessage::Data(data)) => seen.push_str(&String::from_utf8_lossy(&data)),
+                Some(PtyMessage::Ready) => {}
+                Some(PtyMessage::Exit { .. }) if text.is_none() => break,
+                other => anyhow::bail!("{other:?}"),
+            }
+        }
+        Ok(())
+    };
+    let read = tokio::time::timeout(LIMIT, reading).await;
+    read.with_context(|| format!("{text:?} was not shown in time"))?.with_context(|| format!("{text:?} was not shown"))?;
+    Ok(seen)
+}
+
+#[tokio::test]
+async fn a_terminal_has_its_size_before_its_program_looks() -> Result<()> {
+    let terminals = Terminals::new().await?;
+    for _ in 0..5 {
+        assert_eq!(shown(&mut terminals.open(&["stty", "size"]).await?, None).await?, "33 101\r\n");
+    }
+    // A size that is said at once reaches the program too.
+    let mut pty = terminals.open(&["sh", "-c", "while [ \"$(stty size)\" != '40 120' ]; do :; done; echo resized"]).await?;
+    pty.resize(120, 40).await?;
+    shown(&mut pty, Some("resized")).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn who_vanishes_while_a_terminal_opens_leaves_nothing_running() -> Result<()> {
+    let terminals = Terminals::new().await?;
+    let address = terminals.worker.url()?.trim_start_matches("http://").to_owned();
+    let request = format!(
+        "GET /v1/worker/sessions/{}/pty?argv=sleep&argv=7777 HTTP/1.1\r\nHost: {address}\r\nAuthorization: Bearer {}\r\nConnection: Upgrade\r\n\
+         Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
+        terminals.id,
+        terminals.worker.token()?
+    );
+    for answers in (0..1_000).step_by(50) {
+        let mut stream = std::net::TcpStream::connect(&address)?;
+        stream.write_all(request.as_bytes())?;
+        // Each of them a little later than the one before: at every step of the way one goes.
+        for _ in 0..answers {
+            terminals.client.get_session(terminals.id).await?;
+        }
+        // Gone without a goodbye.
+        rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO))?;
+        drop(stream);
+    }
+    // Begun after them and through, so theirs have been opened too, if at all.
+    assert_eq!(shown(&mut terminals.open(&["echo", "through"]).await?, None).await?, "through\r\n");
+    terminals.ends("sleep 7777").await
+}
+
+/// Reads nothing of what is typed.
+const DEAF: &str = "stty raw -echo; echo begun; while :; do sleep 0.1; done";
+
+#[tokio::test]
+async fn a_terminal_whose_program_does_not_read_can_be_left_at_once() -> Result<()> {
+    let terminals = Terminals::new().await?;
+    // More than buffers on the way take, with a goodbye behind it.
+    let mut pty = terminals.open(&["sh", "-c", DEAF]).await?;
+    shown(&mut pty, Some("begun")).await?;
+    for _ in 0..16 {
+        pty.write(vec![b'x'; 60_000]).await?;
+    }
+    pty.close().await?;
+    terminals.ends(&format!("sh -c {DEAF}")).await?;
+
+    // More than anybody keeps ahead: the client has to wait, says nothing, and is missed all the same.
+    let mut pty = terminals.open(&["sh", "-c", DEAF]).await?;
+    shown(&mut pty, Some("begun")).await?;
+    let writing = async {
+        loop {
+            pty.write(vec![b'x'; 60_000]).await?;
+        }
+    };
+    let written: Result<Result<()>, _> = tokio::time::timeout(Duration::from_secs(5), writing).await;
+    assert!(written.is_err(), "{written:?}");
+    drop(pty);
+    terminals.ends(&format!("sh -c {DEAF}")).await
+}
