@@ -6,7 +6,11 @@ use cynode_api::Unenforced;
 use serde_json::Value;
 
 use super::{Check, run};
-use crate::{config::Config, rootless};
+use crate::{
+    config::Config,
+    rootless,
+    runtime::{IdSpace, podman_ids},
+};
 
 pub(super) const INSTALL: &str = "Install it: apt-get install podman runc uidmap (or run scripts/setup).";
 
@@ -52,6 +56,10 @@ pub(super) async fn engine(config: &Config) -> Engine {
 }
 
 impl Engine {
+    pub(super) fn ids(&self) -> IdSpace {
+        podman_ids(&self.info)
+    }
+
     pub(super) fn is_rootless(&self) -> bool {
         self.info["host"]["security"]["rootless"].as_bool().unwrap_or(!rustix::process::geteuid().is_root())
     }
