@@ -8,7 +8,7 @@ use serde_json::Value;
 use super::{Check, run};
 use crate::{
     config::Config,
-    rootless,
+    idrange, rootless,
     runtime::{IdSpace, podman_ids},
 };
 
@@ -75,10 +75,10 @@ pub(super) async fn privileges(config: &Config) -> Check {
             None => Check::adapted(
                 NAME,
                 format!(
-                    "an ordinary user with {} subordinate ids: each sandbox gets {} of its own, so there can be {}",
+                    "an ordinary user with {} subordinate ids: each sandbox gets {} of its own, and a worker can have {} at once",
                     namespace.ids,
                     rootless::BLOCK,
-                    namespace.ids / rootless::BLOCK
+                    idrange::sandboxes_within(namespace.ids)
                 ),
             ),
         },
