@@ -48,10 +48,12 @@ struct Layout {
 const ROOTS: Layout = Layout { first: FIRST, size: BLOCK, blocks: 512, ranges: 8 };
 
 impl Layout {
-    /// Of an ordinary user. Most have ids for 32 sandboxes, and one worker then gets them all.
+    /// Of an ordinary user. Most have ids for 32 sandboxes, and one worker then gets them all; with more, others have
+    /// their share.
     fn within(ids: IdMap) -> Self {
-        let blocks = ids.count / rootless::BLOCK;
-        Self { first: ids.first, size: rootless::BLOCK, blocks: blocks.min(32), ranges: (blocks / 32).max(1) }
+        let all = ids.count / rootless::BLOCK;
+        let ranges = (all / 32).clamp(1, ROOTS.ranges);
+        Self { first: ids.first, size: rootless::BLOCK, blocks: (all / ranges).min(ROOTS.blocks), ranges }
     }
 }
 
@@ -62,6 +64,11 @@ pub(crate) struct IdBlocks {
     size: u32,
     count: u32,
     used: Mutex<BTreeSet<u32>>,
+}
+
+/// How many sandboxes a worker can have of so many subordinate ids, kept workspaces counted.
+pub(crate) fn sandboxes_within(ids: u32) -> u32 {
+    Layout::within(IdMap { first: 1, count: ids }).blocks
 }
 
 /// Whether no worker runs on this directory and no file of a sandbox is in it.
@@ -175,6 +182,7 @@ mod tests {
         assert!(IdBlocks::on(usual, registry.path(), two.path()).is_err(), "one worker has them all");
         let more = IdSpace::Within(IdMap { first: 1, count: 131_072 });
         assert_eq!(IdBlocks::on(more, registry.path(), two.path()).expect("a range").take(), Some(65_537));
+        assert_eq!([sandboxes_within(65_536), sandboxes_within(131_072), sandboxes_within(1 << 20), sandboxes_within(u32::MAX)], [32, 32, 64, 512]);
     }
 
     #[test]

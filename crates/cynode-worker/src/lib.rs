@@ -103,8 +103,7 @@ fn docker(config: &Config) -> Docker {
 }
 
 /// How sandboxes' ids are kept apart, if that is enough or was allowed not to be.
-async fn ids(config: &Config, runtime: &dyn Runtime) -> Result<idrange::IdBlocks, Error> {
-    let space = runtime.ids().await?;
+fn ids(config: &Config, space: IdSpace) -> Result<idrange::IdBlocks, Error> {
     let missing = host::missing_allowances(config, space);
     if missing.is_empty() {
         let registry = rootless::id_registry(matches!(space, IdSpace::Within(_))).map_err(state("finding a runtime directory"))?;
@@ -139,8 +138,8 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let choice = host::choose(&config)
         .await
         .map_err(|report| Error::Host(report.problems().iter().map(|check| format!("{}: {}", check.name, check.detail)).collect::<Vec<_>>().join("; ")))?;
+    let ids = ids(&config, choice.ids)?;
     let runtime = engine(&config, &choice);
-    let ids = ids(&config, runtime.as_ref()).await?;
     let node_id = held.journal.node_id().map_err(state("reading the node's id"))?;
     let token = read_or_create_token(&config.state_dir.join("worker.token")).map_err(state("reading the token"))?;
     let bound = listener.bind().await?;

@@ -184,10 +184,13 @@ async fn the_fake_holds_the_runtime_contract() -> Result<()> {
 }
 
 async fn it_gives_a_terminal_that_can_be_resized(world: World) -> Result<()> {
+    // The call may be answered before the terminal has its new size.
+    const SCRIPT: &str =
+        "test -t 0 && echo tty; read line; i=0; while [ \"$(stty size)\" != '37 101' ] && [ $i -lt 2000 ]; do i=$((i+1)); done; stty size; exit 6";
     let runtime = runtime(&world);
     run(runtime.as_ref(), "terminal", "while :; do sleep 1; done").await?;
     let spec = ExecSpec {
-        argv: ["/bin/sh", "-c", "test -t 0 && echo tty; read line; stty size; exit 6"].map(str::to_owned).to_vec(),
+        argv: ["/bin/sh", "-c", SCRIPT].map(str::to_owned).to_vec(),
         env: vec![("PATH".to_owned(), "/bin".to_owned())],
         cwd: "/".to_owned(),
         stdin: true,

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     config::{Config, Engine},
     process,
+    runtime::{IdSpace, docker_ids},
 };
 
 pub(crate) use docker::missing as missing_allowances;
@@ -58,6 +59,8 @@ pub struct Choice {
     pub oci_runtime: String,
     pub cgroup_manager: String,
     pub max_nofile: u64,
+    /// How it keeps the ids of sandboxes apart.
+    pub ids: IdSpace,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -92,14 +95,18 @@ pub async fn examine(config: &Config) -> Report {
     checks.push(checks::disk(&config.state_dir));
     checks.push(checks::postgres());
     checks.push(checks::git().await);
-    let choice = runtime.map(|(oci_runtime, cgroup_manager)| Choice { oci_runtime, cgroup_manager, max_nofile });
+    let choice = runtime.map(|Ran { oci_runtime, cgroup_manager, ids }| Choice { oci_runtime, cgroup_manager, max_nofile, ids });
     Report { checks, choice }
 }
 
-/// The OCI runtime and the cgroup manager that ran a container.
-type Ran = Option<(String, String)>;
+/// With what a container ran.
+struct Ran {
+    oci_runtime: String,
+    cgroup_manager: String,
+    ids: IdSpace,
+}
 
-async fn with_podman(config: &Config, agent: &Result<PathBuf, String>) -> (Vec<Check>, Ran) {
+async fn with_podman(config: &Config, agent: &Result<PathBuf, String>) -> (Vec<Check>, Option<Ran>) {
     let engine = podman::engine(config).await;
     let (runtime, name) = match (&engine.version, agent) {
         (Some(_), Ok(agent)) => podman::oci_runtime(config, agent).await,
@@ -114,10 +121,11 @@ async fn with_podman(config: &Config, agent: &Result<PathBuf, String>) -> (Vec<C
     checks.extend((!rootless).then(checks::id_ranges));
     checks.extend(podman::store(&engine));
     checks.push(podman::default_image(config, engine.version.is_some()).await);
-    (checks, name.map(|name| (name, checks::choose_cgroup_manager().to_owned())))
+    let ids = engine.ids();
+    (checks, name.map(|oci_runtime| Ran { oci_runtime, cgroup_manager: checks::choose_cgroup_manager().to_owned(), ids }))
 }
 
-async fn with_docker(config: &Config, agent: &Result<PathBuf, String>) -> (Vec<Check>, Ran) {
+async fn with_docker(config: &Config, agent: &Result<PathBuf, String>) -> (Vec<Check>, Option<Ran>) {
     let docker = crate::docker(config);
     let engine = docker::engine(config, &docker).await;
     let mut checks = vec![engine.check, checks::root_for_docker()];
@@ -131,7 +139,9 @@ async fn with_docker(config: &Config, agent: &Result<PathBuf, String>) -> (Vec<C
     checks.push(runtime);
     checks.extend(docker::store(&info));
     checks.push(docker::default_image(config, &docker).await);
-    (checks, name.map(|name| (name, info.cgroup_driver.map(|driver| driver.to_string()).unwrap_or_default())))
+    let cgroup_manager = info.cgroup_driver.map(|driver| driver.to_string()).unwrap_or_default();
+    let ran = name.zip(docker_ids(&info).ok()).map(|(oci_runtime, ids)| Ran { oci_runtime, cgroup_manager, ids });
+    (checks, ran)
 }
 
 fn untried(error: &str) -> Check {
@@ -208,7 +218,10 @@ async fn key(config: &Config) -> String {
         Engine::Podman => run(&config.podman, &["--version"]).await.ok(),
         Engine::Docker => crate::docker(config).info().await.ok().map(|info| docker::fingerprint(&info)),
     };
-    engine.map(|engine| format!("{} {} {:?}", boot.trim(), engine.trim(), config.oci_runtime)).unwrap_or_default()
+    // An ordinary user may have been given other ids meanwhile.
+    let ids = fs_err::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    let ids: Vec<&str> = ids.split_ascii_whitespace().collect();
+    engine.map(|engine| format!("{} {} {:?} {}", boot.trim(), engine.trim(), config.oci_runtime, ids.join(" "))).unwrap_or_default()
 }
 
 /// Runs a program to its end, within half a minute; its output, or what it complained of.

@@ -6,7 +6,11 @@ use cynode_api::Unenforced;
 use serde_json::Value;
 
 use super::{Check, run};
-use crate::{config::Config, rootless, runtime::seccomp};
+use crate::{
+    config::Config,
+    idrange, rootless,
+    runtime::{IdSpace, podman_ids, seccomp},
+};
 
 pub(super) const INSTALL: &str = "Install it: apt-get install podman runc uidmap (or run scripts/setup).";
 
@@ -52,6 +56,10 @@ pub(super) async fn engine(config: &Config) -> Engine {
 }
 
 impl Engine {
+    pub(super) fn ids(&self) -> IdSpace {
+        podman_ids(&self.info)
+    }
+
     pub(super) fn is_rootless(&self) -> bool {
         self.info["host"]["security"]["rootless"].as_bool().unwrap_or(!rustix::process::geteuid().is_root())
     }
@@ -67,10 +75,10 @@ pub(super) async fn privileges(config: &Config) -> Check {
             None => Check::adapted(
                 NAME,
                 format!(
-                    "an ordinary user with {} subordinate ids: each sandbox gets {} of its own, so there can be {}",
+                    "an ordinary user with {} subordinate ids: each sandbox gets {} of its own, and a worker can have {} at once",
                     namespace.ids,
                     rootless::BLOCK,
-                    namespace.ids / rootless::BLOCK
+                    idrange::sandboxes_within(namespace.ids)
                 ),
             ),
         },

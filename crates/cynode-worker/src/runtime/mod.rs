@@ -18,11 +18,13 @@ use async_trait::async_trait;
 use bytes::Bytes;
 use cynode_api::{Limits, Stream, Unenforced};
 use futures_util::Stream as FuturesStream;
+use serde::{Deserialize, Serialize};
 use tokio::io::AsyncWrite;
 
 pub(crate) use docker::id_space as docker_ids;
 pub use docker::{Docker, DockerOptions};
 pub use fake::{Fake, FakeImage, Fault};
+pub(crate) use podman::id_space as podman_ids;
 pub use podman::{Podman, PodmanOptions};
 pub use service::ServiceOptions;
 
@@ -54,14 +56,15 @@ pub struct Image {
 }
 
 /// A block of ids on the host that stands for the ids from 0 on inside.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IdMap {
     pub first: u32,
     pub count: u32,
 }
 
 /// How a runtime keeps the ids of sandboxes apart, from the host's and from one another's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum IdSpace {
     /// Each sandbox is mapped to the block that it is given, anywhere on the host.
     Own,

@@ -28,6 +28,7 @@ use crate::process;
 
 /// How long a new size is offered to a terminal that is about to start.
 const RESIZE: Duration = Duration::from_secs(5);
+const RESIZE_AGAIN: Duration = Duration::from_millis(100);
 
 #[derive(Clone, Debug)]
 pub struct PodmanOptions {
@@ -159,6 +160,20 @@ async fn start_terminal(libpod: &reqwest::Client, id: String, (columns, rows): (
     Ok(RuntimeExec { id, input: Box::pin(input), output: last_word::dropped(Box::pin(output)) })
 }
 
+/// The ids that sandboxes can have, by what Podman says of itself.
+pub(crate) fn id_space(info: &Value) -> IdSpace {
+    let host = &info["host"];
+    if !host["security"]["rootless"].as_bool().unwrap_or_default() {
+        return IdSpace::Own;
+    }
+    // As seen in Podman's own namespace, where 0 is the user and those from 1 on are the subordinate ones.
+    let count = |kind: &str| {
+        let ranges = host["idMappings"][kind].as_array().into_iter().flatten();
+        ranges.filter(|range| range["container_id"] != 0).filter_map(|range| range["size"].as_u64()).sum::<u64>()
+    };
+    IdSpace::Within(IdMap { first: 1, count: u32::try_from(count("uidmap").min(count("gidmap"))).unwrap_or(u32::MAX) })
+}
+
 #[async_trait]
 impl Runtime for Podman {
     async fn version(&self) -> Result<String, Error> {
@@ -166,17 +181,7 @@ impl Runtime for Podman {
     }
 
     async fn ids(&self) -> Result<IdSpace, Error> {
-        let info = self.libpod_get("ids", "info", &[]).await?;
-        if !info["host"]["security"]["rootless"].as_bool().unwrap_or_default() {
-            return Ok(IdSpace::Own);
-        }
-        // As seen in Podman's own namespace, where 0 is the user and those from 1 on are the subordinate ones.
-        let count = |kind: &str| {
-            let ranges = info["host"]["idMappings"][kind].as_array().into_iter().flatten();
-            ranges.filter(|range| range["container_id"] != 0).filter_map(|range| range["size"].as_u64()).sum::<u64>()
-        };
-        let count = u32::try_from(count("uidmap").min(count("gidmap"))).unwrap_or(u32::MAX);
-        Ok(IdSpace::Within(IdMap { first: 1, count }))
+        self.libpod_get("ids", "info", &[]).await.map(|info| id_space(&info))
     }
 
     async fn image(&self, reference: &str) -> Result<Image, Error> {
@@ -286,14 +291,23 @@ impl Runtime for Podman {
     }
 
     async fn exec_resize(&self, id: &str, columns: u16, rows: u16) -> Result<(), Error> {
+        let resize = || self.call("exec_resize", self.call_limit, true, |clients| compat::exec_resize(clients.docker.clone(), id, columns, rows));
         let until = Instant::now() + RESIZE;
         loop {
-            let resized = self.call("exec_resize", self.call_limit, true, |clients| compat::exec_resize(clients.docker.clone(), id, columns, rows)).await;
-            match resized {
+            match resize().await {
                 // Podman refuses until it has noted that the exec runs, which is after it has said that it has started.
                 Err(Error::Refused { .. }) if Instant::now() < until => tokio::time::sleep(Duration::from_millis(50)).await,
-                resized => return resized,
+                Ok(()) => break,
+                refused => return refused,
             }
+        }
+        // Of two sizes that reach conmon at once (the first one of a terminal and its next, or a window that is dragged) it
+        // takes the older and forgets the newer. So each is said again when the one before has been read.
+        tokio::time::sleep(RESIZE_AGAIN).await;
+        match resize().await {
+            // It has ended meanwhile.
+            Err(Error::NotFound(_) | Error::Refused { .. }) => Ok(()),
+            other => other,
         }
     }
 
