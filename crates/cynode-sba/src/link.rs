@@ -381,6 +381,7 @@ mod tests {
     use super::*;
 
     /// A child that would run for long, and a connection of its own to the worker's end.
+    #[expect(clippy::zombie_processes, reason = "`attend` and `end_tree`, which are tested, reap it")]
     fn child(processes: &Processes) -> (i32, oneshot::Receiver<i32>, AsyncFd<OwnedFd>, std::os::unix::net::UnixStream) {
         let child: Child = Command::new("sleep").arg("1000").spawn().expect("started");
         let pid = child.id().cast_signed();
