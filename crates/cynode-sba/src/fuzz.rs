@@ -104,8 +104,50 @@ mod tests {
         replay("searches");
     }
 
+    /// What is in the workspace that `patches` works in, what is not, and what must not be reached.
+    const NAMES: &[&str] =
+        &["file", "a", "b", "dos", "empty", "dir/inner", "alias/inner", "new/x", "new", "final", "up/x", "out/secret", "abs/x", ".git/config", "../x"];
+
+    /// A section of a diff that is nearly right, for the workspace that `patches` works in.
+    fn section() -> impl Strategy<Value = String> {
+        let name = || prop_oneof![proptest::sample::select(NAMES).prop_map(str::to_owned), "[ab./]{1,5}"];
+        let line = || proptest::sample::select(&[" 1\n", " 2\n", "-1\n", "-A\n", "-3\n", "+x\n", "+\n", "-x\n\\ No newline at end of file\n", " 1\r\n"][..]);
+        let hunk = (0_usize..9, proptest::collection::vec(line(), 1..5)).prop_map(|(start, lines)| {
+            let count = |other: char| lines.iter().filter(|line| !line.starts_with(other)).count();
+            format!("@@ -{start},{} +{start},{} @@\n{}", count('+'), count('-'), lines.concat())
+        });
+        let hunks = proptest::collection::vec(hunk, 1..3).prop_map(|hunks| hunks.concat());
+        prop_oneof![
+            (name(), hunks).prop_map(|(name, hunks)| format!("--- a/{name}\n+++ b/{name}\n{hunks}")),
+            name().prop_map(|name| format!("--- /dev/null\n+++ b/{name}\n@@ -0,0 +1 @@\n+x\n")),
+            Just("--- a/a\n+++ /dev/null\n@@ -1 +0,0 @@\n-A\n".to_owned()),
+            (name(), name()).prop_map(|(from, to)| format!("diff --git a/{from} b/{to}\nrename from {from}\nrename to {to}\n")),
+            (name(), name()).prop_map(|(from, to)| format!("diff --git a/{from} b/{to}\ncopy from {from}\ncopy to {to}\n")),
+            name().prop_map(|name| format!("diff --git a/{name} b/{name}\nold mode 100644\nnew mode 100755\n")),
+        ]
+    }
+
+    /// A path, or a link to be put into the tree that `paths` works in.
+    fn place() -> impl Strategy<Value = String> {
+        let part = || proptest::sample::select(&["a", "b", "x", "y", "file", ".", "..", "", "new"][..]);
+        let path = || proptest::collection::vec(part(), 1..5).prop_map(|parts| parts.join("/"));
+        prop_oneof![2 => path(), 1 => ("[xyz]", path()).prop_map(|(name, target)| format!("\n{name} {target}"))]
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn a_diff_applies_wholly_or_not_at_all_and_tells_what_it_did(sections in proptest::collection::vec(section(), 1..5)) {
+            patches(format!("\x01{}", sections.concat()).as_bytes());
+        }
+
+        #[test]
+        fn no_path_leaves_its_root_whatever_links_are_there(knob in any::<u8>(), places in proptest::collection::vec(place(), 1..16)) {
+            let mut input = vec![knob];
+            input.extend(places.iter().map(String::as_bytes).collect::<Vec<_>>().join(&SEPARATOR));
+            paths(&input);
+        }
+
         #[test]
         fn no_target_panics_on_arbitrary_bytes(input in proptest::collection::vec(any::<u8>(), 0..400)) {
             for (_, target) in TARGETS {
