@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 # scripts/setup may have installed cargo where this shell does not look yet, and Podman's tools where a user's does not.
 export PATH := $(PATH):$(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)/bin:/usr/local/sbin:/usr/sbin:/sbin
 
-.PHONY: help up down test soak bench images fmt lint
+.PHONY: help up down test soak fuzz bench images fmt lint
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,9 @@ test: ## every check and every test
 soak: ## the long runs: hours of load, faults and restarts
 	cargo nextest run --workspace --locked --profile soak --no-tests=pass
 
+fuzz: ## everything that reads hostile input, FUZZ_SECONDS (120) for each target
+	@scripts/fuzz
+
 bench: ## measure sessions against Podman's own ways into a container, in one run (ARGS=--quick)
 	cargo build --release --locked -p cynode -p cynode-bench
 	@cargo xtask sba >/dev/null
@@ -45,5 +48,5 @@ fmt: ## format the code
 
 lint: ## formatting, lints, shell scripts
 	cargo fmt --all --check
-	shellcheck -x scripts/setup scripts/up scripts/down scripts/test tests/suite/src/cleanup.sh images/build images/rootfs images/fixture images/check images/lib.sh .ci/run
+	shellcheck -x scripts/setup scripts/up scripts/down scripts/test scripts/fuzz tests/suite/src/cleanup.sh images/build images/rootfs images/fixture images/check images/lib.sh .ci/run
 	cargo clippy --workspace --all-targets --locked -- -D warnings

@@ -219,6 +219,32 @@ mod tests {
         }
     }
 
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+        /// Large enough that what was read is dropped from the middle of the buffer.
+        #[test]
+        fn a_decoder_that_is_behind_keeps_its_place(sizes in proptest::collection::vec(0_usize..120_000, 1..10), piece in 1_000_usize..200_000, lag in 1_usize..4) {
+            let frames: Vec<Frame> = (0_u8..).zip(&sizes).map(|(number, size)| Frame::Data(vec![number; *size])).collect();
+            let mut bytes = Vec::new();
+            for frame in &frames {
+                encode(frame, &mut bytes);
+            }
+            let mut decoder = Decoder::new(200_000);
+            let mut seen = Vec::new();
+            for (count, piece) in bytes.chunks(piece).enumerate() {
+                decoder.extend(piece);
+                if count % lag == 0 && let Some(frame) = decoder.next_frame().expect("valid frames") {
+                    seen.push(frame);
+                }
+            }
+            while let Some(frame) = decoder.next_frame().expect("valid frames") {
+                seen.push(frame);
+            }
+            prop_assert!(seen == frames);
+            prop_assert!(!decoder.is_partial());
+        }
+    }
+
     const MAX: usize = 1_024;
 
     #[test]

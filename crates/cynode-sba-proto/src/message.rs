@@ -224,3 +224,132 @@ impl AgentError {
         Self { code, message: message.into(), errno: None, rejects: Vec::new() }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fmt::Debug;
+
+    use cynode_api::FileType;
+    use proptest::{collection::vec, option, prelude::*, sample::select};
+    use serde::de::DeserializeOwned;
+
+    use super::*;
+    use crate::{Decoder, Frame, encode_message};
+
+    fn bytes() -> impl Strategy<Value = Base64Bytes> {
+        vec(any::<u8>(), 0..40).prop_map(Base64Bytes)
+    }
+
+    fn exec_id() -> impl Strategy<Value = ExecId> {
+        any::<u128>().prop_map(|number| {
+            let hex = format!("{number:032x}");
+            let id = format!("\"{}-{}-{}-{}-{}\"", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]);
+            serde_json::from_str(&id).expect("an id")
+        })
+    }
+
+    fn file_op() -> impl Strategy<Value = FileOp> {
+        let hashes = || option::of(vec("[0-9a-f]{0,8}", 0..3));
+        prop_oneof![
+            (bytes(), any::<bool>()).prop_map(|(path, hash)| FileOp::Stat { path, hash }),
+            (bytes(), any::<u64>(), any::<Option<u64>>()).prop_map(|(path, start, end)| FileOp::Read { path, start, end }),
+            (bytes(), any::<Option<u32>>(), hashes(), any::<bool>(), any::<u64>())
+                .prop_map(|(path, mode, if_match, if_none_match, max_bytes)| { FileOp::Write { path, mode, if_match, if_none_match, max_bytes } }),
+            (bytes(), any::<bool>(), hashes()).prop_map(|(path, recursive, if_match)| FileOp::Delete { path, recursive, if_match }),
+            (any::<Option<String>>(), any::<Option<u32>>(), option::of(bytes()))
+                .prop_map(|(path, depth, path_b64)| FileOp::List { request: ListRequest { path, depth, path_b64, ..ListRequest::default() } }),
+            (any::<String>(), any::<Option<String>>(), any::<Option<bool>>())
+                .prop_map(|(pattern, glob, case)| FileOp::Search { request: SearchRequest { pattern, glob, case, ..SearchRequest::default() } }),
+            (any::<u32>(), any::<bool>()).prop_map(|(strip, dry_run)| FileOp::Patch { strip, dry_run }),
+            (bytes(), bytes(), any::<bool>()).prop_map(|(from, to, overwrite)| FileOp::Move { from, to, overwrite }),
+            (bytes(), any::<bool>()).prop_map(|(path, parents)| FileOp::Mkdir { path, parents }),
+            bytes().prop_map(|path| FileOp::ExportTar { path }),
+            any::<Option<String>>().prop_map(|base| FileOp::ExportPatch { base }),
+            bytes().prop_map(|path| FileOp::Import { path }),
+        ]
+    }
+
+    fn request() -> impl Strategy<Value = Request> {
+        let words = || vec(any::<String>(), 0..4);
+        let start = (exec_id(), words(), any::<String>(), vec(any::<(String, String)>(), 0..3), any::<[u64; 3]>(), any::<bool>());
+        prop_oneof![
+            start.prop_map(|(exec_id, argv, cwd, env, [timeout_ms, grace_ms, drain_ms], stdin)| {
+                Request::Exec(ExecStart { exec_id, argv, cwd, env, timeout_ms, grace_ms, drain_ms, stdin })
+            }),
+            (exec_id(), any::<u64>()).prop_map(|(exec_id, after_seq)| Request::Attach { exec_id, after_seq }),
+            Just(Request::Execs),
+            (exec_id(), any::<i32>(), select(&[SignalScope::Group, SignalScope::Tree][..])).prop_map(|(exec_id, signal, scope)| Request::Signal {
+                exec_id,
+                signal,
+                scope
+            }),
+            any::<i32>().prop_map(|signal| Request::SignalAll { signal }),
+            file_op().prop_map(|op| Request::File { op }),
+            Just(Request::Unknown),
+        ]
+    }
+
+    fn reply() -> impl Strategy<Value = Reply> {
+        let hash = || "[0-9a-f]{0,64}";
+        let report = (any::<Option<i32>>(), any::<Option<i32>>(), any::<(bool, bool)>(), any::<[u64; 4]>());
+        let status =
+            (exec_id(), any::<u64>(), any::<(bool, bool)>()).prop_map(|(exec_id, last_seq, (exited, ended))| ExecStatus { exec_id, last_seq, exited, ended });
+        let reject = (any::<String>(), any::<Option<u32>>(), any::<Option<u64>>(), any::<String>()).prop_map(|(path, hunk, line, reason)| PatchReject {
+            path,
+            hunk,
+            line,
+            reason,
+        });
+        prop_oneof![
+            (any::<u32>(), any::<String>(), select(&[Role::Watch, Role::Request][..])).prop_map(|(protocol, version, role)| Reply::Hello(Hello {
+                protocol,
+                version,
+                role
+            })),
+            any::<i32>().prop_map(|pid| Reply::Started { pid }),
+            any::<u64>().prop_map(|bytes| Reply::StdinTaken { bytes }),
+            select(&[Reply::StdinClosed, Reply::Body, Reply::Ok, Reply::Unknown][..]),
+            report.prop_map(|(code, signal, (timed_out, lost), [duration_ms, stdout_bytes, stderr_bytes, last_seq])| {
+                Reply::Exited(ExitReport { code, signal, timed_out, lost, duration_ms, stdout_bytes, stderr_bytes, last_seq })
+            }),
+            vec(status, 0..4).prop_map(|execs| Reply::Execs { execs }),
+            (select(&[FileType::File, FileType::Dir, FileType::Symlink, FileType::Other][..]), any::<u64>(), any::<u32>(), any::<i64>(), option::of(hash()))
+                .prop_map(|(kind, size, mode, mtime, sha256)| Reply::Stat(FileStat { kind, size, mode, mtime, sha256 })),
+            (hash(), any::<u64>(), any::<u32>(), any::<bool>(), option::of(hash()))
+                .prop_map(|(sha256, size, mode, created, sha256_before)| Reply::Written(Written { sha256, size, mode, created, sha256_before })),
+            (select(ErrorCode::ALL), any::<String>(), any::<Option<String>>(), vec(reject, 0..3))
+                .prop_map(|(code, message, errno, rejects)| Reply::Error(AgentError { code, message, errno, rejects })),
+        ]
+    }
+
+    fn through_the_channel<M: Serialize + DeserializeOwned + Debug>(message: &M) -> M {
+        let mut bytes = Vec::new();
+        encode_message(message, &mut bytes);
+        let mut decoder = Decoder::new(bytes.len());
+        decoder.extend(&bytes);
+        match decoder.next_frame() {
+            Ok(Some(Frame::Json(json))) => serde_json::from_slice(&json).expect("a message"),
+            other => panic!("expected a message, got {other:?}"),
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_request_arrives_as_it_was_sent(request in request()) {
+            prop_assert_eq!(through_the_channel(&request), request);
+        }
+
+        #[test]
+        fn a_reply_arrives_as_it_was_sent(reply in reply()) {
+            prop_assert_eq!(through_the_channel(&reply), reply);
+        }
+
+        #[test]
+        fn fields_that_a_newer_side_adds_do_not_disturb(request in request(), name in "x_[a-z]{1,8}", value in any::<i64>()) {
+            let mut json = serde_json::to_value(&request).expect("JSON");
+            json.as_object_mut().expect("an object").insert(name, value.into());
+            let read: Request = serde_json::from_value(json).expect("still a request");
+            prop_assert_eq!(read, request);
+        }
+    }
+}

@@ -25,7 +25,7 @@ const MAX_TRIES: usize = 8;
 pub(super) struct Confined {
     root: OwnedFd,
     /// For tests of the way without `openat2`.
-    without_openat2: bool,
+    pub(super) without_openat2: bool,
 }
 
 impl Confined {

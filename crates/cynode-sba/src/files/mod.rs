@@ -11,6 +11,8 @@ mod archive;
 mod confined;
 mod digest;
 mod error;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(crate) mod fuzz;
 mod git;
 mod import;
 mod list;

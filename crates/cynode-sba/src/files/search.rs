@@ -12,7 +12,7 @@ use std::{
 };
 
 use cynode_api::{FileType, SearchMatch, SearchRequest, SearchResult, file_limits};
-use globset::{GlobBuilder, GlobMatcher};
+use globset::{GlobBuilder, GlobSet};
 use grep_matcher::{LineTerminator, Matcher};
 use grep_regex::{RegexMatcher, RegexMatcherBuilder};
 use grep_searcher::{BinaryDetection, Searcher, SearcherBuilder, Sink, SinkContext, SinkFinish, SinkMatch};
@@ -75,7 +75,7 @@ impl Files {
 struct Search {
     matcher: RegexMatcher,
     searcher: Searcher,
-    glob: Option<GlobMatcher>,
+    glob: Option<GlobSet>,
     context_lines: u64,
     max_results: usize,
     bytes_left: usize,
@@ -109,8 +109,10 @@ impl Search {
                 return Err(Failure::invalid(format!("glob must have at most {} bytes", file_limits::MAX_PATTERN_BYTES)));
             }
             Some(glob) => {
-                let glob = GlobBuilder::new(glob.strip_prefix("./").unwrap_or(glob)).literal_separator(true).build();
-                Some(glob.map_err(|error| Failure::invalid(format!("the glob is not valid: {error}")))?.compile_matcher())
+                let built = GlobBuilder::new(glob.strip_prefix("./").unwrap_or(glob)).literal_separator(true).build();
+                // As a set of one: a glob that can be read may still be too deep or too large to compile, and only sets say so.
+                let set = built.and_then(|glob| GlobSet::builder().add(glob).build());
+                Some(set.map_err(|error| Failure::invalid(format!("the glob is not valid: {}", error.kind())))?)
             }
             None => None,
         };
@@ -145,7 +147,7 @@ impl Search {
     }
 
     fn wants(&self, relative: &[u8], printed: &[u8], name: &[u8]) -> bool {
-        let fits = |glob: &GlobMatcher, path: &[u8]| glob.is_match(<std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(path));
+        let fits = |glob: &GlobSet, path: &[u8]| glob.is_match(<std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(path));
         self.glob.as_ref().is_none_or(|glob| fits(glob, relative) || fits(glob, printed) || fits(glob, name))
     }
 
@@ -413,6 +415,15 @@ mod tests {
         assert!(search.is_over());
         let result = search.finish();
         assert!(result.truncated && result.matches.is_empty());
+    }
+
+    #[test]
+    fn a_glob_that_can_not_be_compiled_is_refused() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "x\n");
+        let glob = format!("{}a{}", "{".repeat(300), "}".repeat(300));
+        let error = refused(sandbox.files.search(&SearchRequest { glob: Some(glob), ..request("x") }));
+        assert!(error.code == ErrorCode::InvalidRequest && error.message.contains("glob"), "{error:?}");
     }
 
     #[test]

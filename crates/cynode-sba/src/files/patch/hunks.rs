@@ -272,30 +272,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_diff_applied_to_its_old_side_gives_its_new_side(old in content(), new in content(), context in 0_usize..4) {
-            let patch = diffy::DiffOptions::new().set_context_len(context).create_patch_bytes(&old, &new);
-            let mut diff = b"--- a/x\n+++ b/x\n".to_vec();
-            for hunk in patch.hunks() {
-                diff.extend(format!("@@ -{} +{} @@\n", hunk.old_range(), hunk.new_range()).bytes());
-                for line in hunk.lines() {
-                    let (mark, text) = match line {
-                        diffy::Line::Context(text) => (b' ', text),
-                        diffy::Line::Delete(text) => (b'-', text),
-                        diffy::Line::Insert(text) => (b'+', text),
-                    };
-                    diff.push(mark);
-                    diff.extend_from_slice(text);
-                    if !text.ends_with(b"\n") {
-                        diff.extend_from_slice(b"\n\\ No newline at end of file\n");
-                    }
-                }
-            }
-            if patch.hunks().is_empty() {
-                prop_assert_eq!(old, new);
-            } else {
-                let sections = parse(&diff, 1).expect("parsed");
-                prop_assert_eq!(apply(&old, &sections[0].hunks, false, &mut Effort::default()).expect("applied"), new);
-            }
+        fn a_diff_leads_from_its_old_side_to_its_new_side_and_turned_around_back(old in content(), new in content(), context in 0_usize..4) {
+            super::super::fuzz::there_and_back(&old, &new, context);
         }
 
         #[test]

@@ -7,6 +7,8 @@
 //! workspace or enters a `.git` directory, and no link is ever written or written through.
 
 mod commit;
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) mod fuzz;
 mod hunks;
 mod parse;
 mod plan;

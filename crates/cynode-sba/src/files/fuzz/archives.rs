@@ -1,0 +1,91 @@
+//! Archives that want to write elsewhere.
+
+use std::fs;
+
+use tar::Header;
+
+use super::{
+    super::{archive::BLOCK, error::Failure},
+    Scratch, Tree,
+};
+use crate::fuzz::split;
+
+/// An archive writes below its directory only, sets no special permissions, makes no device, and is read the same in
+/// whatever pieces it comes.
+pub fn archives(input: &[u8]) {
+    let (knob, rest) = split(input);
+    let mut archive = rest.to_vec();
+    // A checksum that is wrong would keep a fuzzer at the door.
+    if knob & 1 == 0 {
+        correct_checksums(&mut archive);
+    }
+    let pieces = [(archive.len() + 1), usize::from(knob) * 4 + 1];
+    let [(one, first), (other, second)] = pieces.map(|size| unpacked(&archive, size));
+    assert_eq!(one, other, "how it ends does not depend on the pieces");
+    assert_eq!(first, second, "nor what it leaves");
+}
+
+/// How an import ended, and what it made.
+fn unpacked(archive: &[u8], size: usize) -> (Option<String>, Tree) {
+    let scratch = Scratch::new();
+    // Something to replace, and a way out to refuse.
+    scratch.put("into/file", "old\n");
+    scratch.link("into/out", "../../outside");
+    scratch.put("beside", "beside\n");
+    let mut pieces = archive.chunks(size).map(<[u8]>::to_vec);
+    let ended = match scratch.files.import(b"into", &mut || Ok(pieces.next())) {
+        Ok(()) => None,
+        Err(Failure::Refused(error)) => Some(format!("{}: {}", error.code, error.message)),
+        Err(Failure::Connection(error)) => panic!("nothing broke the connection: {error}"),
+    };
+    scratch.assert_outside_is_untouched();
+    assert_eq!(fs::read(scratch.root().join("beside")).expect("there"), b"beside\n");
+    open_up(&scratch);
+    let made = scratch.inside();
+    for (path, (mode, _)) in &made {
+        assert!(path.starts_with("into") || path.as_os_str() == "beside", "{} was made", path.display());
+        assert_eq!(mode & 0o7000, 0, "{} has special permissions", path.display());
+    }
+    (ended, made)
+}
+
+/// Lets what an archive closed be read and removed by whoever runs this.
+fn open_up(scratch: &Scratch) {
+    use std::os::unix::fs::PermissionsExt as _;
+    let mut open = vec![scratch.root().to_owned()];
+    while let Some(directory) = open.pop() {
+        let mode = fs::metadata(&directory).expect("there").permissions().mode() & 0o7777;
+        if mode & 0o700 != 0o700 {
+            fs::set_permissions(&directory, fs::Permissions::from_mode(mode | 0o700)).expect("ours");
+        }
+        for entry in fs::read_dir(&directory).expect("listed") {
+            let entry = entry.expect("entry");
+            let kind = entry.file_type().expect("a type");
+            if kind.is_dir() {
+                open.push(entry.path());
+            } else if kind.is_file() {
+                let mode = entry.metadata().expect("there").permissions().mode() & 0o7777;
+                fs::set_permissions(entry.path(), fs::Permissions::from_mode(mode | 0o400)).expect("ours");
+            }
+        }
+    }
+}
+
+/// Sets the checksum of every block that stands where a header is expected.
+fn correct_checksums(archive: &mut [u8]) {
+    let mut at = 0;
+    while let Some(block) = archive.get_mut(at..at + BLOCK) {
+        if block.iter().all(|byte| *byte == 0) {
+            return;
+        }
+        let mut header = Header::new_old();
+        header.as_mut_bytes().copy_from_slice(block);
+        header.set_cksum();
+        block.copy_from_slice(header.as_bytes());
+        let Some(content) = header.entry_size().ok().and_then(|size| usize::try_from(size).ok()).and_then(|size| size.checked_next_multiple_of(BLOCK)) else {
+            return;
+        };
+        let Some(next) = at.checked_add(BLOCK).and_then(|at| at.checked_add(content)) else { return };
+        at = next;
+    }
+}

@@ -1,0 +1,94 @@
+//! Fuzz targets of the file operations; see [`crate::fuzz`].
+
+mod archives;
+mod patches;
+mod paths;
+mod searches;
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::unix::{
+        ffi::OsStrExt as _,
+        fs::{FileTypeExt as _, MetadataExt as _, symlink},
+    },
+    path::{Path, PathBuf},
+};
+
+pub use self::{archives::archives, patches::patches, paths::paths, searches::searches};
+pub use super::patch::fuzz::diffs;
+use super::path::Files;
+
+/// A workspace with something beside it that must not change.
+struct Scratch {
+    directory: tempfile::TempDir,
+    files: Files,
+}
+
+/// What is at a path: type and permissions, then a file's content or a link's target.
+type Tree = BTreeMap<PathBuf, (u32, Vec<u8>)>;
+
+impl Scratch {
+    fn new() -> Self {
+        let directory = tempfile::tempdir().expect("temp dir");
+        // The system may have put it behind a link, and real paths are compared.
+        let place = fs::canonicalize(directory.path()).expect("a place");
+        fs::create_dir(place.join("outside")).expect("made");
+        fs::write(place.join("outside/secret"), "secret\n").expect("written");
+        let root = place.join("workspace");
+        fs::create_dir(&root).expect("made");
+        Self { directory, files: Files { root } }
+    }
+
+    fn root(&self) -> &Path {
+        &self.files.root
+    }
+
+    fn put(&self, path: &str, content: impl AsRef<[u8]>) {
+        let path = self.root().join(path);
+        fs::create_dir_all(path.parent().expect("a parent")).expect("parents");
+        fs::write(path, content).expect("written");
+    }
+
+    fn link(&self, path: &str, target: impl AsRef<Path>) {
+        symlink(target, self.root().join(path)).expect("linked");
+    }
+
+    /// All that is in the workspace.
+    fn inside(&self) -> Tree {
+        tree(self.root(), None)
+    }
+
+    /// Nothing has come to be beside the workspace, and nothing there has changed.
+    fn assert_outside_is_untouched(&self) {
+        let names: Vec<PathBuf> = tree(self.directory.path(), Some(self.root())).into_keys().collect();
+        assert_eq!(names, [Path::new("outside"), Path::new("outside/secret"), Path::new("workspace")]);
+        assert_eq!(fs::read(self.directory.path().join("outside/secret")).expect("read"), b"secret\n");
+    }
+}
+
+/// Everything below a directory by its relative path, links not followed, without what is below `but`.
+fn tree(top: &Path, but: Option<&Path>) -> Tree {
+    let mut found = Tree::new();
+    let mut open = vec![top.to_owned()];
+    while let Some(directory) = open.pop() {
+        for entry in fs::read_dir(&directory).expect("listed") {
+            let path = entry.expect("entry").path();
+            let metadata = fs::symlink_metadata(&path).expect("there");
+            let kind = metadata.file_type();
+            assert!(!kind.is_char_device() && !kind.is_block_device() && !kind.is_fifo(), "{} is a device", path.display());
+            let content = if kind.is_file() {
+                fs::read(&path).expect("read")
+            } else if kind.is_symlink() {
+                fs::read_link(&path).expect("a target").as_os_str().as_bytes().to_vec()
+            } else {
+                Vec::new()
+            };
+            if kind.is_dir() && Some(path.as_path()) != but {
+                open.push(path.clone());
+            }
+            found.insert(path.strip_prefix(top).expect("below").to_owned(), (metadata.mode(), content));
+        }
+    }
+    found
+}

@@ -1,0 +1,96 @@
+//! Diffs as somebody sends them, applied to a workspace.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::{Path, PathBuf},
+};
+
+use cynode_api::PatchResult;
+
+use super::{
+    super::{digest, error::Failure},
+    Scratch, Tree,
+};
+use crate::fuzz::split;
+
+/// A diff applies wholly or changes nothing, says truly what it did, and stays inside and out of `.git`.
+pub fn patches(input: &[u8]) {
+    let (knob, diff) = split(input);
+    let strip = u32::from(knob & 3);
+    super::super::patch::fuzz::parsed(diff, strip);
+
+    let scratch = workspace();
+    let before = scratch.inside();
+    let dry = scratch.files.patch(diff.to_vec(), strip, true);
+    assert_eq!(scratch.inside(), before, "a dry run changes nothing");
+    let real = scratch.files.patch(diff.to_vec(), strip, false);
+    let after = scratch.inside();
+    scratch.assert_outside_is_untouched();
+    match (dry, real) {
+        (Ok(dry), Ok(real)) => {
+            assert_eq!(dry, real, "a dry run tells what would be done");
+            assert_told(&scratch, &real, &before, &after);
+        }
+        (Err(Failure::Refused(dry)), Err(Failure::Refused(real))) => {
+            assert_eq!((dry.code, dry.rejects), (real.code, real.rejects));
+            assert_eq!(after, before, "a diff that is refused changes nothing");
+        }
+        // What can't be written shows only in writing.
+        (Ok(_), Err(Failure::Refused(error))) => assert_eq!(after, before, "a diff that fails changes nothing: {error:?}"),
+        (dry, real) => panic!("a dry run gave {dry:?}, the real one {real:?}"),
+    }
+}
+
+/// Files of many kinds under short names, which a mutated diff has a chance to hit.
+fn workspace() -> Scratch {
+    let scratch = Scratch::new();
+    scratch.put("file", "1\n2\n3\n4\n5\n6\n7\n8\n");
+    scratch.put("a", "A\n");
+    scratch.put("b", "x");
+    scratch.put("dos", "1\r\n2\r\n");
+    scratch.put("empty", "");
+    scratch.put("dir/inner", "1\n");
+    scratch.put(".git/config", "x\n");
+    scratch.link("alias", "dir");
+    scratch.link("final", "file");
+    scratch.link("git", ".git");
+    scratch.link("up", "..");
+    scratch.link("out", "../outside");
+    scratch.link("abs", "/");
+    scratch
+}
+
+/// Where a name in an answer really is; `None` when the answer could not carry the name.
+fn place(scratch: &Scratch, name: &str) -> Option<PathBuf> {
+    if name.contains(char::REPLACEMENT_CHARACTER) {
+        return None;
+    }
+    let path = scratch.root().join(name);
+    let parent = fs::canonicalize(path.parent()?).expect("the directory of a file that was changed");
+    Some(parent.join(path.file_name()?).strip_prefix(scratch.root()).expect("inside").to_owned())
+}
+
+/// Everything that changed was named, and what was named is as it was said.
+fn assert_told(scratch: &Scratch, result: &PatchResult, before: &Tree, after: &Tree) {
+    let mut last: BTreeMap<PathBuf, Option<&Option<String>>> = BTreeMap::new();
+    for file in &result.files {
+        let from = file.from.as_ref().map(|from| place(scratch, from));
+        let (Some(path), Some(from)) = (place(scratch, &file.path), from.map_or(Some(None), |from| from.map(Some))) else { return };
+        if let Some(from) = from {
+            last.insert(from, None);
+        }
+        last.insert(path, Some(&file.sha256_after));
+    }
+    for (path, told) in &last {
+        let Some(told) = told else { continue };
+        let there = after.get(path).map(|(_, content)| digest::of(content));
+        assert_eq!(there, **told, "{} is what the answer says", path.display());
+    }
+    let changed: BTreeSet<&Path> = before.keys().chain(after.keys()).filter(|path| before.get(*path) != after.get(*path)).map(PathBuf::as_path).collect();
+    for path in changed {
+        let made_for_a_file = !before.contains_key(path) && last.keys().any(|file| file != path && file.starts_with(path));
+        assert!(last.contains_key(path) || made_for_a_file, "{} changed without a word", path.display());
+        assert!(!path.starts_with(".git"), "{} changed", path.display());
+    }
+}

@@ -1,0 +1,103 @@
+//! `cynode-sba`: process 1 of every sandbox.
+//!
+//! It runs commands, serves files and reaps what is left over, for a worker that it reaches by one Unix socket. It holds
+//! no secret and enforces no policy: it has the sandbox's own rights and is inside the hostile part of the system. What it
+//! guarantees is order: each command's processes stay findable, deadlines hold, output is neither lost nor doubled.
+//!
+//! It is a library only so that fuzz targets reach what reads hostile input; the program is [`main`].
+#![allow(clippy::disallowed_methods, reason = "every path here is inside the sandbox, opened with the sandbox's own rights")]
+
+mod exec;
+mod files;
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzz;
+mod link;
+mod peer;
+mod processes;
+mod spawn;
+mod sys;
+
+use std::{path::PathBuf, process::ExitCode, rc::Rc, time::Duration};
+
+use cynode_sba_proto::CONTROL_SOCKET;
+use tokio::io::Interest;
+
+use crate::{exec::Execs, link::Link};
+
+const USAGE: &str = "usage: cynode-sba agent [--control SOCKET] | --version";
+const EXIT_USAGE: u8 = 64;
+const EXIT_UNSAFE: u8 = 77;
+
+/// The program.
+pub fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let control = match arguments.as_slice() {
+        ["--version"] => {
+            #[expect(clippy::print_stdout, reason = "the answer to --version")]
+            {
+                println!("cynode-sba {}", env!("CARGO_PKG_VERSION"));
+            }
+            return ExitCode::SUCCESS;
+        }
+        ["agent"] => PathBuf::from(CONTROL_SOCKET),
+        ["agent", "--control", path] => PathBuf::from(path),
+        _ => return complain(EXIT_USAGE, USAGE),
+    };
+    if let Err(reason) = harden() {
+        return complain(EXIT_UNSAFE, &format!("refusing to run: {reason}"));
+    }
+    match tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build() {
+        Ok(runtime) => runtime.block_on(tokio::task::LocalSet::new().run_until(agent(control))),
+        Err(error) => complain(1, &format!("can't start: {error}")),
+    }
+}
+
+fn complain(code: u8, message: &str) -> ExitCode {
+    #[expect(clippy::print_stderr, reason = "nothing else is there yet to tell it to")]
+    {
+        eprintln!("cynode-sba: {message}");
+    }
+    ExitCode::from(code)
+}
+
+/// Refuses rights that a sandbox must not have, and closes this process to other code of the same user.
+fn harden() -> Result<(), String> {
+    if rustix::process::geteuid().is_root() || rustix::process::getuid().is_root() {
+        return Err("uid 0; the sandbox must run as an ordinary user".to_owned());
+    }
+    let status = std::fs::read_to_string("/proc/self/status").map_err(|error| format!("can't read /proc/self/status: {error}"))?;
+    for name in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
+        let value = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
+        if value.is_none_or(|value| value.bytes().any(|digit| digit != b'0')) {
+            return Err(format!("{name} is {}; the sandbox must have no capability", value.unwrap_or("unknown")));
+        }
+    }
+    sys::set_not_dumpable().map_err(|error| format!("can't become undumpable: {error}"))?;
+    if std::process::id() != 1 {
+        sys::become_subreaper().map_err(|error| format!("can't become a subreaper: {error}"))?;
+    }
+    Ok(())
+}
+
+async fn agent(control: PathBuf) -> ExitCode {
+    let execs = Rc::new(Execs::default());
+    let signals = match sys::signal_fd(&[libc::SIGCHLD, libc::SIGTERM]).and_then(|fd| sys::watch(fd, Interest::READABLE)) {
+        Ok(signals) => signals,
+        Err(error) => return complain(1, &format!("can't watch signals: {error}")),
+    };
+    tokio::task::spawn_local(Link::new(control, Rc::clone(&execs)).run());
+    loop {
+        match signals.async_io(Interest::READABLE, sys::read_signal).await {
+            Ok(arrived) if arrived.signal == libc::SIGCHLD => execs.processes.reap(),
+            Ok(arrived) if arrived.from_outside => break,
+            // TERM from inside: hostile or confused; either way not the owner of this sandbox.
+            Ok(_) => {}
+            Err(error) => return complain(1, &format!("can't read signals: {error}")),
+        }
+    }
+    execs.processes.signal_all(libc::SIGTERM);
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    execs.processes.signal_all(libc::SIGKILL);
+    ExitCode::SUCCESS
+}
