@@ -19,6 +19,8 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// `noinit_itable`: zeroing the inode tables by and by would fill the holes. `discard`: what is deleted inside is free again
 /// outside.
 const MOUNT_OPTIONS: &str = "loop,nosuid,nodev,noatime,noinit_itable,discard,errors=remount-ro";
+/// How long a loop device may take to let go of a file after the last mount of it is gone.
+const RELEASED: Duration = Duration::from_secs(10);
 /// What `probe` makes.
 const PROBE_BYTES: u64 = 16 << 20;
 /// Formatted images that are kept to copy from.
@@ -134,9 +136,26 @@ fn unescape(text: &str) -> PathBuf {
 
 /// Makes an image larger that is not mounted.
 async fn grow(image: &Path, bytes: u64) -> io::Result<()> {
+    // A container that was just being made may still hold a copy of the mount; changing the file below it would ruin it.
+    let deadline = tokio::time::Instant::now() + RELEASED;
+    while is_attached(image)? {
+        if tokio::time::Instant::now() >= deadline {
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "the disk is still in use and can't grow now"));
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     fs_err::OpenOptions::new().write(true).open(image)?.set_len(bytes)?;
     run("e2fsck", &["-f", "-p"], &[image]).await?;
     run("resize2fs", &[], &[image]).await
+}
+
+/// Whether a loop device has this file.
+fn is_attached(image: &Path) -> io::Result<bool> {
+    let image = fs_err::canonicalize(image)?;
+    let devices = fs_err::read_dir("/sys/block")?.flatten().filter(|device| device.file_name().to_string_lossy().starts_with("loop"));
+    Ok(devices
+        .into_iter()
+        .any(|device| fs_err::read_to_string(device.path().join("loop/backing_file")).is_ok_and(|file| Path::new(file.trim_end_matches('\n')) == image)))
 }
 
 async fn run(program: &str, options: &[&str], paths: &[&Path]) -> io::Result<()> {

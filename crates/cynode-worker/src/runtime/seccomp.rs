@@ -11,11 +11,13 @@ use std::{
 /// The profile in the format that Podman and Docker share.
 pub(crate) const PROFILE: &str = include_str!("seccomp.json");
 
-/// Writes the profile into a directory of ours, whole and closed to others, and says where it is.
+/// Writes the profile into a directory of ours, whole, and says where it is.
 pub(crate) fn write(directory: &Path) -> io::Result<PathBuf> {
     fs_err::create_dir_all(directory)?;
     let path = directory.join("seccomp.json");
     cynode_service::files::replace(&path, PROFILE.as_bytes())?;
+    // It is no secret, and the service that reads it may run as somebody else.
+    fs_err::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o644))?;
     Ok(path)
 }
 
