@@ -13,13 +13,13 @@ use axum::{
     },
     response::Response,
 };
-use bytes::Bytes;
+use bytes::{Buf as _, Bytes};
 use cynode_api::{ErrorCode, Problem, SessionId};
 use cynode_sba_proto::WORKSPACE;
 use cynode_service::{ApiError, QueryParams};
 use futures_util::{
     SinkExt as _, StreamExt as _,
-    stream::{SplitSink, SplitStream},
+    stream::{self, SplitSink, SplitStream},
 };
 use serde::{Deserialize, Serialize};
 use tokio::{
@@ -44,8 +44,11 @@ const ASK: Duration = Duration::from_secs(1);
 const FAREWELL: Duration = Duration::from_secs(10);
 const SHELL: &str = "command -v bash >/dev/null 2>&1 && exec bash -l; exec sh -l";
 /// The runtime gives a terminal its size about when the program starts, not before. So the program's own process sets it first,
-/// where the image has what it takes.
-const SIZED: &str = r#"stty cols "$1" rows "$2" 2>/dev/null; shift 2; exec "$@""#;
+/// where the image has what it takes, and then says [`MARK`]: sizes that the client says later must not be overtaken by it.
+const SIZED: &str = r#"stty cols "$1" rows "$2" 2>/dev/null; shift 2; printf '\000'; exec "$@""#;
+const MARK: u8 = 0;
+/// How long that may take.
+const SIZING: Duration = Duration::from_secs(10);
 
 type Size = (u16, u16);
 
@@ -135,7 +138,8 @@ async fn serve(mut socket: WebSocket, live: Arc<Live>, spec: ExecSpec, stop: Can
             return;
         }
     };
-    let RuntimeExec { id, input, mut output } = exec;
+    let RuntimeExec { id, input, output } = exec;
+    let mut output = sized(output).await;
     if socket.send(ToClient::Ready.message()).await.is_err() {
         return hang_up(&live, &id).await;
     }
@@ -169,6 +173,22 @@ async fn serve(mut socket: WebSocket, live: Arc<Live>, spec: ExecSpec, stop: Can
             let reason = ToClient::Error { code: ErrorCode::ShuttingDown.as_str().to_owned(), detail: "the worker is stopping".to_owned() };
             tokio::join!(hang_up(&live, &id), async { drop(to_client.send(reason.message()).await) });
         }
+    }
+}
+
+/// Waits until the terminal has its size; gives the program's output.
+async fn sized(mut output: ExecOutput) -> ExecOutput {
+    match tokio::time::timeout(SIZING, output.next()).await {
+        Ok(Some(Ok((stream, mut data)))) => {
+            if data.first() == Some(&MARK) {
+                data.advance(1);
+            }
+            Box::pin(stream::iter([Ok((stream, data))]).chain(output))
+        }
+        // What could not be started at all says so, and one that takes so long is not waited for.
+        Ok(Some(Err(error))) => Box::pin(stream::iter([Err(error)])),
+        Ok(None) => Box::pin(stream::empty()),
+        Err(_) => output,
     }
 }
 
@@ -275,4 +295,23 @@ async fn hang_up(live: &Live, id: &str) {
         }
     }
     process::signal_session(pid, 9);
+}
+
+#[cfg(test)]
+mod tests {
+    use cynode_api::Stream;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn the_mark_of_a_sized_terminal_is_not_shown_and_nothing_else_is_lost() {
+        for (pieces, shown) in
+            [(vec!["\0", "a", "b"], "ab"), (vec!["\0a\0"], "a\0"), (vec!["Error: no such file\r\n"], "Error: no such file\r\n"), (vec![], "")]
+        {
+            let pieces: Vec<_> = pieces.into_iter().map(|piece| Ok((Stream::Stdout, Bytes::from(piece)))).collect();
+            let output = sized(Box::pin(stream::iter(pieces))).await;
+            let seen: Vec<_> = output.map(|piece| piece.expect("no error").1).collect().await;
+            assert_eq!(seen.concat(), shown.as_bytes());
+        }
+    }
 }

@@ -15,9 +15,12 @@ import fcntl, json, os, pty, select, struct, sys, termios, time
 steps, program = json.loads(sys.argv[1]), sys.argv[2:]
 def resize(fd, rows, cols):
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, cols, 0, 0))
+looked, look = os.pipe()
 pid, fd = pty.fork()
 if pid == 0:
     resize(0, 33, 101)
+    # Not before the modes that it will change have been looked at.
+    os.read(looked, 1)
     os.execv(program[0], program)
 seen, start, deadline = b"", 0, time.monotonic() + 60
 def pump():
@@ -35,6 +38,7 @@ def pump():
     return True
 modes = lambda: termios.tcgetattr(fd)[3] & (termios.ECHO | termios.ICANON)
 before = modes()
+os.write(look, b"!")
 for kind, *value in steps:
     if kind == "expect":
         while seen.find(value[0].encode(), start) < 0:
