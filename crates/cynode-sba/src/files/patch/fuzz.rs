@@ -15,8 +15,8 @@ pub fn diffs(input: &[u8]) {
     let mut contents = fields(rest);
     let (old, new) = (contents.next().unwrap_or_default(), contents.next().unwrap_or_default());
     there_and_back(old, new, usize::from(knob & 7));
-    // A hunk that moved is found: what is in front of it has unique lines, so that it fits nowhere else.
     if let Some(third) = contents.next() {
+        // With the same lines in front of both, hunks stand further down.
         there_and_back(&[third, old].concat(), &[third, new].concat(), usize::from(knob & 7));
         anywhere(old, new, third);
     }
