@@ -13,13 +13,13 @@ fn usual() -> SessionCreate {
     SessionCreate::new(TaskId::generate(), SessionId::generate(), "default")
 }
 
-async fn metric(worker: &RunningWorker, line: &str) -> Result<f64> {
+async fn metric(worker: &RunningWorker, line: &str) -> Result<u64> {
     let text = reqwest::get(format!("{}/metrics", worker.url()?)).await?.text().await?;
-    Ok(text.lines().find_map(|found| found.strip_prefix(line)?.trim().parse().ok()).unwrap_or(0.0))
+    Ok(text.lines().find_map(|found| found.strip_prefix(line)?.trim().parse().ok()).unwrap_or(0))
 }
 
-async fn wait_for_spares(worker: &RunningWorker, count: f64) -> Result<()> {
-    eventually("the pool is full", Duration::from_secs(60), async || Ok((metric(worker, "cynode_pool_ready").await? - count).abs() < 0.1)).await
+async fn wait_for_spares(worker: &RunningWorker, count: u64) -> Result<()> {
+    eventually("the pool is full", Duration::from_secs(60), async || Ok(metric(worker, "cynode_pool_ready").await? == count)).await
 }
 
 async fn out(client: &WorkerClient, made: &Session, script: &str) -> Result<String> {
@@ -31,7 +31,7 @@ async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default().set("warm_pool", "2")).await?;
     let client = worker.client()?;
-    wait_for_spares(&worker, 2.0).await?;
+    wait_for_spares(&worker, 2).await?;
     let (one, two) = (client.create_session(&usual()).await?, client.create_session(&usual()).await?);
     assert!(one.warm && two.warm && one.unenforced.is_empty(), "{one:?}");
     assert_eq!(
@@ -49,11 +49,11 @@ async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
     );
     // Whoever comes next gets a fresh one, and the pool is filled again.
     client.end_session(one.session_id, &SessionEnd::default()).await?;
-    wait_for_spares(&worker, 2.0).await?;
+    wait_for_spares(&worker, 2).await?;
     let three = client.create_session(&usual()).await?;
     assert!(three.warm && three.workspace_id != one.workspace_id);
     assert_eq!(out(&client, &three, "ls -A; ls -A /tmp").await?, "");
-    assert_eq!(metric(&worker, "cynode_pool_claims_total{result=\"hit\"}").await?, 3.0);
+    assert_eq!(metric(&worker, "cynode_pool_claims_total{result=\"hit\"}").await?, 3);
 
     // Other limits and kept workspaces take the cold way.
     let cold = client.create_session(&SessionCreate { limits: Some(LimitsRequest { pids: Some(100), ..Default::default() }), ..usual() }).await?;
@@ -73,14 +73,14 @@ async fn a_claimed_sandbox_survives_the_worker_and_spares_do_not_leak() -> Resul
     let world = World::new()?;
     let options = Options::default().set("warm_pool", "2");
     let mut worker = world.worker(&options).await?;
-    wait_for_spares(&worker, 2.0).await?;
+    wait_for_spares(&worker, 2).await?;
     let made = worker.client()?.create_session(&usual()).await?;
     out(&worker.client()?, &made, "echo kept > file").await?;
     worker.kill()?;
     let mut worker = world.worker(&options).await?;
     let client = worker.client()?;
     assert_eq!(out(&client, &made, "cat file").await?, "kept\n");
-    wait_for_spares(&worker, 2.0).await?;
+    wait_for_spares(&worker, 2).await?;
     assert_eq!(world.containers()?.len(), 3, "the old spares are gone");
     worker.signal(rustix::process::Signal::TERM)?;
     ensure!(worker.wait(Duration::from_secs(30)).await?.success(), "the worker did not end well");
@@ -110,9 +110,9 @@ async fn a_new_image_under_the_same_name_drains_the_pool() -> Result<()> {
     import("one")?;
     let worker = world.worker(&Options::default().set("warm_pool", "1").set("default_image", "\"localhost/current:latest\"")).await?;
     let client = worker.client()?;
-    wait_for_spares(&worker, 1.0).await?;
+    wait_for_spares(&worker, 1).await?;
     let before = client.create_session(&usual()).await?;
-    wait_for_spares(&worker, 1.0).await?;
+    wait_for_spares(&worker, 1).await?;
     import("two")?;
     let after = client.create_session(&usual()).await?;
     assert_eq!((out(&client, &before, "echo $VERSION").await?, out(&client, &after, "echo $VERSION").await?), ("one\n".to_owned(), "two\n".to_owned()));
@@ -130,7 +130,7 @@ async fn spares_give_way_when_a_node_is_full() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&Options::default().set("warm_pool", "1").set("max_sandboxes", "1")).await?;
     let client = worker.client()?;
-    wait_for_spares(&worker, 1.0).await?;
+    wait_for_spares(&worker, 1).await?;
     let made = client.create_session(&SessionCreate { limits: Some(LimitsRequest { pids: Some(100), ..Default::default() }), ..usual() }).await?;
     eventually("only the session is left", Duration::from_secs(20), async || Ok(world.containers()?.len() == 1)).await?;
     assert_eq!(out(&client, &made, "echo here").await?, "here\n");

@@ -274,13 +274,11 @@ impl Runtime for Podman {
             let (docker, libpod) = (clients.docker.clone(), clients.libpod.clone());
             async move {
                 let id = compat::create_exec(&docker, name, spec).await?;
-                match spec.tty {
-                    Some(size) => start_terminal(&libpod, id, size).await,
-                    None => {
-                        let started = compat::start_exec(&docker, id, name, spec).await?;
-                        Ok(RuntimeExec { output: last_word::dropped(started.output), ..started })
-                    }
+                if let Some(size) = spec.tty {
+                    return start_terminal(&libpod, id, size).await;
                 }
+                let started = compat::start_exec(&docker, id, name, spec).await?;
+                Ok(RuntimeExec { output: last_word::dropped(started.output), ..started })
             }
         })
         .await
