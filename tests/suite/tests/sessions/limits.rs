@@ -4,7 +4,7 @@ use std::{os::unix::fs::PermissionsExt as _, process::Command};
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{ErrorCode, LimitsRequest, Session, SessionCreate, SessionEnd, Unenforced, WorkspaceDisposal, WorkspaceRef};
-use cynode_client::WorkerClient;
+use cynode_client::{PutOptions, WorkerClient};
 use cynode_tests::{Options, World, session, sh};
 
 const MIB: u64 = 1 << 20;
@@ -36,7 +36,7 @@ async fn a_full_disk_is_the_sandboxs_own_and_what_is_in_it_stays() -> Result<()>
         out(&client, &full, "echo precious > note; dd if=/dev/zero of=big bs=1M count=100 2>&1; dd if=/dev/zero of=$HOME/big bs=1M count=100 2>&1").await?;
     assert_eq!(said.matches("No space left on device").count(), 2, "{said}");
     // The files call says it too; other sandboxes have their own.
-    let error = client.put_file(full.session_id, "more".as_ref(), vec![0; 1 << 20], &Default::default()).await.expect_err("full");
+    let error = client.put_file(full.session_id, "more".as_ref(), vec![0; 1 << 20], &PutOptions::default()).await.expect_err("full");
     assert!(error.is(ErrorCode::NoSpace), "{error}");
     assert_eq!(out(&client, &other, "dd if=/dev/zero of=big bs=1M count=16 2>/dev/null && echo room").await?, "room\n");
     // No more files than the disk has room for, however small they are.

@@ -4,7 +4,7 @@ use std::{os::unix::fs::PermissionsExt as _, time::Duration};
 
 use anyhow::{Context as _, Result};
 use cynode_api::{ErrorCode, Session, SessionEnd, SessionState, WorkspaceDisposal, WorkspaceRef};
-use cynode_client::WorkerClient;
+use cynode_client::{PutOptions, WorkerClient};
 use cynode_tests::{Options, RunningWorker, World, eventually, session, sh};
 use serde_json::Value;
 
@@ -82,7 +82,7 @@ async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()
     let client = worker.client()?;
     let made = client.create_session(&session()).await?;
     // By the file call alone: no command ever ran in it.
-    client.put_file(made.session_id, "file".as_ref(), "precious\n", &Default::default()).await?;
+    client.put_file(made.session_id, "file".as_ref(), "precious\n", &PutOptions::default()).await?;
     client.end_session(made.session_id, &keep()).await?;
     fs_err::write(world.directory().join("broken"), "")?;
     kill_service(&world)?;
