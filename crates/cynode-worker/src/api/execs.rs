@@ -287,10 +287,12 @@ async fn feed<F: Future<Output = Offered>>(data: Vec<u8>, eof: bool, mut offer: 
     let mut taken = 0;
     let pieces = data.chunks(MAX_DATA).map(|piece| Some(piece.to_vec())).chain(eof.then_some(None));
     for piece in pieces {
-        let length = piece.as_ref().map_or(0, Vec::len);
+        let (length, end) = (piece.as_ref().map_or(0, Vec::len), piece.is_none());
         let offered = offer(piece).await;
         match offered {
             Offered::Taken => taken += length,
+            // It has read all there was and is gone: that is an end too.
+            Offered::Closed if end && taken > 0 => return Ok(()),
             Offered::Closed => return Err(stdin_closed()),
             Offered::Waiting | Offered::Refused => {
                 if offered == Offered::Waiting {
@@ -336,6 +338,8 @@ mod tests {
         assert_eq!(outcome(10, false, &[Refused]).await, full(0));
         assert_eq!(outcome(10, true, &[Taken, Waiting]).await, full(10));
         assert_eq!(outcome(10, true, &[Closed]).await, closed());
+        assert_eq!(outcome(10, true, &[Taken, Closed]).await, Ok(()), "all was read, and the command has ended");
+        assert_eq!(outcome(0, true, &[Closed]).await, closed());
         assert_eq!(outcome(0, false, &[]).await, Ok(()));
     }
 }

@@ -11,8 +11,13 @@ use bollard::{
 };
 use cynode_api::Stream;
 use futures_util::StreamExt as _;
+use http::{
+    StatusCode,
+    header::{CONNECTION, UPGRADE},
+};
+use tokio_util::io::ReaderStream;
 
-use super::{Error, ExecSpec, Image, RuntimeExec, RuntimeExecState};
+use super::{Error, ExecSpec, Image, RuntimeExec, RuntimeExecState, last_word};
 
 /// The sandbox's user and group; a bare `1000` would leave the group 0.
 pub(super) const USER: &str = "1000:1000";
@@ -90,11 +95,6 @@ where
     Ok(())
 }
 
-pub(super) async fn exec(docker: Docker, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
-    let id = create_exec(&docker, name, spec).await?;
-    start_exec(&docker, id, name, spec).await
-}
-
 pub(super) async fn create_exec(docker: &Docker, name: &str, spec: &ExecSpec) -> Result<String, Error> {
     let options = CreateExecOptions {
         attach_stdin: Some(spec.stdin),
@@ -111,13 +111,11 @@ pub(super) async fn create_exec(docker: &Docker, name: &str, spec: &ExecSpec) ->
     Ok(docker.create_exec(name, options).await.map_err(translate("exec", name))?.id)
 }
 
-pub(super) async fn start_exec(docker: &Docker, id: String, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
-    let options = StartExecOptions { detach: false, tty: spec.tty.is_some(), output_capacity: Some(64 * 1024) };
+/// Starts an exec without a terminal.
+pub(super) async fn start_exec(docker: &Docker, id: String, name: &str) -> Result<RuntimeExec, Error> {
+    let options = StartExecOptions { detach: false, tty: false, output_capacity: Some(64 * 1024) };
     match docker.start_exec(&id, Some(options)).await.map_err(translate("exec", name))? {
         StartExecResults::Attached { output, input } => {
-            if let Some((columns, rows)) = spec.tty {
-                drop(docker.resize_exec(&id, ResizeExecOptions { height: rows, width: columns }).await);
-            }
             let output = output.filter_map(async |piece| match piece {
                 Ok(LogOutput::StdErr { message }) => Some(Ok((Stream::Stderr, message))),
                 Ok(LogOutput::StdOut { message } | LogOutput::Console { message }) => Some(Ok((Stream::Stdout, message))),
@@ -138,4 +136,25 @@ pub(super) async fn exec_state(docker: Docker, id: &str) -> Result<RuntimeExecSt
 
 pub(super) async fn exec_resize(docker: Docker, id: &str, columns: u16, rows: u16) -> Result<(), Error> {
     docker.resize_exec(id, ResizeExecOptions { height: rows, width: columns }).await.map_err(translate("exec_resize", id))
+}
+
+/// Starts an exec with a terminal. Not by bollard, which has no words for the terminal's size (set afterwards it comes later
+/// still, and is refused when the program has ended by then) and takes control characters at a terminal for its own frames.
+pub(super) async fn start_terminal(http: &reqwest::Client, base: &str, id: String, (columns, rows): (u16, u16)) -> Result<RuntimeExec, Error> {
+    let unavailable = |error: reqwest::Error| Error::Unavailable(error.to_string());
+    let request = http.post(format!("{base}/exec/{id}/start")).header(CONNECTION, "Upgrade").header(UPGRADE, "tcp");
+    let body = serde_json::json!({ "Detach": false, "Tty": true, "h": rows, "w": columns, "ConsoleSize": [rows, columns] });
+    let response = request.json(&body).send().await.map_err(unavailable)?;
+    match response.status() {
+        StatusCode::SWITCHING_PROTOCOLS => {}
+        StatusCode::NOT_FOUND => return Err(Error::NotFound(id)),
+        _ => {
+            let answer: serde_json::Value = response.json().await.map_err(unavailable)?;
+            return Err(Error::Refused { call: "exec", message: answer["message"].as_str().unwrap_or_default().to_owned() });
+        }
+    }
+    let (output, input) = tokio::io::split(response.upgrade().await.map_err(unavailable)?);
+    let output = ReaderStream::with_capacity(output, 64 * 1024)
+        .map(|piece| piece.map(|data| (Stream::Stdout, data)).map_err(|error| Error::Unavailable(error.to_string())));
+    Ok(RuntimeExec { id, input: Box::pin(input), output: last_word::dropped(Box::pin(output)) })
 }

@@ -324,7 +324,18 @@ impl Runtime for Docker {
     }
 
     async fn exec(&self, name: &str, spec: &ExecSpec) -> Result<RuntimeExec, Error> {
-        self.call("exec", self.options.call_limit, |client| compat::exec(client, name, spec)).await
+        self.call("exec", self.options.call_limit, async |client| {
+            let id = compat::create_exec(&client, name, spec).await?;
+            match spec.tty {
+                Some(size) => {
+                    let unavailable = |error: reqwest::Error| Error::Unavailable(error.to_string());
+                    let http = reqwest::Client::builder().unix_socket(self.options.socket.as_path()).build().map_err(unavailable)?;
+                    compat::start_terminal(&http, "http://docker", id, size).await
+                }
+                None => compat::start_exec(&client, id, name).await,
+            }
+        })
+        .await
     }
 
     async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, Error> {

@@ -8,15 +8,8 @@ use std::{
 
 use async_trait::async_trait;
 use bollard::Docker;
-use cynode_api::Stream;
-use futures_util::StreamExt as _;
-use http::{
-    StatusCode,
-    header::{CONNECTION, UPGRADE},
-};
 use serde_json::Value;
 use tokio::sync::OnceCell;
-use tokio_util::io::ReaderStream;
 
 use super::{
     Container, Error, ExecSpec, IdMap, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState, ServiceOptions, Spec,
@@ -139,27 +132,6 @@ fn labels(value: &Value) -> BTreeMap<String, String> {
     value.as_object().into_iter().flatten().map(|(name, value)| (name.clone(), text(value))).collect()
 }
 
-/// Starts an exec with a terminal. Not by bollard, which has no words for the terminal's size: set afterwards it comes later
-/// still, and is refused when the program has ended by then.
-async fn start_terminal(libpod: &reqwest::Client, id: String, (columns, rows): (u16, u16)) -> Result<RuntimeExec, Error> {
-    let unavailable = |error: reqwest::Error| Error::Unavailable(error.to_string());
-    let request = libpod.post(format!("http://podman/v4.0.0/libpod/exec/{id}/start")).header(CONNECTION, "Upgrade").header(UPGRADE, "tcp");
-    let body = serde_json::json!({ "Detach": false, "Tty": true, "h": rows, "w": columns });
-    let response = request.json(&body).send().await.map_err(unavailable)?;
-    match response.status() {
-        StatusCode::SWITCHING_PROTOCOLS => {}
-        StatusCode::NOT_FOUND => return Err(Error::NotFound(id)),
-        _ => {
-            let answer: Value = response.json().await.map_err(unavailable)?;
-            return Err(Error::Refused { call: "exec", message: text(&answer["message"]) });
-        }
-    }
-    let (output, input) = tokio::io::split(response.upgrade().await.map_err(unavailable)?);
-    let output = ReaderStream::with_capacity(output, 64 * 1024)
-        .map(|piece| piece.map(|data| (Stream::Stdout, data)).map_err(|error| Error::Unavailable(error.to_string())));
-    Ok(RuntimeExec { id, input: Box::pin(input), output: last_word::dropped(Box::pin(output)) })
-}
-
 /// The ids that sandboxes can have, by what Podman says of itself.
 pub(crate) fn id_space(info: &Value) -> IdSpace {
     let host = &info["host"];
@@ -275,9 +247,9 @@ impl Runtime for Podman {
             async move {
                 let id = compat::create_exec(&docker, name, spec).await?;
                 if let Some(size) = spec.tty {
-                    return start_terminal(&libpod, id, size).await;
+                    return compat::start_terminal(&libpod, "http://podman/v4.0.0/libpod", id, size).await;
                 }
-                let started = compat::start_exec(&docker, id, name, spec).await?;
+                let started = compat::start_exec(&docker, id, name).await?;
                 Ok(RuntimeExec { output: last_word::dropped(started.output), ..started })
             }
         })

@@ -11,19 +11,25 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{ExecId, ExecRequest, SessionCreate, SessionId};
 use cynode_client::{OutputQuery, PutOptions, WorkerClient};
-use cynode_tests::{Options, RunningWorker, World, exec, hex, repository, session, sh};
+use cynode_tests::{Engine, Options, RunningWorker, World, exec, hex, repository, session, sh};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 
-/// A way of running containers, as the worker is told of it.
+/// A way of running containers.
 #[derive(Debug)]
 pub(crate) struct Runtime {
     pub(crate) name: &'static str,
-    settings: &'static [(&'static str, &'static str)],
+    engine: Engine,
 }
 
-/// Every test runs on all of these.
-pub(crate) const RUNTIMES: &[Runtime] = &[Runtime { name: "podman-root", settings: &[] }];
+const PODMAN: Runtime = Runtime { name: "podman-root", engine: Engine::Podman };
+
+/// What needs no limit runs on all of these.
+pub(crate) const RUNTIMES: &[Runtime] =
+    &[PODMAN, Runtime { name: "podman-rootless", engine: Engine::Rootless }, Runtime { name: "docker", engine: Engine::Docker }];
+
+/// Where every limit is enforced: without root this host's kernel has no memory limit, and Docker can't bound terminals.
+pub(crate) const LIMITED: &[Runtime] = &[PODMAN];
 
 /// Longer than this no call of the neighbour may take: it would be a hang.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -60,8 +66,8 @@ impl Arena {
         let table = repository().join("target/escape").join(runtime.name).join(topic);
         // What an earlier run wrote must not pass for this one's.
         drop(fs_err::remove_file(&table));
-        let world = World::new()?;
-        let options = runtime.settings.iter().chain(settings).fold(Options::default(), |options, (key, value)| options.set(key, value));
+        let world = World::on(runtime.engine).await?;
+        let options = settings.iter().fold(Options::default(), |options, (key, value)| options.set(key, value));
         let worker = world.worker(&options).await?;
         let client = worker.client()?;
         let http = reqwest::Client::builder().timeout(PATIENCE).build()?;

@@ -10,7 +10,7 @@ use cynode_api::{ErrorCode, ExecRequest, LimitsRequest, SessionCreate};
 use cynode_tests::{eventually, exec, session, sh};
 
 use crate::{
-    arena::{Arena, RUNTIMES},
+    arena::{Arena, LIMITED},
     kernel::at_terminal,
 };
 
@@ -21,7 +21,7 @@ fn small() -> SessionCreate {
 // proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn what_one_sandbox_uses_up_another_still_has() -> Result<()> {
-    for runtime in RUNTIMES {
+    for runtime in LIMITED {
         let mut arena = Arena::with(runtime, "exhaustion", small(), &[]).await?;
         arena.equip(arena.attacker).await?;
         arena.equip(arena.neighbour).await?;
@@ -45,7 +45,7 @@ async fn what_one_sandbox_uses_up_another_still_has() -> Result<()> {
 // proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork() -> Result<()> {
-    for runtime in RUNTIMES {
+    for runtime in LIMITED {
         let mut arena = Arena::with(runtime, "bombs", small(), &[]).await?;
         let (client, attacker) = (arena.client.clone(), arena.attacker);
         arena.equip(attacker).await?;
@@ -97,7 +97,7 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork() -> Result<
 // proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn a_flood_of_output_reaches_nobody_else() -> Result<()> {
-    for runtime in RUNTIMES {
+    for runtime in LIMITED {
         let mut arena = Arena::with(runtime, "log-flood", small(), &[]).await?;
         let (client, attacker) = (arena.client.clone(), arena.attacker);
         for _ in 0..8 {

@@ -4,12 +4,12 @@ use anyhow::{Result, ensure};
 use cynode_api::SessionCreate;
 use cynode_tests::{HOSTILE, exec, session, sh};
 
-use crate::arena::{Arena, RUNTIMES};
+use crate::arena::{Arena, LIMITED};
 
 // proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn nothing_that_a_hostile_image_says_counts() -> Result<()> {
-    for runtime in RUNTIMES {
+    for runtime in LIMITED {
         let mut arena = Arena::with(runtime, "hostile-image", SessionCreate { image_ref: HOSTILE.to_owned(), ..session() }, &[]).await?;
         arena.equip(arena.attacker).await?;
         let (client, attacker) = (arena.client.clone(), arena.attacker);

@@ -10,7 +10,7 @@ use cynode_api::{SessionId, SignalName};
 use cynode_client::OutputQuery;
 use cynode_tests::{exec, sh};
 
-use crate::arena::{Arena, RUNTIMES};
+use crate::arena::{Arena, LIMITED, RUNTIMES};
 
 /// The addresses of this host, in both families.
 fn host_addresses() -> Result<Vec<String>> {
@@ -117,7 +117,7 @@ const REMOTES: &[&str] = &[
 // proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn git_reaches_no_remote_and_works_within() -> Result<()> {
-    for runtime in RUNTIMES {
+    for runtime in LIMITED {
         let mut request = cynode_tests::session();
         request.image_ref = cynode_tests::RUNNER.to_owned();
         let mut arena = Arena::with(runtime, "git", request, &[]).await?;

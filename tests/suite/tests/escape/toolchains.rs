@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use cynode_tests::{RUNNER, exec, session, sh};
 
-use crate::arena::{Arena, RUNTIMES};
+use crate::arena::{Arena, LIMITED};
 
 /// Threads, processes, pools, pipes, sockets on loopback, timers and semaphores, as Python makes them.
 const PYTHON: &str = r#"
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 #[tokio::test]
 async fn git_python_make_threads_and_debuggers_work_in_a_sandbox() -> Result<()> {
-    for runtime in RUNTIMES {
+    for runtime in LIMITED {
         let mut request = session();
         request.image_ref = RUNNER.to_owned();
         let arena = Arena::with(runtime, "toolchains", request, &[]).await?;
