@@ -25,8 +25,8 @@ down: ## stop it and leave nothing running
 test: ## every check and every test
 	@scripts/test
 
-soak: ## the long runs: hours of load, faults and restarts
-	cargo nextest run --workspace --locked --profile soak --no-tests=pass
+soak: ## the long runs: load, faults and restarts again and again (CYNODE_SEED=N repeats one)
+	@scripts/test soak
 
 fuzz: ## everything that reads hostile input, FUZZ_SECONDS (120) for each target
 	@scripts/fuzz
