@@ -6,6 +6,7 @@
 #![allow(clippy::print_stdout, clippy::print_stderr, clippy::disallowed_methods, reason = "a command-line tool that starts programs as people do")]
 #![allow(clippy::cast_precision_loss, reason = "sizes and times as people read them")]
 
+mod bombs;
 mod create;
 mod exec;
 mod machine;
@@ -53,6 +54,8 @@ struct Plan {
     idle_sessions: [usize; 3],
     /// Sessions asked for at once.
     burst: usize,
+    /// How long the bombs burn.
+    bomb_seconds: u64,
 }
 
 impl Plan {
@@ -66,6 +69,7 @@ impl Plan {
             transfer_bytes: if quick { 16 << 20 } else { 64 << 20 },
             idle_sessions: if quick { [1, 3, 6] } else { [1, 10, 50] },
             burst: if quick { 10 } else { 100 },
+            bomb_seconds: if quick { 10 } else { 60 },
         }
     }
 }
@@ -104,6 +108,8 @@ async fn run(plan: Plan) -> Result<Report> {
     pooled.shut_down().await?;
     leave(beside).await;
     report.burst = create::burst(&plan, &ours, &world).await?;
+    say("a neighbour of ten bombs");
+    report.neighbour = bombs::measure(&plan, &ours).await?;
     ours.shut_down().await?;
     leave(world).await;
 

@@ -6,6 +6,7 @@ use comfy_table::{CellAlignment, Table, presets::NOTHING};
 use serde_json::{Value, json};
 
 use crate::{
+    bombs::Neighbour,
     create::Burst,
     exec::Parallel,
     machine::Facts,
@@ -22,6 +23,7 @@ pub(crate) struct Report {
     pub(crate) create: Vec<Samples>,
     pub(crate) end: Vec<Samples>,
     pub(crate) burst: Burst,
+    pub(crate) neighbour: Neighbour,
     pub(crate) transfers: Vec<Transfer>,
     pub(crate) memory: Vec<Idle>,
 }
@@ -29,7 +31,17 @@ pub(crate) struct Report {
 impl Report {
     pub(crate) fn new(facts: Facts) -> Self {
         let parallel = Parallel { clients: 0, per_second: 0.0, samples: Samples::new("") };
-        Self { facts, exec: Vec::new(), parallel, create: Vec::new(), end: Vec::new(), burst: Burst::default(), transfers: Vec::new(), memory: Vec::new() }
+        Self {
+            facts,
+            exec: Vec::new(),
+            parallel,
+            create: Vec::new(),
+            end: Vec::new(),
+            burst: Burst::default(),
+            neighbour: Neighbour::default(),
+            transfers: Vec::new(),
+            memory: Vec::new(),
+        }
     }
 
     fn latencies(&self) -> [(&'static str, &[Samples]); 3] {
@@ -53,6 +65,7 @@ impl Report {
             "latency": latency,
             "parallel": { "clients": self.parallel.clients, "execs_per_second": self.parallel.per_second, "times": times(&self.parallel.samples) },
             "burst": { "sessions": self.burst.sessions, "ready_ms": milliseconds(self.burst.ready), "gone_ms": milliseconds(self.burst.gone) },
+            "neighbour_of_ten_bombs": { "seconds": self.neighbour.seconds, "failed": self.neighbour.failed, "idle": self.neighbour.idle.as_ref().map(times), "beside": self.neighbour.beside.as_ref().map(times) },
             "throughput": self.transfers.iter().map(transfer).collect::<Vec<_>>(),
             "idle_memory": self.memory.iter().map(idle).collect::<Vec<_>>(),
         })
@@ -108,6 +121,15 @@ impl fmt::Display for Report {
 
         let Burst { sessions, ready, gone } = &self.burst;
         writeln!(f, " {sessions} sessions at once: all run after {:.1} s, all gone {:.1} s after their end\n", ready.as_secs_f64(), gone.as_secs_f64())?;
+
+        if let Neighbour { seconds, idle: Some(idle), beside: Some(beside), failed } = &self.neighbour {
+            let mut rows = table(&["beside ten bombs", "p50 ms", "p95 ms", "p99 ms", "rounds"]);
+            for samples in [idle, beside] {
+                rows.add_row([samples.way.to_owned(), shown(samples, 50), shown(samples, 95), shown(samples, 99), samples.len().to_string()]);
+            }
+            let ratio = beside.p50().as_secs_f64() / idle.p50().as_secs_f64();
+            writeln!(f, "{rows}\n p50 beside the bombs, {seconds} s long: {ratio:.1} times that of an idle machine; {failed} calls failed\n")?;
+        }
 
         let mebibytes = self.transfers.first().map_or(0, |transfer| transfer.bytes >> 20);
         for transfer in &self.transfers {

@@ -128,7 +128,7 @@ async fn attend_http(
         let (router, served) = (router.clone(), guest.serve());
         async move {
             let response = router.oneshot(request).await?;
-            Ok::<_, Infallible>(response.map(|body| Body::new(Answer { body, _served: served })))
+            Ok::<_, Infallible>(response.map(|body| Body::new(Answer { body, rest: Bytes::new(), _served: served })))
         }
     });
     let connection =
@@ -207,23 +207,45 @@ impl Drop for Served {
 /// An answer's body; it is being served until the body has been sent.
 struct Answer {
     body: Body,
+    /// What is left of a large piece: hyper takes a piece into its own memory whole, and asks for the next one only when there
+    /// is room, so small pieces keep this here until nearly all has been sent.
+    rest: Bytes,
     _served: Served,
 }
+
+/// The most that is given to hyper at once.
+const PIECE: usize = 64 * 1024;
 
 impl HttpBody for Answer {
     type Data = Bytes;
     type Error = axum::Error;
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-        Pin::new(&mut self.body).poll_frame(context)
+        if self.rest.is_empty() {
+            match Pin::new(&mut self.body).poll_frame(context) {
+                Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
+                    Ok(data) => self.rest = data,
+                    Err(frame) => return Poll::Ready(Some(Ok(frame))),
+                },
+                other => return other,
+            }
+        }
+        let length = self.rest.len().min(PIECE);
+        Poll::Ready(Some(Ok(Frame::data(self.rest.split_to(length)))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.rest.is_empty() && self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        let mut hint = self.body.size_hint();
+        let left = self.rest.len() as u64;
+        if let Some(upper) = hint.upper() {
+            hint.set_upper(upper + left);
+        }
+        hint.set_lower(hint.lower() + left);
+        hint
     }
 }
 
@@ -237,6 +259,7 @@ mod tests {
     use super::*;
     use crate::listen::{Tls, prepare};
 
+    const LARGE: usize = 16 << 20;
     const HEAD: Duration = Duration::from_millis(400);
     const WHOLE: &[u8] = b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
 
@@ -249,7 +272,7 @@ mod tests {
             waits.acquire().await.expect("open").forget();
             "answer"
         };
-        let router = Router::new().route("/slow", get(slow)).route("/echo", post(async |body: String| body));
+        let router = Router::new().route("/large", get(async || vec![b'x'; LARGE])).route("/slow", get(slow)).route("/echo", post(async |body: String| body));
         let limits = Limits { connections, head: HEAD, ..Limits::default() };
         let serving = tokio::spawn(serve_within(bound, router, stop.clone(), limits));
         (address, go, stop, serving)
@@ -259,6 +282,24 @@ mod tests {
         let mut stream = TcpStream::connect(address).await.expect("connected");
         stream.write_all(sent).await.expect("sent");
         stream
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_is_being_read_slowly_is_not_taken_for_an_idle_connection() {
+        let (address, _go, stop, serving) = server(4).await;
+        let mut slow = connected(address, b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await;
+        let mut first = [0; 1];
+        slow.read_exact(&mut first).await.expect("the answer begins");
+        // A crowd that says nothing.
+        let mut crowd = Vec::new();
+        for _ in 0..12 {
+            crowd.push(connected(address, b"").await);
+            tokio::task::yield_now().await;
+        }
+        assert!(rest(&mut slow).await.len() > LARGE, "the answer was cut off");
+        stop.cancel();
+        drop(crowd);
+        serving.await.expect("it ends");
     }
 
     /// All that comes until the end.

@@ -19,6 +19,8 @@ const LIMIT: Duration = Duration::from_secs(30);
 /// `noinit_itable`: zeroing the inode tables by and by would fill the holes. `discard`: what is deleted inside is free again
 /// outside.
 const MOUNT_OPTIONS: &str = "loop,nosuid,nodev,noatime,noinit_itable,discard,errors=remount-ro";
+/// Checking and enlarging a file system that people keep their work in is not cut off lightly.
+const GROWTH: Duration = Duration::from_secs(600);
 /// How long a loop device may take to let go of a file after the last mount of it is gone.
 const RELEASED: Duration = Duration::from_secs(10);
 /// What `probe` makes.
@@ -43,6 +45,8 @@ impl Disks {
     pub(crate) async fn probe(&self) -> Result<(), String> {
         let directory = self.templates.join(format!(".probe-{}", uuid::Uuid::new_v4().simple()));
         let (image, target) = (directory.join("disk.img"), directory.join("mounted"));
+        // Made anew each time: what a crash left of an earlier one says nothing about this host.
+        drop(fs_err::remove_file(self.templates.join(format!("{PROBE_BYTES}.img"))));
         let tried = async {
             fs_err::create_dir_all(&target)?;
             self.make(&image, PROBE_BYTES).await?;
@@ -57,33 +61,37 @@ impl Disks {
     /// Makes an image of this size; one that is there already stays, and grows when it is smaller.
     pub(crate) async fn make(&self, image: &Path, bytes: u64) -> io::Result<()> {
         match fs_err::metadata(image) {
-            Ok(found) if found.len() >= bytes => return Ok(()),
-            Ok(_) => return grow(image, bytes).await,
+            // A growth that was cut off is done again, however far it came.
+            Ok(found) if found.len() < bytes || growing(image).exists() => return grow(image, bytes.max(found.len())).await,
+            Ok(_) => return Ok(()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
         }
         let template = self.template(bytes).await?;
         let (image, staged) = (image.to_owned(), image.with_extension("new"));
         blocking(move || {
-            copy_sparse(&template, &staged)?;
+            copy_sparse(template, &staged)?;
             fs_err::rename(&staged, &image)
         })
         .await
     }
 
-    async fn template(&self, bytes: u64) -> io::Result<PathBuf> {
+    /// A formatted image of this size. Open, so that it can be copied although somebody forgets it meanwhile.
+    async fn template(&self, bytes: u64) -> io::Result<fs_err::File> {
         let path = self.templates.join(format!("{bytes}.img"));
         let _making = self.making.lock().await;
         if path.exists() {
-            return Ok(path);
+            return fs_err::File::open(path);
         }
         fs_err::create_dir_all(&self.templates)?;
         self.forget_templates();
         let staged = path.with_extension("new");
         create_sparse(&staged, bytes)?;
         run("mkfs.ext4", &["-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard"], &[&staged]).await?;
+        let formatted = fs_err::File::open(&staged)?;
+        formatted.sync_all()?;
         fs_err::rename(&staged, &path)?;
-        Ok(path)
+        Ok(formatted)
     }
 
     /// Callers choose sizes: only so many are kept, in no order that matters.
@@ -144,9 +152,20 @@ async fn grow(image: &Path, bytes: u64) -> io::Result<()> {
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
+    let marker = growing(image);
+    fs_err::File::create(&marker)?.sync_all()?;
     fs_err::OpenOptions::new().write(true).open(image)?.set_len(bytes)?;
-    run("e2fsck", &["-f", "-p"], &[image]).await?;
-    run("resize2fs", &[], &[image]).await
+    // The marker is locked by whoever works on the image, also when the worker that started it is gone.
+    let work = r#"e2fsck -f -p "$1"; code=$?; [ $code -le 1 ] || exit $code; resize2fs "$1""#;
+    let mut command = command("flock");
+    command.arg(&marker).args(["/bin/sh", "-c", work, "grow"]).arg(image).kill_on_drop(false);
+    finish("growing a disk", command, GROWTH).await?;
+    fs_err::remove_file(&marker)
+}
+
+/// There while an image is being made larger.
+fn growing(image: &Path) -> PathBuf {
+    image.with_extension("growing")
 }
 
 /// Whether a loop device has this file.
@@ -159,12 +178,22 @@ fn is_attached(image: &Path) -> io::Result<bool> {
 }
 
 async fn run(program: &str, options: &[&str], paths: &[&Path]) -> io::Result<()> {
+    let mut command = command(program);
+    command.args(options).args(paths);
+    finish(program, command, LIMIT).await
+}
+
+fn command(program: &str) -> tokio::process::Command {
     let mut command = process::command(program);
-    command.args(options).args(paths).stdin(std::process::Stdio::null()).kill_on_drop(true);
+    command.stdin(std::process::Stdio::null()).kill_on_drop(true);
     // An ordinary user's PATH does not hold what is root's.
     let path = std::env::var("PATH").unwrap_or_default();
     command.env("PATH", format!("{path}:/usr/sbin:/sbin"));
-    let output = tokio::time::timeout(LIMIT, command.output()).await.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, format!("{program} hangs")))??;
+    command
+}
+
+async fn finish(program: &str, mut command: tokio::process::Command, limit: Duration) -> io::Result<()> {
+    let output = tokio::time::timeout(limit, command.output()).await.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, format!("{program} hangs")))??;
     if output.status.success() {
         return Ok(());
     }
@@ -184,8 +213,7 @@ fn create_sparse(path: &Path, bytes: u64) -> io::Result<fs_err::File> {
 }
 
 /// Copies a file without its holes.
-fn copy_sparse(from: &Path, to: &Path) -> io::Result<()> {
-    let mut source = fs_err::File::open(from)?;
+fn copy_sparse(mut source: fs_err::File, to: &Path) -> io::Result<()> {
     let length = source.metadata()?.len();
     let mut target = create_sparse(to, length)?;
     let mut at = 0;
@@ -227,7 +255,7 @@ mod tests {
             file.seek(SeekFrom::Start(place)).expect("seeks");
             file.write_all(text.as_bytes()).expect("writes");
         }
-        copy_sparse(&from, &to).expect("copies");
+        copy_sparse(fs_err::File::open(&from).expect("opens"), &to).expect("copies");
         assert_eq!(fs_err::read(&from).expect("reads"), fs_err::read(&to).expect("reads"));
         let blocks = |path: &Path| fs_err::metadata(path).expect("there").blocks();
         assert!(blocks(&to) <= blocks(&from) + 8, "{} {}", blocks(&to), blocks(&from));

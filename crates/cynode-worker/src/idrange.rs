@@ -115,6 +115,12 @@ impl IdBlocks {
         Ok(Self { space, first, size: layout.size, count, used: Mutex::default() })
     }
 
+    /// The ids on this host of a block that is one sandbox's alone.
+    pub(crate) fn own(&self, block: u32) -> Option<std::ops::Range<u32>> {
+        let IdMap { first, count } = self.map(block);
+        matches!(self.space, IdSpace::Own).then(|| first..first.saturating_add(count))
+    }
+
     /// What these blocks do not keep apart.
     pub(crate) const fn unenforced(&self) -> &'static [Unenforced] {
         self.space.unenforced()

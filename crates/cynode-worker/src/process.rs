@@ -78,6 +78,20 @@ pub(crate) fn oldest_in(user: &str, mount: &str) -> Option<i32> {
     pids.filter(|pid| is_in(*pid, "user", user) && is_in(*pid, "mnt", mount)).filter_map(|pid| Some((start_time(pid).ok()??, pid))).min().map(|(_, pid)| pid)
 }
 
+/// Kills every process that runs with one of these ids, which nobody but one sandbox has.
+pub(crate) fn kill_owned(ids: &std::ops::Range<u32>) {
+    let Ok(directory) = fs_err::read_dir("/proc") else { return };
+    for pid in directory.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<i32>().ok()) {
+        // Not by the owner of its directory: that is root's for one that can't be dumped.
+        let status = fs_err::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let real = status.lines().find_map(|line| line.strip_prefix("Uid:")?.split_whitespace().next()?.parse::<u32>().ok());
+        if real.is_some_and(|uid| ids.contains(&uid)) && stat_field(pid, 1).is_some() {
+            tracing::warn!(pid, "A process of a sandbox that is gone was left; killing it.");
+            kill(pid, 9);
+        }
+    }
+}
+
 /// A process in some container, seen from the host.
 #[derive(Debug)]
 pub(crate) struct Inside {

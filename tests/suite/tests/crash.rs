@@ -255,7 +255,7 @@ async fn stopping_the_worker_keeps_the_sandboxes_and_the_next_one_takes_them_up(
 #[tokio::test]
 async fn a_podman_service_that_hangs_or_dies_is_replaced() -> Result<()> {
     let world = World::new()?;
-    let worker = world.worker(&Options::default().set("runtime_timeout_seconds", "3")).await?;
+    let worker = world.worker(&Options::default().set("runtime_timeout_seconds", "5")).await?;
     let client = worker.client()?;
     let service = || -> Result<i32> {
         let recorded: serde_json::Value = serde_json::from_slice(&fs_err::read(world.state_dir().join("worker/podman/service.json"))?)?;

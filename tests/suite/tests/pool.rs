@@ -91,6 +91,30 @@ async fn a_claimed_sandbox_survives_the_worker_and_spares_do_not_leak() -> Resul
 }
 
 #[tokio::test]
+async fn a_resume_that_meets_a_claim_of_the_same_session_stops_nobody() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&Options::default().set("warm_pool", "2")).await?;
+    let client = worker.client()?;
+    for _ in 0..8 {
+        wait_for_spares(&worker, 2).await?;
+        let request = usual();
+        let mut resuming = tokio::task::JoinSet::new();
+        for _ in 0..6 {
+            let (client, id) = (client.clone(), request.session_id);
+            resuming.spawn(async move {
+                loop {
+                    drop(client.resume_session(id).await);
+                }
+            });
+        }
+        let made = tokio::time::timeout(Duration::from_secs(20), client.create_session(&request)).await??;
+        resuming.shutdown().await;
+        client.end_session(made.session_id, &SessionEnd::default()).await?;
+    }
+    Ok(())
+}
+
+#[tokio::test]
 async fn a_new_image_under_the_same_name_drains_the_pool() -> Result<()> {
     let world = World::new()?;
     // Two images of this world's own, one after the other under one name.

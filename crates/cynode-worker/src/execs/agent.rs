@@ -117,7 +117,6 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, mut 
             Some(channel) => channel,
             None => match attach(&live, &exec).await {
                 Ok(channel) => channel,
-                Err(error) if error.0.is(ErrorCode::ExecNotFound) => break lost_exit(&exec),
                 Err(_) if live.is_gone() => break lost_exit(&exec),
                 Err(_) => {
                     tokio::time::sleep(Duration::from_millis(100)).await;
@@ -128,12 +127,24 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, mut 
         match pump(&live, &exec, &mut current, &mut stdin).await {
             Ok(report) => {
                 let exit = translate(&live, &report);
-                execs.finish(&exec, exit);
+                // As with output: what can't be recorded stays with the agent until it can.
+                while let Err(error) = execs.try_finish(&exec, exit.clone()) {
+                    if live.is_gone() {
+                        execs.finish(&exec, exit);
+                        break;
+                    }
+                    tracing::error!(%error, exec_id = %exec.id(), "Recording an exec's end failed; trying again.");
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                }
                 drop(current.send(&Frame::ACK_EXIT).await);
                 guard.abort();
                 return;
             }
-            Err(error) => tracing::debug!(exec_id = %exec.id(), %error, "An exec's connection broke; attaching again."),
+            Err(LinkError::NoSuchExec) => break lost_exit(&exec),
+            Err(error) => {
+                tracing::debug!(exec_id = %exec.id(), %error, "An exec's connection broke; attaching again.");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
         }
     };
     guard.abort();
@@ -198,6 +209,7 @@ async fn pump(live: &Live, exec: &Exec, channel: &mut Channel, stdin: &mut Optio
                         let _told = taken.send(false);
                     }
                 }
+                Ok(Reply::Error(error)) if error.code == ErrorCode::ExecNotFound => return Err(LinkError::NoSuchExec),
                 Ok(Reply::Error(error)) => return Err(LinkError::Protocol(agent_problem(error).detail)),
                 Ok(_) | Err(_) => return Err(LinkError::Protocol("an unexpected reply".to_owned())),
             },

@@ -169,12 +169,14 @@ impl SessionExecs {
 
     /// The start failed: nothing ran, so nothing is remembered.
     pub(crate) fn void(&self, exec: &Exec, error: ApiError) {
+        let mut known = self.known.lock();
         if let Err(error) = self.append(&LogLine::Void(exec.id())) {
             tracing::warn!(%error, "Recording a failed start failed.");
         }
-        if self.known.lock().remove(&exec.id()).is_some() {
+        if known.remove(&exec.id()).is_some() {
             self.running.fetch_sub(1, Ordering::Relaxed);
         }
+        drop(known);
         let mut inner = exec.inner.lock();
         inner.failed = Some(error);
         inner.spool.clear();
@@ -182,12 +184,25 @@ impl SessionExecs {
         exec.announce();
     }
 
-    /// The exec has ended: recorded first, then told.
+    /// The exec has ended: recorded first, then told. When it can't be recorded it is told all the same.
     pub(crate) fn finish(self: &Arc<Self>, exec: &Exec, exit: ExecExit) {
-        let ended = Ended { exec_id: exec.id(), exit, ended_at: OffsetDateTime::now_utc() };
-        if let Err(error) = self.append(&LogLine::End(ended.clone())) {
+        if let Err(error) = self.try_finish(exec, exit.clone()) {
             tracing::error!(%error, exec_id = %exec.id(), "Recording an exec's end failed.");
+            self.set_ended(exec, Ended { exec_id: exec.id(), exit, ended_at: OffsetDateTime::now_utc() });
         }
+    }
+
+    /// The exec has ended: recorded first, then told. Nothing has changed when that fails.
+    pub(crate) fn try_finish(self: &Arc<Self>, exec: &Exec, exit: ExecExit) -> io::Result<()> {
+        let ended = Ended { exec_id: exec.id(), exit, ended_at: OffsetDateTime::now_utc() };
+        // Held until the end is seen too: whoever writes the log anew must not do so in between.
+        let mut log = self.log.lock();
+        self.append_to(&mut log, &LogLine::End(ended.clone()))?;
+        self.set_ended(exec, ended);
+        Ok(())
+    }
+
+    fn set_ended(self: &Arc<Self>, exec: &Exec, ended: Ended) {
         exec.stdin.lock().take();
         let bytes = {
             let mut inner = exec.inner.lock();
@@ -210,9 +225,12 @@ impl SessionExecs {
     }
 
     fn append(&self, line: &LogLine) -> io::Result<()> {
+        self.append_to(&mut self.log.lock(), line)
+    }
+
+    fn append_to(&self, log: &mut Log, line: &LogLine) -> io::Result<()> {
         let mut bytes = serde_json::to_vec(line)?;
         bytes.push(b'\n');
-        let mut log = self.log.lock();
         let torn = std::mem::replace(&mut log.torn, true);
         let file = match &mut log.file {
             Some(file) => file,
@@ -253,7 +271,11 @@ impl SessionExecs {
                 break;
             }
             record_bytes -= exec.record_bytes();
-            exec.inner.lock().spool.clear();
+            let mut inner = exec.inner.lock();
+            inner.spool.clear();
+            // Whoever still reads is told that there was more.
+            inner.expired = true;
+            drop(inner);
             known.remove(&exec.id());
         }
         drop(known);
@@ -266,7 +288,9 @@ impl SessionExecs {
 
     /// Writes the log anew with what is known now.
     fn compact(&self) -> io::Result<()> {
+        // In this order everywhere: what is known, the log, one exec.
         let known = self.known.lock();
+        let mut log = self.log.lock();
         let mut bytes = Vec::new();
         for exec in known.values() {
             serde_json::to_writer(&mut bytes, &LogLine::Start(exec.record.clone()))?;
@@ -276,7 +300,6 @@ impl SessionExecs {
                 bytes.push(b'\n');
             }
         }
-        let mut log = self.log.lock();
         let path = self.directory.join("log");
         let staged = self.directory.join("log.new");
         fs_err::write(&staged, &bytes)?;
@@ -374,6 +397,28 @@ mod tests {
         assert!(exec.inner.lock().collector.is_none());
         let again = exec.result().await.expect("the same answer from the files");
         assert_eq!((again.stdout.as_str(), again.truncated.stdout), ("text", false));
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn an_end_is_never_lost_to_a_log_that_is_written_anew() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
+        let over = Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let compacting = {
+            let (execs, over) = (Arc::clone(&execs), Arc::clone(&over));
+            tokio::task::spawn_blocking(move || {
+                while !over.load(Ordering::SeqCst) {
+                    execs.compact().expect("writes");
+                }
+            })
+        };
+        for _ in 0..1_500 {
+            run(&execs, "x");
+        }
+        over.store(true, Ordering::SeqCst);
+        compacting.await.expect("ends");
+        let again = SessionExecs::open(directory.path()).expect("opens");
+        assert_eq!(again.running().len(), 0, "answered, and running again after a restart");
     }
 
     #[tokio::test]

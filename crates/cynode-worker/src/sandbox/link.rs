@@ -37,6 +37,8 @@ pub(crate) enum LinkError {
     NoConnection,
     #[error("the agent went away")]
     Gone,
+    #[error("the agent knows no such exec")]
+    NoSuchExec,
     #[error("the agent took nothing of what was sent to it for {} s", .0.as_secs())]
     Stalled(Duration),
     #[error("the agent broke the protocol: {0}")]

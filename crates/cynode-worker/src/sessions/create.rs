@@ -5,6 +5,7 @@ use std::{sync::Arc, time::Instant};
 use cynode_api::{ErrorCode, LABEL_AGENT_COMPATIBLE, NodeId, Problem, SandboxId, Session, SessionCreate, SessionState, Unenforced, WorkspaceId, WorkspaceRef};
 use cynode_service::ApiError;
 use time::OffsetDateTime;
+use tokio::sync::OwnedMutexGuard;
 
 use super::{
     CREATE_WAIT, Entry, Sessions, blocking, environment, journal_error,
@@ -72,7 +73,7 @@ impl Sessions {
         session.workspace_id = workspace.workspace_id;
         session.limits.disk_bytes = workspace.disk_bytes.unwrap_or(session.limits.disk_bytes);
         record.id_block = workspace.id_block;
-        let entry = self.write_down(record).await?;
+        let (entry, _step) = self.write_down(record).await?;
         self.spawn_bring_up(&entry);
         Ok((entry, true))
     }
@@ -114,8 +115,9 @@ impl Sessions {
         tokio::spawn(async move { sessions.bring_up(&entry).await });
     }
 
-    /// Writes a new session down and makes it known.
-    pub(super) async fn write_down(&self, record: SessionRecord) -> Result<Arc<Entry>, ApiError> {
+    /// Writes a new session down and makes it known. Its step is held from before anybody can see it: whoever waits for it
+    /// then waits for a caller that waits for nobody.
+    pub(super) async fn write_down(&self, record: SessionRecord) -> Result<(Arc<Entry>, OwnedMutexGuard<()>), ApiError> {
         let session_id = record.session.session_id;
         let (journal, written) = (self.journal.clone(), record.clone());
         let opened = blocking(move || {
@@ -125,8 +127,9 @@ impl Sessions {
         match opened.await {
             Ok(execs) => {
                 let entry = Entry::new(record, execs);
+                let step = Arc::clone(&entry.step).lock_owned().await;
                 self.known.lock().insert(session_id, Arc::clone(&entry));
-                Ok(entry)
+                Ok((entry, step))
             }
             Err(error) => {
                 drop(self.journal.discard(&self.journal.session_directory(session_id)));
@@ -228,7 +231,7 @@ impl Sessions {
         if let Some(live) = entry.live.lock().take() {
             live.close();
         }
-        self.clear_sandbox(record.sandbox_id).await;
+        let removed = self.clear_sandbox(record.sandbox_id, record.id_block).await;
         *entry.failure.lock() = Some(error.clone());
         if record.resumed {
             // As it was: its files are there, and the next try may have more luck.
@@ -236,7 +239,12 @@ impl Sessions {
             return self.set_lost(entry, error.0.detail, false).await;
         }
         if record.request.workspace_ref.as_ref().is_none_or(|reference| *reference == WorkspaceRef::New) {
-            drop(self.delete_workspace(record.session.workspace_id).await);
+            // Its ids must not go to another while something may still run with them.
+            if removed {
+                drop(self.delete_workspace(record.session.workspace_id).await);
+            }
+        } else {
+            drop(self.release_workspace(record.session.workspace_id).await);
         }
         let update = self.update(entry, |record| {
             record.session.state = SessionState::Failed;

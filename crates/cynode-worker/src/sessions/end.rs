@@ -8,6 +8,8 @@ use time::OffsetDateTime;
 
 use super::{Created, Entry, Live, Sessions, check_version, journal_error, validate, workspace::AskedDisk};
 
+use crate::process;
+
 /// Why and how a session ends.
 #[derive(Clone, Debug)]
 pub(crate) struct Ending {
@@ -77,7 +79,7 @@ impl Sessions {
         if let Some(live) = entry.live.lock().take() {
             live.close();
         }
-        self.remove_sandbox(record.sandbox_id).await?;
+        self.remove_sandbox(record.sandbox_id, record.id_block).await?;
         entry.execs.lose_all();
         let disposed = match record.disposal.unwrap_or_default() {
             WorkspaceDisposal::Delete => self.delete_workspace(record.session.workspace_id).await,
@@ -107,16 +109,31 @@ impl Sessions {
     }
 
     /// Removes container and sockets. What is gone already is fine.
-    async fn remove_sandbox(&self, id: SandboxId) -> Result<(), ApiError> {
+    pub(super) async fn remove_sandbox(&self, id: SandboxId, id_block: u32) -> Result<(), ApiError> {
         self.runtime.remove(&crate::journal::container_name(id)).await.map_err(|error| ApiError::from(super::runtime_problem(&error)))?;
+        // A runtime that was killed in the middle of a start forgets what it had begun.
+        if let Some(ids) = self.ids.own(id_block) {
+            process::kill_owned(&ids);
+        }
         crate::tree::remove(&self.journal.sandbox_directory(id))
             .map_err(|error| ApiError::new(ErrorCode::Internal, format!("removing the sandbox's sockets: {error}")))
     }
 
-    /// As `remove_sandbox`, where nothing can be done about a failure but to try again later.
-    pub(super) async fn clear_sandbox(&self, id: SandboxId) {
-        if let Err(error) = self.remove_sandbox(id).await {
-            tracing::error!(sandbox_id = %id, error = %error.0, "Removing a sandbox failed; the next reconciliation tries again.");
+    /// As `remove_sandbox`, where nothing can be done about a failure but to try again later. Says whether it is gone.
+    pub(super) async fn clear_sandbox(&self, id: SandboxId, id_block: u32) -> bool {
+        let removed = self.remove_sandbox(id, id_block).await;
+        if let Err(error) = &removed {
+            tracing::error!(sandbox_id = %id, error = %error.0, "Removing a sandbox failed; it is tried again.");
+            self.doomed.lock().push((id, id_block));
+        }
+        removed.is_ok()
+    }
+
+    /// Tries again to remove what could not be removed.
+    pub(super) async fn remove_doomed(&self) {
+        let doomed = std::mem::take(&mut *self.doomed.lock());
+        for (id, id_block) in doomed {
+            self.clear_sandbox(id, id_block).await;
         }
     }
 
@@ -173,7 +190,7 @@ impl Sessions {
         if let Some(live) = entry.live.lock().take() {
             live.close();
         }
-        self.clear_sandbox(record.sandbox_id).await;
+        self.clear_sandbox(record.sandbox_id, record.id_block).await;
         if let Err(error) = self.release_workspace(record.session.workspace_id).await {
             tracing::warn!(%error, "Unmounting a lost session's disk failed.");
         }
@@ -210,8 +227,6 @@ impl Sessions {
     /// Admits a session once more and starts to bring it up; false when it runs already.
     async fn admit_again(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<bool, ApiError> {
         let _step = entry.step.lock().await;
-        // As for a new one: of two that want the same workspace or the last place, one gets it.
-        let _gate = self.gate.lock().await;
         let record = entry.record();
         let id = record.session.session_id;
         match record.session.state {
@@ -219,6 +234,10 @@ impl Sessions {
             SessionState::Lost | SessionState::Ended => {}
             state => return Err(ApiError::new(ErrorCode::NotResumable, format!("session {id} is {state}"))),
         }
+        // What could not be removed when it was lost must not run on beside the new one, on the same files.
+        self.remove_sandbox(record.sandbox_id, record.id_block).await?;
+        // As for a new one: of two that want the same workspace or the last place, one gets it.
+        let _gate = self.gate.lock().await;
         self.check_capacity()?;
         let disk = AskedDisk { bytes: record.session.limits.disk_bytes, explicit: false };
         let reference = cynode_api::WorkspaceRef::Workspace(record.session.workspace_id);

@@ -23,7 +23,9 @@ const MAX_REMEMBERED: usize = 5_000;
 impl Sessions {
     /// Looks at everything once a second until it is told to stop.
     pub(crate) async fn keep_time(self: Arc<Self>, stop: CancellationToken) {
-        self.settled().await;
+        if stop.run_until_cancelled(self.settled()).await.is_none() {
+            return;
+        }
         let mut ticks: u64 = 0;
         while stop.run_until_cancelled(tokio::time::sleep(TICK)).await.is_some() {
             let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
@@ -45,6 +47,7 @@ impl Sessions {
             }
             ticks += 1;
             if ticks.is_multiple_of(FORGET_EVERY) {
+                self.remove_doomed().await;
                 self.forget().await;
             }
         }

@@ -22,7 +22,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cynode_api::{ErrorCode, NodeId, Problem, Session, SessionId, SessionPatch, SessionState};
+use cynode_api::{ErrorCode, NodeId, Problem, SandboxId, Session, SessionId, SessionPatch, SessionState};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
 use time::OffsetDateTime;
@@ -62,6 +62,8 @@ pub(crate) struct Sessions {
     max_nofile: u64,
     disks: Result<Disks, String>,
     pool: pool::Pool,
+    /// Sandboxes that could not be removed, with their ids.
+    doomed: Mutex<Vec<(SandboxId, u32)>>,
     known: Mutex<HashMap<SessionId, Arc<Entry>>>,
     /// Held from the look for a session's id to its admission: of two callers at once, one creates.
     gate: tokio::sync::Mutex<()>,
@@ -161,6 +163,7 @@ impl Sessions {
             max_nofile,
             disks,
             pool: pool::Pool::default(),
+            doomed: Mutex::default(),
             known: Mutex::new(known),
             gate: tokio::sync::Mutex::new(()),
             unsettled: watch::Sender::new(Some("taking up what an earlier worker left".to_owned())),

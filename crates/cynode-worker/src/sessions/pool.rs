@@ -35,6 +35,8 @@ const LOOK: Duration = Duration::from_secs(5);
 const AT_ONCE: usize = 2;
 /// After a failure, at first and at most.
 const PAUSE: Duration = Duration::from_secs(1);
+/// How often the record of a claimed workspace is tried; when all fail, the next start makes it from the session's.
+const RECORD_TRIES: u32 = 10;
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 /// What a spare must have in common with a request to serve it.
@@ -115,8 +117,8 @@ impl Sessions {
             delete_at: None,
             disk_bytes: sandbox.disk_bytes,
         };
-        let entry = match self.write_down(record).await {
-            Ok(entry) => entry,
+        let (entry, step) = match self.write_down(record).await {
+            Ok(written) => written,
             Err(error) => {
                 self.throw_away(spare);
                 return Err(error);
@@ -128,11 +130,15 @@ impl Sessions {
         metrics::histogram!("cynode_session_create_seconds", "warm" => "true").record(begun.elapsed().as_secs_f64());
         // The workspace's own record repeats what the session's says and is made from it when it is missing. Whoever ends the
         // session waits for it by the step's lock; the caller need not.
-        let step = Arc::clone(&entry.step).lock_owned().await;
         let journal = self.journal.clone();
         tokio::spawn(async move {
-            if let Err(error) = blocking(move || journal.write_workspace(&workspace)).await {
-                tracing::error!(%error, "Recording the workspace of a claimed sandbox failed.");
+            for _ in 0..RECORD_TRIES {
+                let (journal, workspace) = (journal.clone(), workspace.clone());
+                match blocking(move || journal.write_workspace(&workspace)).await {
+                    Ok(()) => break,
+                    Err(error) => tracing::error!(%error, "Recording the workspace of a claimed sandbox failed."),
+                }
+                tokio::time::sleep(PAUSE).await;
             }
             drop(step);
         });
@@ -155,7 +161,9 @@ impl Sessions {
         if let Some(started) = started {
             started.live.close();
         }
-        self.clear_sandbox(sandbox.sandbox_id).await;
+        if !self.clear_sandbox(sandbox.sandbox_id, sandbox.id_block).await {
+            return;
+        }
         let removed = match self.release_workspace(sandbox.workspace_id).await {
             Ok(()) => self.journal.discard(&self.journal.workspace_directory(sandbox.workspace_id)),
             Err(error) => Err(error),

@@ -4,7 +4,12 @@
 //! it again. Nothing is done by guess: a container of ours that no session wants goes, a session whose process still runs
 //! is adopted by the recorded process, before the runtime is even asked.
 
-use std::{collections::HashSet, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::HashSet,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use cynode_api::{ExecVia, LABEL_NODE_ID, SessionState};
 
@@ -151,7 +156,9 @@ impl Sessions {
         // A workspace that no session ever got: the crash came right after it was made. Kept ones belong to a session's
         // record, or were kept on purpose and carry no date; only those younger than any record can be such leftovers.
         for workspace in self.journal.workspaces().unwrap_or_default() {
-            let empty = fs_err::read_dir(self.journal.workspace_directory(workspace.workspace_id).join("data")).is_err();
+            let (image, data) = self.journal.workspace_disk(workspace.workspace_id);
+            let is_missing = |path: &Path| matches!(fs_err::symlink_metadata(path), Err(error) if error.kind() == std::io::ErrorKind::NotFound);
+            let empty = is_missing(&image) && is_missing(&data);
             if !workspaces.contains(&workspace.workspace_id) && empty {
                 drop(self.delete_workspace(workspace.workspace_id).await);
             }

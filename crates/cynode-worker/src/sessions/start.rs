@@ -57,8 +57,8 @@ impl Sessions {
         let spec = self.spec(sandbox, &directory, &workspace, &home);
         match self.runtime.create(&spec).await {
             Ok(_) => {}
-            Err(runtime::Error::NameInUse(_)) => {
-                // Of a try that a crash cut off. The name is ours alone, so what has it is ours.
+            // Of a try that a crash cut off, or that a runtime that hung had begun. The name is ours alone, so what has it is ours.
+            Err(runtime::Error::NameInUse(_) | runtime::Error::Timeout { .. } | runtime::Error::Unavailable(_)) => {
                 self.runtime.remove(&container).await.map_err(runtime_failed)?;
                 self.runtime.create(&spec).await.map_err(runtime_failed)?;
             }

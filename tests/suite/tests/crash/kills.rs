@@ -135,8 +135,16 @@ pub(crate) async fn kill_again_and_again(rounds: usize) -> Result<()> {
         let wanted = PHASES[round % PHASES.len()];
         eventually("the worker does what it is to be killed in", Duration::from_secs(60), async || Ok(under_way(&worker, &book, from)?.contains(&wanted)))
             .await?;
-        tokio::time::sleep(Duration::from_micros(random.below(20_000))).await;
-        let phases = under_way(&worker, &book, from)?;
+        // A random moment within it: some phases last for less than a thread's turn, so each try comes sooner than the last.
+        let mut phases = Vec::new();
+        for narrower in 0..15 {
+            tokio::time::sleep(Duration::from_micros(random.below(20_000 >> narrower))).await;
+            phases = under_way(&worker, &book, from)?;
+            if phases.contains(&wanted) {
+                break;
+            }
+            eventually("it does so again", Duration::from_secs(60), async || Ok(under_way(&worker, &book, from)?.contains(&wanted))).await?;
+        }
         worker.kill()?;
         #[expect(clippy::print_stdout, reason = "the report of the run")]
         {

@@ -74,7 +74,15 @@ async fn a_kept_disk_can_grow_but_not_shrink() -> Result<()> {
     assert_eq!(same.limits.disk_bytes, 32 * MIB);
     client.end_session(same.session_id, &keep()).await?;
     let larger = client.create_session(&again(Some(128 * MIB))).await?;
-    assert_eq!(out(&client, &larger, "cat note; dd if=/dev/zero of=big bs=1M count=64 2>/dev/null && echo room").await?, "precious\nroom\n");
+    assert_eq!(out(&client, &larger, "cat note; dd if=/dev/zero of=big bs=1M count=64 2>/dev/null && echo room; rm big").await?, "precious\nroom\n");
+
+    // Cut off in the middle: the file is larger, the file system in it is not, and says so only to who looks for it.
+    client.end_session(larger.session_id, &keep()).await?;
+    let image = world.state_dir().join("worker/workspaces").join(first.workspace_id.to_string()).join("disk.img");
+    fs_err::OpenOptions::new().write(true).open(&image)?.set_len(256 * MIB)?;
+    fs_err::write(image.with_extension("growing"), "")?;
+    let largest = client.create_session(&again(Some(256 * MIB))).await?;
+    assert_eq!(out(&client, &largest, "cat note; dd if=/dev/zero of=big bs=1M count=160 2>/dev/null && echo room").await?, "precious\nroom\n");
     Ok(())
 }
 

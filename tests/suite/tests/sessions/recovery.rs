@@ -88,7 +88,12 @@ async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()
     kill_service(&world)?;
     let error = client.resume_session(made.session_id).await.expect_err("no runtime");
     assert!(error.is(ErrorCode::RuntimeUnavailable), "{error}");
-    assert_eq!(client.get_session(made.session_id).await?.state, SessionState::Lost);
+    assert_eq!(client.get_session(made.session_id).await?.state, SessionState::Ended, "as it was");
+    // Nor does another session that fails on the same files keep them mounted.
+    let mut other = session();
+    (other.task_id, other.workspace_ref) = (made.task_id, Some(WorkspaceRef::Workspace(made.workspace_id)));
+    client.create_session(&other).await.expect_err("no runtime");
+    assert!(!fs_err::read_to_string("/proc/self/mountinfo")?.contains(&made.workspace_id.to_string()), "its disk is mounted for nobody");
     fs_err::remove_file(world.directory().join("broken"))?;
     client.resume_session(made.session_id).await?;
     assert_eq!(file_of(&client, &made).await?, "precious\n");
