@@ -73,8 +73,8 @@ fn open_up(scratch: &Scratch) {
 
 /// Sets the checksum of every block that stands where a header is expected.
 fn correct_checksums(archive: &mut [u8]) {
-    let mut at = 0;
-    while let Some(block) = archive.get_mut(at..at + BLOCK) {
+    let mut at = 0_usize;
+    while let Some(block) = archive.get_mut(at..at.saturating_add(BLOCK)) {
         if block.iter().all(|byte| *byte == 0) {
             return;
         }
