@@ -12,7 +12,7 @@ use std::{
 
 use rustix::fs::SeekFrom as Place;
 
-use crate::process;
+use crate::{journal::blocking, process};
 
 /// Formatting, mounting and unmounting take milliseconds; a disk that needs longer has other problems.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -199,10 +199,6 @@ async fn finish(program: &str, mut command: tokio::process::Command, limit: Dura
     }
     let said = String::from_utf8_lossy(&output.stderr);
     Err(io::Error::other(format!("{program}: {}", said.trim().lines().last().unwrap_or("failed without a word"))))
-}
-
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(io::Error::other("the work was interrupted")))
 }
 
 fn create_sparse(path: &Path, bytes: u64) -> io::Result<fs_err::File> {

@@ -208,3 +208,12 @@ fn read<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
         }
     }
 }
+
+/// Work on files that are synced, which a slow disk can make long: apart from the threads that serve everybody.
+pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(interrupted()))
+}
+
+pub(crate) fn interrupted() -> io::Error {
+    io::Error::other("the work was interrupted")
+}

@@ -307,8 +307,8 @@ mod tests {
         assert_eq!(kept.last().map(|piece| piece.seq), Some(600));
     }
 
-    #[test]
-    fn what_a_broken_disk_says_is_not_believed() {
+    /// Three pieces of 100 bytes, and the file that holds them.
+    fn three() -> (tempfile::TempDir, ExecId, PathBuf) {
         let directory = tempfile::tempdir().expect("a directory");
         let id = ExecId::generate();
         let mut spool = Spool::new(directory.path().to_owned(), id);
@@ -316,6 +316,12 @@ mod tests {
             spool.append(&piece(seq, 100)).expect("appends");
         }
         let path = directory.path().join(format!("{id}.1"));
+        (directory, id, path)
+    }
+
+    #[test]
+    fn what_a_broken_disk_says_is_not_believed() {
+        let (directory, id, path) = three();
         let good = fs_err::read(&path).expect("there");
         for (place, last) in [(0, 0), (HEADER + 100, 1), (2 * (HEADER + 100), 2)] {
             let mut bad = good.clone();
@@ -332,13 +338,7 @@ mod tests {
 
     #[test]
     fn a_piece_cut_off_by_a_crash_is_cut_away_and_can_be_written_again() {
-        let directory = tempfile::tempdir().expect("a directory");
-        let id = ExecId::generate();
-        let mut spool = Spool::new(directory.path().to_owned(), id);
-        for seq in 1..=3 {
-            spool.append(&piece(seq, 100)).expect("appends");
-        }
-        let path = directory.path().join(format!("{id}.1"));
+        let (directory, id, path) = three();
         let length = fs_err::metadata(&path).expect("there").len();
         for cut in [1, 50, 100, 110] {
             fs_err::OpenOptions::new().write(true).open(&path).expect("opens").set_len(length - cut).expect("cuts");

@@ -33,7 +33,7 @@ use crate::{
     disk::Disks,
     execs::SessionExecs,
     idrange::IdBlocks,
-    journal::{Journal, SessionRecord},
+    journal::{Journal, SessionRecord, blocking, interrupted},
     runtime::{self, Runtime},
 };
 
@@ -266,15 +266,6 @@ impl Sessions {
         entry.touch();
         Ok(entry.object())
     }
-}
-
-/// Work on files that are synced, which a slow disk can make long: apart from the threads that serve everybody.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> std::io::Result<T> + Send + 'static) -> std::io::Result<T> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(interrupted()))
-}
-
-fn interrupted() -> std::io::Error {
-    std::io::Error::other("the work was interrupted")
 }
 
 fn journal_error(error: &std::io::Error) -> ApiError {

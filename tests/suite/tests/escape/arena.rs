@@ -14,6 +14,7 @@ use cynode_client::{OutputQuery, PutOptions, WorkerClient};
 use cynode_tests::{Engine, Options, RunningWorker, World, exec, hex, repository, session, sh};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
+use tokio::sync::Notify;
 
 /// A way of running containers.
 #[derive(Debug)]
@@ -33,6 +34,9 @@ pub(crate) const LIMITED: &[Runtime] = &[PODMAN];
 
 /// Longer than this no call of the neighbour may take: it would be a hang.
 const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Between two questions to the neighbour.
+const PACE: Duration = Duration::from_millis(50);
 
 pub(crate) struct Arena {
     pub(crate) world: World,
@@ -96,10 +100,11 @@ impl Arena {
 
     /// Runs an attack while the neighbour and the worker are asked again and again, and once more afterwards.
     pub(crate) async fn attack<T>(&self, attack: impl Future<Output = Result<T>>) -> Result<T> {
-        let over = AtomicBool::new(false);
+        let (over, ended) = (AtomicBool::new(false), Notify::new());
         let attack = async {
             let outcome = attack.await;
             over.store(true, Ordering::SeqCst);
+            ended.notify_one();
             outcome
         };
         let watch = async {
@@ -109,8 +114,8 @@ impl Arena {
                 if last {
                     return Ok::<_, anyhow::Error>(());
                 }
-                // A pace, not a wait: the neighbour shall not be the load.
-                tokio::time::sleep(Duration::from_millis(50)).await;
+                // Until the attack has ended, at a pace: the neighbour shall not be the load.
+                drop(tokio::time::timeout(PACE, ended.notified()).await);
             }
         };
         let (outcome, watched) = tokio::join!(attack, watch);

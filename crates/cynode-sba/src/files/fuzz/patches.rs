@@ -45,19 +45,14 @@ pub fn patches(input: &[u8]) {
 /// Files of many kinds under short names, which a mutated diff has a chance to hit.
 fn workspace() -> Scratch {
     let scratch = Scratch::new();
-    scratch.put("file", "1\n2\n3\n4\n5\n6\n7\n8\n");
-    scratch.put("a", "A\n");
-    scratch.put("b", "x");
-    scratch.put("dos", "1\r\n2\r\n");
-    scratch.put("empty", "");
-    scratch.put("dir/inner", "1\n");
-    scratch.put(".git/config", "x\n");
-    scratch.link("alias", "dir");
-    scratch.link("final", "file");
-    scratch.link("git", ".git");
-    scratch.link("up", "..");
-    scratch.link("out", "../outside");
-    scratch.link("abs", "/");
+    let files =
+        [("file", "1\n2\n3\n4\n5\n6\n7\n8\n"), ("a", "A\n"), ("b", "x"), ("dos", "1\r\n2\r\n"), ("empty", ""), ("dir/inner", "1\n"), (".git/config", "x\n")];
+    for (path, content) in files {
+        scratch.put(path, content);
+    }
+    for (path, target) in [("alias", "dir"), ("final", "file"), ("git", ".git"), ("up", ".."), ("out", "../outside"), ("abs", "/")] {
+        scratch.link(path, target);
+    }
     scratch
 }
 
