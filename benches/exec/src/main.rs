@@ -103,7 +103,7 @@ async fn run(plan: Plan) -> Result<Report> {
 
     say("create and end");
     let beside = World::new()?;
-    let mut pooled = Ours::start(&beside, &Options::default().set("warm_pool", "1")).await?;
+    let mut pooled = Ours::start(&beside, &Options::default().set("pool_size", "1")).await?;
     (report.create, report.end) = create::measure(&plan, &ours, &pooled, &rivals, &world).await?;
     pooled.shut_down().await?;
     leave(beside).await;

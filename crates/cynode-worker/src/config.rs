@@ -46,7 +46,7 @@ pub struct Config {
     /// What may go unenforced on this host. Anything else that can't be enforced is refused.
     pub allow_unenforced: BTreeSet<Unenforced>,
     /// Sandboxes of the default image with default limits that are made ahead.
-    pub warm_pool: usize,
+    pub pool_size: usize,
     /// New work is refused while less than this is free where the state directory lies.
     pub min_free_bytes: u64,
 }
@@ -90,7 +90,7 @@ impl Default for Config {
             runtime_timeout_seconds: 30,
             oci_runtime: None,
             allow_unenforced: BTreeSet::new(),
-            warm_pool: 2,
+            pool_size: 10,
             min_free_bytes: 1 << 30,
         }
     }

@@ -170,7 +170,7 @@ impl World {
             ("default_image", format!("{:?}", crate::IMAGE)),
             ("oci_runtime", "\"runc\"".to_owned()),
             // Tests count containers.
-            ("warm_pool", "0".to_owned()),
+            ("pool_size", "0".to_owned()),
         ];
         match self.engine {
             Engine::Podman => defaults.extend([

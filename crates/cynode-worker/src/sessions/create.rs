@@ -34,6 +34,7 @@ pub(crate) enum Created {
 
 impl Sessions {
     pub(crate) async fn create(self: &Arc<Self>, request: SessionCreate) -> Result<Created, ApiError> {
+        let begun = Instant::now();
         let checked = validate::check(&request, self.max_nofile)?;
         if let Some(existing) = self.existing(&request)? {
             return self.outcome(&existing, false).await;
@@ -42,14 +43,19 @@ impl Sessions {
         let image = self.image(&request.image_ref).await?;
         // To its end even when the caller goes away: a session is either not there or is brought up.
         let sessions = Arc::clone(self);
-        let admitted = tokio::spawn(async move { sessions.admit(request, &checked, image).await }).await;
+        let admitted = tokio::spawn(async move { sessions.admit(request, &checked, image, begun).await }).await;
         let (entry, new) = admitted.map_err(|_| ApiError::new(ErrorCode::Internal, "creating the session was interrupted"))??;
         self.outcome(&entry, new).await
     }
 
     /// Gives a request a workspace and a record and starts to bring it up; or finds the session that it made before.
-    async fn admit(self: &Arc<Self>, request: SessionCreate, checked: &validate::Checked, image: Image) -> Result<(Arc<Entry>, bool), ApiError> {
-        let begun = Instant::now();
+    async fn admit(
+        self: &Arc<Self>,
+        request: SessionCreate,
+        checked: &validate::Checked,
+        image: Image,
+        begun: Instant,
+    ) -> Result<(Arc<Entry>, bool), ApiError> {
         let _gate = self.gate.lock().await;
         if let Some(existing) = self.existing(&request)? {
             return Ok((existing, false));

@@ -79,7 +79,7 @@ impl Pool {
 impl Sessions {
     /// Takes a spare that fits. One whose process is gone serves nobody.
     pub(super) fn claim(self: &Arc<Self>, key: &Key) -> Option<Spare> {
-        if self.config.warm_pool == 0 {
+        if self.config.pool_size == 0 {
             return None;
         }
         let found = loop {
@@ -177,7 +177,7 @@ impl Sessions {
 
     /// Keeps the pool full until it is told to stop; then empties it.
     pub(crate) async fn keep_pool(self: Arc<Self>, stop: CancellationToken) {
-        if self.config.warm_pool == 0 || self.config.exec_via != ExecVia::Agent {
+        if self.config.pool_size == 0 || self.config.exec_via != ExecVia::Agent {
             return;
         }
         if stop.run_until_cancelled(self.settled()).await.is_none() {
@@ -250,7 +250,7 @@ impl Sessions {
         // Nobody who is being admitted may find his place taken.
         let _gate = self.gate.lock().await;
         let count = self.pool.count();
-        let wanted = count < self.config.warm_pool && self.live_count() + count < self.config.max_sandboxes && self.check_room().is_ok();
+        let wanted = count < self.config.pool_size && self.live_count() + count < self.config.max_sandboxes && self.check_room().is_ok();
         if wanted {
             self.pool.making.fetch_add(1, Ordering::SeqCst);
         }

@@ -1,13 +1,8 @@
 //! The `cynode` program as people and scripts use it.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
-#[path = "cli/cp.rs"]
 mod cp;
-#[path = "cli/exec.rs"]
 mod exec;
-#[path = "cli/shell.rs"]
 mod shell;
-#[path = "cli/up.rs"]
 mod up;
 
 use std::{

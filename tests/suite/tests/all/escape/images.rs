@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use cynode_api::SessionCreate;
 use cynode_tests::{HOSTILE, exec, session, sh};
 
-use crate::arena::{Arena, LIMITED};
+use super::arena::{Arena, LIMITED};
 
 // proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]

@@ -1,7 +1,5 @@
 //! Processes are killed at bad moments; nothing is lost and nothing is left.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
-#[path = "crash/kills.rs"]
 mod kills;
 
 use std::{collections::HashSet, time::Duration};

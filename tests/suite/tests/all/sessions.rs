@@ -1,9 +1,6 @@
 //! The life of sessions, end to end.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
-#[path = "sessions/limits.rs"]
 mod limits;
-#[path = "sessions/recovery.rs"]
 mod recovery;
 
 use std::time::Duration;

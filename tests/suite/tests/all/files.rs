@@ -1,16 +1,10 @@
 //! Files in a sandbox, end to end: contents, trees, patches, archives.
 
-#[path = "files/archives.rs"]
 mod archives;
-#[path = "files/export_patch.rs"]
 mod export_patch;
-#[path = "files/limits.rs"]
 mod limits;
-#[path = "files/patches.rs"]
 mod patches;
-#[path = "files/search.rs"]
 mod search;
-#[path = "files/trees.rs"]
 mod trees;
 
 use std::time::Duration;

@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use cynode_tests::{RUNNER, exec, session, sh};
 
-use crate::arena::{Arena, LIMITED};
+use super::arena::{Arena, LIMITED};
 
 /// Threads, processes, pools, pipes, sockets on loopback, timers and semaphores, as Python makes them.
 const PYTHON: &str = r#"

@@ -1,5 +1,4 @@
 //! The contract of the container runtime, held by every one of them and by the fake alike.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 

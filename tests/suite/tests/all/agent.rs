@@ -1,5 +1,4 @@
 //! The agent and its channel, with hostile peers on both sides.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::{
     os::unix::{fs::PermissionsExt as _, process::CommandExt as _},

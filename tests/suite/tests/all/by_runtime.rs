@@ -1,5 +1,4 @@
 //! Sandboxes without the agent: all control by the container runtime alone.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::time::Duration;
 

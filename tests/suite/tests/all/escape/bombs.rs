@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, ensure};
 use cynode_api::{ErrorCode, ExecRequest, LimitsRequest, SessionCreate};
 use cynode_tests::{eventually, exec, session, sh};
 
-use crate::{
+use super::{
     arena::{Arena, LIMITED},
     kernel::at_terminal,
 };

@@ -7,7 +7,7 @@ use cynode_api::{ExecRequest, ListRequest, SearchRequest, SessionEnd};
 use cynode_client::{PutOptions, WorkerClient};
 use cynode_tests::{exec, sh};
 
-use crate::{
+use super::{
     arena::{Arena, RUNTIMES},
     kernel::at_terminal,
 };

@@ -1,5 +1,4 @@
 //! What is an ordinary user's own: subordinate ids, runtime directory, limits that nobody enforces.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::{collections::BTreeSet, os::unix::fs::MetadataExt as _, process::Command, time::Duration};
 

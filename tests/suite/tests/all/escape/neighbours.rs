@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use cynode_tests::{exec, sh};
 
-use crate::arena::{Arena, RUNTIMES};
+use super::arena::{Arena, RUNTIMES};
 
 // proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]

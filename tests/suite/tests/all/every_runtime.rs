@@ -1,5 +1,4 @@
 //! What a sandbox is, on every runtime: the same session, the same commands and files, the same walls.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::{path::Path, time::Duration};
 

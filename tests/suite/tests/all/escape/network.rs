@@ -10,7 +10,7 @@ use cynode_api::{SessionId, SignalName};
 use cynode_client::OutputQuery;
 use cynode_tests::{exec, sh};
 
-use crate::arena::{Arena, LIMITED, RUNTIMES};
+use super::arena::{Arena, LIMITED, RUNTIMES};
 
 /// The addresses of this host, in both families.
 fn host_addresses() -> Result<Vec<String>> {

@@ -1,5 +1,4 @@
 //! Commands, end to end.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::time::Duration;
 

@@ -5,7 +5,7 @@ use cynode_api::SessionId;
 use cynode_client::{PtyMessage, PtyOpen, WorkerClient};
 use cynode_tests::exec;
 
-use crate::arena::{Arena, RUNTIMES};
+use super::arena::{Arena, RUNTIMES};
 
 /// All that a command prints at a terminal, which the runtime's own exec opens.
 pub(crate) async fn at_terminal(client: &WorkerClient, id: SessionId, argv: &[&str]) -> Result<String> {

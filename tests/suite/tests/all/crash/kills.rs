@@ -118,7 +118,7 @@ fn under_way(worker: &RunningWorker, book: &Book, from: usize) -> Result<Vec<Pha
 pub(crate) async fn kill_again_and_again(rounds: usize) -> Result<()> {
     let mut random = Random::seeded();
     let world = World::new()?;
-    let options = Options::default().set("warm_pool", "2");
+    let options = Options::default().set("pool_size", "2");
     let mut worker = world.worker(&options).await?;
     let witness = worker.client()?.create_session(&session()).await?.session_id;
     let running = ExecRequest { background: true, timeout_ms: 0, ..sh("while :; do sleep 1; done") };

@@ -1,11 +1,7 @@
 //! The Worker API as a foreign client meets it: who is let in, what is refused and how, what is described.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
-#[path = "api/bodies.rs"]
 mod bodies;
-#[path = "api/listener.rs"]
 mod listener;
-#[path = "api/pty.rs"]
 mod pty;
 
 use std::collections::BTreeSet;

@@ -1,5 +1,4 @@
 //! Warm sandboxes.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::time::Duration;
 
@@ -29,7 +28,7 @@ async fn out(client: &WorkerClient, made: &Session, script: &str) -> Result<Stri
 #[tokio::test]
 async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
     let world = World::new()?;
-    let mut worker = world.worker(&Options::default().set("warm_pool", "2")).await?;
+    let mut worker = world.worker(&Options::default().set("pool_size", "2")).await?;
     let client = worker.client()?;
     wait_for_spares(&worker, 2).await?;
     let (one, two) = (client.create_session(&usual()).await?, client.create_session(&usual()).await?);
@@ -71,7 +70,7 @@ async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
 #[tokio::test]
 async fn a_claimed_sandbox_survives_the_worker_and_spares_do_not_leak() -> Result<()> {
     let world = World::new()?;
-    let options = Options::default().set("warm_pool", "2");
+    let options = Options::default().set("pool_size", "2");
     let mut worker = world.worker(&options).await?;
     wait_for_spares(&worker, 2).await?;
     let made = worker.client()?.create_session(&usual()).await?;
@@ -93,7 +92,7 @@ async fn a_claimed_sandbox_survives_the_worker_and_spares_do_not_leak() -> Resul
 #[tokio::test]
 async fn a_resume_that_meets_a_claim_of_the_same_session_stops_nobody() -> Result<()> {
     let world = World::new()?;
-    let worker = world.worker(&Options::default().set("warm_pool", "2")).await?;
+    let worker = world.worker(&Options::default().set("pool_size", "2")).await?;
     let client = worker.client()?;
     for _ in 0..8 {
         wait_for_spares(&worker, 2).await?;
@@ -132,7 +131,7 @@ async fn a_new_image_under_the_same_name_drains_the_pool() -> Result<()> {
         podman(&["import", "--change", &label, "--change", &format!("ENV VERSION={version}"), &tree.to_string_lossy(), "localhost/current:latest"])
     };
     import("one")?;
-    let worker = world.worker(&Options::default().set("warm_pool", "1").set("default_image", "\"localhost/current:latest\"")).await?;
+    let worker = world.worker(&Options::default().set("pool_size", "1").set("default_image", "\"localhost/current:latest\"")).await?;
     let client = worker.client()?;
     wait_for_spares(&worker, 1).await?;
     let before = client.create_session(&usual()).await?;
@@ -152,7 +151,7 @@ async fn a_new_image_under_the_same_name_drains_the_pool() -> Result<()> {
 #[tokio::test]
 async fn spares_give_way_when_a_node_is_full() -> Result<()> {
     let world = World::new()?;
-    let worker = world.worker(&Options::default().set("warm_pool", "1").set("max_sandboxes", "1")).await?;
+    let worker = world.worker(&Options::default().set("pool_size", "1").set("max_sandboxes", "1")).await?;
     let client = worker.client()?;
     wait_for_spares(&worker, 1).await?;
     let made = client.create_session(&SessionCreate { limits: Some(LimitsRequest { pids: Some(100), ..Default::default() }), ..usual() }).await?;

@@ -1,5 +1,4 @@
 //! What is Docker's own: its map of ids, and what must be allowed by name because of it.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 use std::{process::Command, time::Duration};
 
