@@ -73,3 +73,31 @@ id!(
     /// A sandbox container. A session has one; after `resume`, another.
     SandboxId
 );
+id!(
+    /// A project: tasks that belong together.
+    ProjectId
+);
+id!(
+    /// A person with an account.
+    UserId
+);
+id!(
+    /// Users that share preferences.
+    GroupId
+);
+id!(
+    /// A token, by which it is shown and revoked; never the token itself.
+    TokenId
+);
+id!(
+    /// A sandbox image, whatever its versions.
+    ImageId
+);
+id!(
+    /// One version of a sandbox image.
+    ImageVersionId
+);
+id!(
+    /// One version of one file that a task produced or was given.
+    ArtifactId
+);

@@ -63,7 +63,7 @@ pub struct JobError {
     pub detail: String,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct JobOutput {
     pub stdout: String,
     pub stderr: String,
@@ -83,7 +83,8 @@ pub struct Job {
     pub started_at: Option<OffsetDateTime>,
     #[serde(with = "time::serde::rfc3339::option")]
     pub ended_at: Option<OffsetDateTime>,
-    pub node_id: NodeId,
+    /// Absent until a node was chosen.
+    pub node_id: Option<NodeId>,
     pub image_ref: String,
     pub image_digest: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -91,5 +92,90 @@ pub struct Job {
     pub artifacts: Vec<serde_json::Value>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<JobError>,
+    /// `worker`, or `orchestrator` when it decided without the node.
     pub reported_by: String,
+    /// What a node said about a job that was already given up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<Object>)]
+    pub late_result: Option<serde_json::Value>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub created_by: Option<String>,
+}
+
+/// A job as people ask for it; what is absent has a default.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct JobCreate {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub task_id: Option<TaskId>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job_id: Option<JobId>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image_ref: Option<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub command: Vec<String>,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_seconds: Option<u64>,
+    #[serde(default, deserialize_with = "crate::session::object_only", skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitsRequest>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network_policy: Option<NetworkPolicy>,
+    /// What becomes of it when its node is lost.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub retry: Option<Retry>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum Retry {
+    /// It fails: nobody knows how far it came.
+    #[default]
+    Never,
+    /// It runs again on another node.
+    OnNodeLoss,
+}
+
+pub mod job_limits {
+    pub const DEFAULT_TIMEOUT_SECONDS: u64 = 3_600;
+    pub const MAX_TIMEOUT_SECONDS: u64 = 10_800;
+    /// For each stream in the job's object; the whole of what is kept comes from `output`.
+    pub const OBJECT_BYTES: u64 = 262_144;
+}
+
+impl JobState {
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Accepted => "accepted",
+            Self::InProgress => "in_progress",
+            Self::Completed => "completed",
+            Self::Failed => "failed",
+            Self::Timeout => "timeout",
+            Self::Canceled => "canceled",
+        }
+    }
+
+    #[must_use]
+    pub const fn is_final(self) -> bool {
+        !matches!(self, Self::Accepted | Self::InProgress)
+    }
+}
+
+impl std::fmt::Display for JobState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl std::str::FromStr for JobState {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        serde_json::from_value(text.into())
+            .map_err(|_| format!("unknown state '{text}'; known are accepted, in_progress, completed, failed, timeout, canceled"))
+    }
 }

@@ -4,15 +4,24 @@
 //! answers tolerate them, so that a newer worker can add fields.
 #![forbid(unsafe_code)]
 
+mod artifact;
 mod encoding;
+mod event;
 mod exec;
 mod files;
+mod identity;
 mod ids;
+mod image;
 mod job;
+mod node;
 mod problem;
 mod session;
+mod setting;
+mod work;
 
+pub use artifact::{Artifact, artifact_limits};
 pub use encoding::{Base64Bytes, encode_streams};
+pub use event::{Event, EventPage, event_limits};
 pub use exec::{
     Bytes, Chunk, Exec, ExecAccepted, ExecExit, ExecRequest, ExecResult, ExecState, ExecVia, OutputPage, SignalExec, SignalName, SignalScope, SignalSession,
     StdinWrite, Stream, StreamEvent, Truncated, exec_limits,
@@ -21,13 +30,18 @@ pub use files::{
     ExportFormat, ExportRequest, FileEntry, FileType, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchOperation, PatchReject, PatchRequest,
     PatchResult, PatchedFile, SearchMatch, SearchRequest, SearchResult, file_limits,
 };
-pub use ids::{ExecId, JobId, NodeId, SandboxId, SessionId, TaskId, WorkspaceId};
-pub use job::{Job, JobError, JobOutput, JobRun, JobSandbox, JobState, JobStop};
+pub use identity::{DEFAULT_TOKEN_SECONDS, Group, GroupCreate, MAX_TOKEN_SECONDS, TOKEN_PREFIX, Token, TokenCreate, TokenCreated, TokenKind, User, UserCreate};
+pub use ids::{ArtifactId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId, SandboxId, SessionId, TaskId, TokenId, UserId, WorkspaceId};
+pub use image::{Image, ImageCreate, ImagePatch, ImageVersion};
+pub use job::{Job, JobCreate, JobError, JobOutput, JobRun, JobSandbox, JobState, JobStop, Retry, job_limits};
+pub use node::{Capability, Heartbeat, HeartbeatAnswer, LocalImage, NewTokens, Node, NodeConfig, NodeDrain, NodeRegister, NodeRegistered, NodeState};
 pub use problem::{ErrorCode, Problem};
 pub use session::{
-    Limits, LimitsRequest, NetworkPolicy, Page, Session, SessionCreate, SessionEnd, SessionPatch, SessionState, Unenforced, WorkspaceDisposal, WorkspaceRef,
-    session_limits,
+    Limits, LimitsRequest, NetworkPolicy, Page, Session, SessionCreate, SessionEnd, SessionPatch, SessionState, Unenforced, UserSessionCreate,
+    WorkspaceDisposal, WorkspaceRef, session_limits,
 };
+pub use setting::{ALLOW_PM_IMAGES, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope, Setting, ValueKind, ValuePut};
+pub use work::{Project, ProjectCreate, ProjectPatch, Task, TaskCreate, TaskPatch, TaskStatus, text_limits};
 
 /// The version that Worker API bodies carry.
 pub const API_VERSION: u32 = 1;

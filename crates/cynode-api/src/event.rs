@@ -1,0 +1,42 @@
+//! What happened to jobs and sessions, in order.
+
+use serde::{Deserialize, Serialize};
+use time::OffsetDateTime;
+use utoipa::ToSchema;
+
+use crate::{JobId, ProjectId, SessionId, TaskId};
+
+pub mod event_limits {
+    pub const MAX_WAIT_MS: u64 = 60_000;
+    pub const MAX_PAGE: u32 = 1_000;
+    pub const DEFAULT_PAGE: u32 = 100;
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Event {
+    /// Rises by one from event to event.
+    pub cursor: i64,
+    #[serde(with = "time::serde::rfc3339")]
+    pub at: OffsetDateTime,
+    /// `job.state`, `session.state`, …
+    #[serde(rename = "type")]
+    pub kind: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub project_id: Option<ProjectId>,
+    pub task_id: TaskId,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub job_id: Option<JobId>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session_id: Option<SessionId>,
+    pub state: String,
+    /// Where the result is, when there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub result_ref: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct EventPage {
+    pub items: Vec<Event>,
+    /// Pass it back as `after`.
+    pub next_cursor: i64,
+}
