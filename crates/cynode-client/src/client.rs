@@ -131,7 +131,8 @@ impl WorkerClient {
         format!("{}/{id}{rest}", self.sessions())
     }
 
-    pub(crate) fn request(&self, method: Method, path: &str) -> RequestBuilder {
+    /// A request that carries the token, for passing on what somebody else asks. It has no limit of time but that of connecting.
+    pub fn request(&self, method: Method, path: &str) -> RequestBuilder {
         self.http.request(method, format!("{}{path}", self.base()))
     }
 

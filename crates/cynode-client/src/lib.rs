@@ -10,6 +10,7 @@ mod error;
 mod events;
 mod execs;
 mod files;
+mod jobs;
 mod pty;
 mod sessions;
 pub mod sse;

@@ -8,7 +8,7 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use cynode_api::ErrorCode;
-use http::header;
+use http::{HeaderMap, header};
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
 
@@ -38,19 +38,24 @@ impl Token {
 
 /// Refuses requests without the token.
 pub async fn require(State(token): State<Token>, request: Request, next: Next) -> Response {
-    if request.headers().get_all(header::AUTHORIZATION).iter().nth(1).is_some() {
-        // Whoever stands between might have looked at the other one.
-        return ApiError::invalid("Authorization: was sent more than once").into_response();
+    match offered(request.headers()) {
+        Ok(offered) if token.admits(offered) => next.run(request).await,
+        Ok(_) => ApiError::new(ErrorCode::Unauthorized, "the token is not valid here").into_response(),
+        Err(error) => error.into_response(),
     }
-    let offered = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()).and_then(|value| {
+}
+
+/// The token that a request shows.
+pub fn offered(headers: &HeaderMap) -> Result<&str, ApiError> {
+    if headers.get_all(header::AUTHORIZATION).iter().nth(1).is_some() {
+        // Whoever stands between might have looked at the other one.
+        return Err(ApiError::invalid("Authorization: was sent more than once"));
+    }
+    let offered = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()).and_then(|value| {
         let (scheme, token) = value.split_once(' ')?;
         scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
     });
-    match offered {
-        Some(offered) if token.admits(offered) => next.run(request).await,
-        Some(_) => ApiError::new(ErrorCode::Unauthorized, "the token is not valid here").into_response(),
-        None => ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent").into_response(),
-    }
+    offered.ok_or_else(|| ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent"))
 }
 
 #[cfg(test)]

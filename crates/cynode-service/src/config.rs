@@ -55,7 +55,7 @@ fn read_section(path: &Path, section: &str) -> Result<Table, ConfigError> {
 }
 
 /// The sections that a configuration file may have.
-const SECTIONS: &[&str] = &["worker"];
+const SECTIONS: &[&str] = &["orchestrator", "worker"];
 
 /// Sets a key, or a key within a key. The value is what TOML reads in it, else a string.
 fn insert(table: &mut Table, key: &str, value: &str) {

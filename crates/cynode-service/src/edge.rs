@@ -92,6 +92,19 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for JsonBody<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
+        let JsonBytes(bytes) = JsonBytes::from_request(request, state).await?;
+        parse(&bytes).map(Self)
+    }
+}
+
+/// The bytes of a body that says that it is JSON, or says nothing.
+#[derive(Debug)]
+pub struct JsonBytes(pub Bytes);
+
+impl<S: Send + Sync> FromRequest<S> for JsonBytes {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
         if let Some(kind) = request.headers().get(header::CONTENT_TYPE) {
             let kind = kind.to_str().unwrap_or_default().to_ascii_lowercase();
             let essence = kind.split(';').next().unwrap_or_default().trim();
@@ -99,8 +112,7 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for JsonBody<T> {
                 return Err(ApiError::new(ErrorCode::UnsupportedMediaType, format!("expected application/json, got '{essence}'")));
             }
         }
-        let bytes = Bytes::from_request(request, state).await.map_err(|rejection| body_error(&rejection, MAX_BODY as u64))?;
-        parse(&bytes).map(Self)
+        Bytes::from_request(request, state).await.map(Self).map_err(|rejection| body_error(&rejection, MAX_BODY as u64))
     }
 }
 

@@ -1,0 +1,142 @@
+//! Artifacts of tasks: streamed in and out.
+
+use axum::{
+    Json,
+    body::Body as HttpBody,
+    extract::{Path, Request, State},
+    response::{IntoResponse as _, Response},
+};
+use cynode_api::{Artifact, ArtifactId, ErrorCode, Page, Problem, TaskId, artifact_limits};
+use cynode_service::{ApiError, QueryParams, body};
+use futures_util::TryStreamExt as _;
+use http::{HeaderMap, StatusCode, header};
+use serde::Deserialize;
+use utoipa::IntoParams;
+
+use super::{Id, after, limit};
+use crate::{Orchestrator, caller::Person, db::NewArtifact};
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ArtifactQuery {
+    task_id: TaskId,
+    /// 1 to 1000; 100 by default.
+    limit: Option<u32>,
+    cursor: Option<String>,
+}
+
+/// List the artifacts of a task, every version, oldest first.
+#[utoipa::path(get, path = "/v1/artifacts", tag = "artifacts", params(ArtifactQuery),
+    responses((status = 200, body = Page<Artifact>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    QueryParams(query): QueryParams<ArtifactQuery>,
+) -> Result<Json<Page<Artifact>>, ApiError> {
+    orchestrator.db.task(&caller.scope, query.task_id).await?;
+    orchestrator.db.list_artifacts(query.task_id, after(query.cursor.as_deref())?, limit(query.limit)?).await.map(Json)
+}
+
+/// Show an artifact.
+#[utoipa::path(get, path = "/v1/artifacts/{id}", tag = "artifacts", params(("id" = ArtifactId, Path)),
+    responses((status = 200, body = Artifact), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<ArtifactId>) -> Result<Json<Artifact>, ApiError> {
+    let artifact = orchestrator.db.artifact(id).await?;
+    let missing = |_| ApiError::new(ErrorCode::NotFound, format!("there is no artifact {id}"));
+    orchestrator.db.task(&caller.scope, artifact.task_id).await.map_err(missing)?;
+    Ok(Json(artifact))
+}
+
+/// The bytes of an artifact.
+#[utoipa::path(get, path = "/v1/artifacts/{id}/content", tag = "artifacts", params(("id" = ArtifactId, Path)),
+    responses((status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn content(State(orchestrator): State<Orchestrator>, person: Person, id: Id<ArtifactId>, headers: HeaderMap) -> Result<Response, ApiError> {
+    let Json(artifact) = show(State(orchestrator.clone()), person, id).await?;
+    send(&orchestrator, &artifact, &headers).await
+}
+
+/// A path within a task: relative, without steps up, in plain UTF-8.
+fn check_path(path: &str) -> Result<(), ApiError> {
+    let good = !path.is_empty()
+        && path.len() <= artifact_limits::MAX_PATH
+        && !path.chars().any(char::is_control)
+        && path.split('/').all(|part| !part.is_empty() && part != "." && part != "..");
+    if good { Ok(()) } else { Err(ApiError::invalid(format!("path: must be relative, without '.' or '..', of 1 to {} bytes", artifact_limits::MAX_PATH))) }
+}
+
+fn broken_off(error: &axum::Error) -> ApiError {
+    body::problem(error, "the body could not be read to its end")
+}
+
+/// Store a new version of a path. `X-Content-SHA256` is checked when it is sent.
+#[utoipa::path(put, path = "/v1/tasks/{task_id}/artifacts/{*path}", tag = "artifacts", params(("task_id" = TaskId, Path), ("path" = String, Path)),
+    request_body(content = Vec<u8>, content_type = "application/octet-stream"),
+    responses((status = 201, body = Artifact), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn put(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Path((task, path)): Path<(String, String)>,
+    request: Request,
+) -> Result<(StatusCode, Json<Artifact>), ApiError> {
+    let task_id: TaskId = task.parse().map_err(|_| ApiError::new(ErrorCode::NotFound, "there is no such task"))?;
+    check_path(&path)?;
+    orchestrator.db.task(&caller.scope, task_id).await?;
+    let (parts, body) = request.into_parts();
+    let text = |name: &str| parts.headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
+    let expected = text("x-content-sha256");
+    let media_type = text("content-type").filter(|kind| kind.len() <= 200).unwrap_or_else(|| "application/octet-stream".to_owned());
+    let bytes = body.into_data_stream().map_err(|error| broken_off(&error));
+    let stored = orchestrator.blobs.put(bytes, artifact_limits::MAX_BYTES, expected.as_deref()).await?;
+    let new = NewArtifact { task_id, path: &path, sha256: &stored.sha256, size: stored.size, media_type: &media_type, created_by: &caller.user_name };
+    Ok((StatusCode::CREATED, Json(orchestrator.db.insert_artifact(&new).await?)))
+}
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct GetQuery {
+    /// The newest when absent.
+    version: Option<i64>,
+}
+
+/// The bytes of a path's newest version, or of the one that is asked for.
+#[utoipa::path(get, path = "/v1/tasks/{task_id}/artifacts/{*path}", tag = "artifacts", params(("task_id" = TaskId, Path), ("path" = String, Path), GetQuery),
+    responses((status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn get(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Path((task, path)): Path<(String, String)>,
+    headers: HeaderMap,
+    QueryParams(query): QueryParams<GetQuery>,
+) -> Result<Response, ApiError> {
+    let task_id: TaskId = task.parse().map_err(|_| ApiError::new(ErrorCode::NotFound, "there is no such task"))?;
+    orchestrator.db.task(&caller.scope, task_id).await?;
+    check_path(&path).map_err(|_| ApiError::new(ErrorCode::NotFound, "the task has no such artifact"))?;
+    let artifact = orchestrator.db.artifact_at(task_id, &path, query.version).await?;
+    send(&orchestrator, &artifact, &headers).await
+}
+
+async fn send(orchestrator: &Orchestrator, artifact: &Artifact, headers: &HeaderMap) -> Result<Response, ApiError> {
+    let tag = format!("\"sha256:{}\"", artifact.sha256);
+    if headers.get(header::IF_NONE_MATCH).is_some_and(|value| value.as_bytes() == tag.as_bytes()) {
+        return Ok((StatusCode::NOT_MODIFIED, [(header::ETAG, tag)]).into_response());
+    }
+    let bytes = orchestrator.blobs.get(&artifact.sha256, None).await?;
+    let mut response = Response::new(HttpBody::from_stream(bytes));
+    let mut set = |name: http::HeaderName, value: &str| {
+        if let Ok(value) = value.parse() {
+            response.headers_mut().insert(name, value);
+        }
+    };
+    set(header::CONTENT_TYPE, &artifact.media_type);
+    set(header::CONTENT_LENGTH, &artifact.size.to_string());
+    set(header::ETAG, &tag);
+    set(http::HeaderName::from_static("x-content-sha256"), &artifact.sha256);
+    set(http::HeaderName::from_static("x-artifact-id"), &artifact.id.to_string());
+    set(http::HeaderName::from_static("x-artifact-version"), &artifact.version.to_string());
+    // What a sandbox made is never shown by a browser as a page of ours.
+    set(header::CONTENT_DISPOSITION, "attachment");
+    set(header::X_CONTENT_TYPE_OPTIONS, "nosniff");
+    Ok(response)
+}

@@ -1,0 +1,150 @@
+//! What nodes call: registration, heartbeats, their configuration, and words about jobs.
+
+use axum::{
+    Json, Router,
+    extract::{DefaultBodyLimit, Request, State},
+    middleware::{self, Next},
+    response::{IntoResponse as _, Response},
+    routing::{get, post},
+};
+use cynode_api::{Heartbeat, HeartbeatAnswer, JobId, NewTokens, NodeConfig, NodeId, NodeRegister, NodeRegistered};
+use cynode_service::{ApiError, auth, edge};
+use http::StatusCode;
+use serde_json::Value;
+use time::OffsetDateTime;
+
+use super::{Body, Id, check_name, check_version};
+use crate::{
+    Orchestrator,
+    caller::{self, hash},
+    db::{NodeRow, Registration},
+};
+
+pub(super) fn routes(orchestrator: Orchestrator) -> Router {
+    let nodes = Router::new()
+        .route("/v1/nodes/heartbeat", post(heartbeat))
+        .route("/v1/nodes/config", get(config))
+        .route("/v1/nodes/jobs/{id}/status", post(job_status))
+        .layer(middleware::from_fn_with_state(orchestrator.clone(), authenticate));
+    Router::new()
+        .route("/v1/nodes/register", post(register))
+        .merge(nodes)
+        .method_not_allowed_fallback(edge::method_not_allowed)
+        .fallback(edge::not_found)
+        .layer(DefaultBodyLimit::max(edge::MAX_BODY))
+        .with_state(orchestrator)
+}
+
+/// The node that a call comes from.
+#[derive(Clone, Debug)]
+struct Calling(NodeRow);
+
+async fn authenticate(State(orchestrator): State<Orchestrator>, mut request: Request, next: Next) -> Response {
+    let offered = match auth::offered(request.headers()) {
+        Ok(offered) => hash(offered),
+        Err(error) => return error.into_response(),
+    };
+    match orchestrator.db.authenticate_node(&offered).await {
+        Ok(Some(node)) => {
+            request.extensions_mut().insert(Calling(node));
+            next.run(request).await
+        }
+        Ok(None) => caller::refused().await.into_response(),
+        Err(error) => error.into_response(),
+    }
+}
+
+async fn register(State(orchestrator): State<Orchestrator>, Body(body): Body<NodeRegister>) -> Result<(StatusCode, Json<NodeRegistered>), ApiError> {
+    check_version(body.version)?;
+    check_name("node_name", &body.node_name)?;
+    let url: Result<reqwest::Url, _> = body.api_url.parse();
+    if !url.is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.host_str().is_some()) {
+        return Err(ApiError::invalid("api_url: must be an http or https address"));
+    }
+    let registration = Registration {
+        node_id: body.node_id.unwrap_or_else(NodeId::generate),
+        name: body.node_name,
+        api_url: body.api_url,
+        capability: body.capability,
+        key_hash: hash(&body.psk),
+    };
+    let id = registration.node_id;
+    let registered = orchestrator.db.register_node(&registration, |epoch| hash(&orchestrator.keys.node_token(id, epoch))).await?;
+    let Some(node) = registered else { return Err(caller::refused().await) };
+    orchestrator.db.report_images(node.id, &node.capability.images, &orchestrator.config.seed_images).await?;
+    tracing::info!(node_id = %node.id, name = node.name, "A node has registered.");
+    orchestrator.jobs_wait.notify_one();
+    let registered = NodeRegistered {
+        node_id: node.id,
+        node_token: orchestrator.keys.node_token(node.id, node.token_epoch),
+        worker_token: orchestrator.keys.worker_token(node.id, node.token_epoch),
+        config: orchestrator.node_config().await?,
+    };
+    Ok((StatusCode::CREATED, Json(registered)))
+}
+
+async fn heartbeat(
+    State(orchestrator): State<Orchestrator>,
+    axum::Extension(Calling(node)): axum::Extension<Calling>,
+    Body(beat): Body<Heartbeat>,
+) -> Result<Json<HeartbeatAnswer>, ApiError> {
+    check_version(beat.version)?;
+    let returned = orchestrator.db.heartbeat(node.id, &beat).await?;
+    if let Some(capability) = &beat.capability {
+        orchestrator.db.report_images(node.id, &capability.images, &orchestrator.config.seed_images).await?;
+    }
+    if returned || node.silent_seconds > orchestrator.config.unreachable_after() || node.not_ready != beat.not_ready {
+        orchestrator.jobs_wait.notify_one();
+        orchestrator.sessions_wait.notify_one();
+    }
+    let due = OffsetDateTime::now_utc() - node.tokens_rotated_at > time::Duration::hours(orchestrator.config.rotate_tokens_hours.into());
+    let rotate = if due || node.rotating {
+        // Until the node shows the new one, both are good; what it is offered is the same each time.
+        let (node_token, worker_token) =
+            (orchestrator.keys.node_token(node.id, node.token_epoch + 1), orchestrator.keys.worker_token(node.id, node.token_epoch + 1));
+        orchestrator.db.offer_token(node.id, &hash(&node_token)).await?;
+        Some(NewTokens { node_token, worker_token })
+    } else {
+        None
+    };
+    let config_revision = orchestrator.node_config().await?.revision;
+    Ok(Json(HeartbeatAnswer { config_revision, rotate, resend_capability: false }))
+}
+
+async fn config(State(orchestrator): State<Orchestrator>) -> Result<Json<NodeConfig>, ApiError> {
+    orchestrator.node_config().await.map(Json)
+}
+
+/// Something happened to a job: it is asked for now. What the node says here is not believed, only that it says something.
+async fn job_status(
+    State(orchestrator): State<Orchestrator>,
+    axum::Extension(Calling(node)): axum::Extension<Calling>,
+    Id(id): Id<JobId>,
+    Body(_): Body<Value>,
+) -> Result<StatusCode, ApiError> {
+    if !orchestrator.db.wake_job(id, node.id).await? {
+        return Err(ApiError::new(cynode_api::ErrorCode::JobNotFound, format!("this node was not given a job {id}")));
+    }
+    orchestrator.jobs_wait.notify_one();
+    Ok(StatusCode::NO_CONTENT)
+}
+
+impl Orchestrator {
+    /// What nodes keep to. It follows the settings; its number is theirs.
+    pub(crate) async fn node_config(&self) -> Result<NodeConfig, ApiError> {
+        let setting = self.db.setting(cynode_api::DEFAULT_IMAGE_KEY).await?;
+        Ok(NodeConfig {
+            revision: setting.as_ref().map_or(0, |setting| setting.revision),
+            heartbeat_seconds: self.config.heartbeat_seconds,
+            default_image: setting.and_then(|setting| setting.value.as_str().map(str::to_owned)),
+        })
+    }
+
+    /// Matches what nodes have said that they have against the register.
+    pub(crate) async fn look_for_images(&self) -> Result<(), ApiError> {
+        for node in self.db.nodes().await? {
+            self.db.report_images(node.id, &node.capability.images, &self.config.seed_images).await?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,208 @@
+//! Users, groups and tokens.
+
+use std::time::Duration;
+
+use axum::{Json, extract::State};
+use cynode_api::{
+    DEFAULT_TOKEN_SECONDS, ErrorCode, Group, GroupCreate, GroupId, MAX_TOKEN_SECONDS, Page, Problem, Token, TokenCreate, TokenCreated, TokenId, TokenKind,
+    User, UserCreate, UserId,
+};
+use cynode_service::{ApiError, QueryParams};
+use http::StatusCode;
+use time::OffsetDateTime;
+
+use super::{Body, Id, Paging, check_name, check_version};
+use crate::{
+    Orchestrator,
+    caller::{self, Caller, Person},
+    db::NewToken,
+    keys,
+};
+
+/// Create a user. Administrators only.
+#[utoipa::path(post, path = "/v1/users", tag = "identity", request_body = UserCreate,
+    responses((status = 201, body = User), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn create_user(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Body(body): Body<UserCreate>,
+) -> Result<(StatusCode, Json<User>), ApiError> {
+    caller.require_admin()?;
+    check_version(body.version)?;
+    check_name("name", &body.name)?;
+    if body.name == "system" || body.name.parse::<UserId>().is_ok() {
+        return Err(ApiError::invalid("name: 'system' and ids are not names"));
+    }
+    Ok((StatusCode::CREATED, Json(orchestrator.db.insert_user(UserId::generate(), &body.name, body.is_admin, &caller.user_name).await?)))
+}
+
+/// List users: all for an administrator, oneself for others.
+#[utoipa::path(get, path = "/v1/users", tag = "identity", params(Paging),
+    responses((status = 200, body = Page<User>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list_users(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    QueryParams(paging): QueryParams<Paging>,
+) -> Result<Json<Page<User>>, ApiError> {
+    orchestrator.db.list_users(&caller.scope, paging.after()?, paging.limit()?).await.map(Json)
+}
+
+/// Show a user.
+#[utoipa::path(get, path = "/v1/users/{id}", tag = "identity", params(("id" = UserId, Path)),
+    responses((status = 200, body = User), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn show_user(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<UserId>) -> Result<Json<User>, ApiError> {
+    let user = if caller.scope.is_admin || caller.scope.user_id == id { orchestrator.db.user(&id.to_string()).await? } else { None };
+    user.map(Json).ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no user {id}")))
+}
+
+/// Create a group. Administrators only.
+#[utoipa::path(post, path = "/v1/groups", tag = "identity", request_body = GroupCreate,
+    responses((status = 201, body = Group), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn create_group(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Body(body): Body<GroupCreate>,
+) -> Result<(StatusCode, Json<Group>), ApiError> {
+    caller.require_admin()?;
+    check_version(body.version)?;
+    check_name("name", &body.name)?;
+    let mut members = Vec::new();
+    for (index, name) in body.members.iter().enumerate() {
+        let user = orchestrator.db.user(name).await?;
+        members.push(user.ok_or_else(|| ApiError::invalid(format!("members[{index}]: there is no such user")))?.id);
+    }
+    let id = GroupId::generate();
+    orchestrator.db.insert_group(id, &body.name, &members, &caller.user_name).await?;
+    Ok((StatusCode::CREATED, Json(group(&orchestrator, &caller, id).await?)))
+}
+
+async fn group(orchestrator: &Orchestrator, caller: &Caller, id: GroupId) -> Result<Group, ApiError> {
+    let found = orchestrator.db.list_groups(&caller.scope, Some(id), None, 1).await?.items.pop();
+    found.ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no group {id}")))
+}
+
+/// List groups: all for an administrator, one's own for others.
+#[utoipa::path(get, path = "/v1/groups", tag = "identity", params(Paging),
+    responses((status = 200, body = Page<Group>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list_groups(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    QueryParams(paging): QueryParams<Paging>,
+) -> Result<Json<Page<Group>>, ApiError> {
+    orchestrator.db.list_groups(&caller.scope, None, paging.after()?, paging.limit()?).await.map(Json)
+}
+
+/// Show a group.
+#[utoipa::path(get, path = "/v1/groups/{id}", tag = "identity", params(("id" = GroupId, Path)),
+    responses((status = 200, body = Group), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn show_group(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<GroupId>) -> Result<Json<Group>, ApiError> {
+    group(&orchestrator, &caller, id).await.map(Json)
+}
+
+/// Create a token. It is shown once.
+#[utoipa::path(post, path = "/v1/tokens", tag = "identity", request_body = TokenCreate,
+    responses((status = 201, body = TokenCreated), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn create_token(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Body(body): Body<TokenCreate>,
+) -> Result<(StatusCode, Json<TokenCreated>), ApiError> {
+    check_version(body.version)?;
+    let seconds = body.expires_in_seconds.unwrap_or(DEFAULT_TOKEN_SECONDS);
+    if !(1..=MAX_TOKEN_SECONDS).contains(&seconds) {
+        return Err(ApiError::invalid(format!("expires_in_seconds: must lie between 1 and {MAX_TOKEN_SECONDS}")));
+    }
+    let user_id = match &body.user {
+        None => caller.scope.user_id,
+        Some(name) => {
+            let user = orchestrator.db.user(name).await?.filter(|user| caller.scope.is_admin || user.id == caller.scope.user_id);
+            user.ok_or_else(|| ApiError::new(ErrorCode::NotFound, "there is no such user"))?.id
+        }
+    };
+    check_scope(&orchestrator, &caller, &body).await?;
+    let token = keys::random_token();
+    let expires_at = OffsetDateTime::now_utc() + Duration::from_secs(seconds);
+    let new = NewToken {
+        id: TokenId::generate(),
+        hash: caller::hash(&token),
+        kind: body.kind,
+        user_id,
+        project_id: body.project_id,
+        task_ids: body.task_ids,
+        job_id: body.job_id,
+        session_id: body.session_id,
+        created_by: caller.user_name.clone(),
+        expires_at,
+    };
+    orchestrator.db.insert_token(&new).await?;
+    Ok((StatusCode::CREATED, Json(TokenCreated { id: new.id, token, expires_at })))
+}
+
+/// A token names what it is for, and nothing that its maker may not have.
+async fn check_scope(orchestrator: &Orchestrator, caller: &Caller, body: &TokenCreate) -> Result<(), ApiError> {
+    let names_one = body.job_id.is_some() != body.session_id.is_some();
+    match body.kind {
+        TokenKind::User if body.project_id.is_some() || !body.task_ids.is_empty() || body.job_id.is_some() || body.session_id.is_some() => {
+            return Err(ApiError::invalid("kind: a user's token names no project, task, job or session"));
+        }
+        TokenKind::User => {}
+        TokenKind::ProjectManager | TokenKind::ProjectAnalyst => {
+            if body.project_id.is_none() && body.task_ids.is_empty() {
+                return Err(ApiError::invalid("project_id: an agent's token names a project or tasks"));
+            }
+            if body.job_id.is_some() || body.session_id.is_some() {
+                return Err(ApiError::invalid("job_id: only a sandbox's token names a job or session"));
+            }
+        }
+        TokenKind::Sandbox if body.task_ids.len() != 1 || !names_one || body.project_id.is_some() => {
+            return Err(ApiError::invalid("task_ids: a sandbox's token names exactly one task, and a job or a session"));
+        }
+        TokenKind::Sandbox => {}
+    }
+    if body.task_ids.len() > 1_000 {
+        return Err(ApiError::invalid("task_ids: names more than 1000"));
+    }
+    if let Some(id) = body.project_id {
+        orchestrator.db.project(&caller.scope, id).await?;
+    }
+    for id in &body.task_ids {
+        orchestrator.db.task(&caller.scope, *id).await?;
+    }
+    if let Some(id) = body.session_id
+        && !body.task_ids.contains(&orchestrator.db.session(&caller.scope, id).await?.task_id)
+    {
+        return Err(ApiError::invalid("session_id: belongs to another task"));
+    }
+    if let Some(id) = body.job_id
+        && !body.task_ids.contains(&orchestrator.db.job(&caller.scope, id).await?.task_id)
+    {
+        return Err(ApiError::invalid("job_id: belongs to another task"));
+    }
+    Ok(())
+}
+
+/// List tokens: all for an administrator, one's own for others. The tokens themselves are nowhere.
+#[utoipa::path(get, path = "/v1/tokens", tag = "identity", params(Paging),
+    responses((status = 200, body = Page<Token>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list_tokens(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    QueryParams(paging): QueryParams<Paging>,
+) -> Result<Json<Page<Token>>, ApiError> {
+    orchestrator.db.list_tokens(&caller.scope, paging.after()?, paging.limit()?).await.map(Json)
+}
+
+/// Show a token's record.
+#[utoipa::path(get, path = "/v1/tokens/{id}", tag = "identity", params(("id" = TokenId, Path)),
+    responses((status = 200, body = Token), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn show_token(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<TokenId>) -> Result<Json<Token>, ApiError> {
+    orchestrator.db.token(&caller.scope, id).await.map(Json)
+}
+
+/// Revoke a token. It is good no more from the next call on.
+#[utoipa::path(delete, path = "/v1/tokens/{id}", tag = "identity", params(("id" = TokenId, Path)),
+    responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn revoke_token(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<TokenId>) -> Result<StatusCode, ApiError> {
+    orchestrator.db.revoke_token(&caller.scope, id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

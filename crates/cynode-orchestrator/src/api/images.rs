@@ -1,0 +1,90 @@
+//! The register of sandbox images.
+
+use axum::{Json, extract::State};
+use cynode_api::{Image, ImageCreate, ImageId, ImagePatch, Page, Problem};
+use cynode_service::{ApiError, QueryParams};
+use http::StatusCode;
+
+use super::{Body, Id, Paging, check_metadata, check_name, check_text, check_version};
+use crate::{
+    Orchestrator,
+    caller::Person,
+    db::{NewImage, name_and_tag},
+};
+
+/// Add a version of an image. Administrators only.
+#[utoipa::path(post, path = "/v1/images", tag = "images", request_body = ImageCreate,
+    responses((status = 201, body = Image), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn create(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Body(body): Body<ImageCreate>,
+) -> Result<(StatusCode, Json<Image>), ApiError> {
+    caller.require_admin()?;
+    check_version(body.version)?;
+    check_reference(&body.image_ref)?;
+    check_text("description", body.description.as_ref())?;
+    check_metadata(body.capabilities.as_ref())?;
+    let hexadecimal = |digest: &str| digest.strip_prefix("sha256:").is_some_and(|hex| hex.len() == 64 && hex.bytes().all(|byte| byte.is_ascii_hexdigit()));
+    if body.image_digest.as_deref().is_some_and(|digest| !hexadecimal(digest)) {
+        return Err(ApiError::invalid("image_digest: must be 'sha256:' and 64 hexadecimal digits"));
+    }
+    let (name, tag) = name_and_tag(&body.image_ref);
+    let name = body.name.unwrap_or(name);
+    check_name("name", &name)?;
+    let new = NewImage {
+        name: &name,
+        description: body.description.as_deref(),
+        version: &tag,
+        image_ref: &body.image_ref,
+        image_digest: body.image_digest.as_deref(),
+        capabilities: body.capabilities.unwrap_or_default(),
+        is_allowed: body.is_allowed.unwrap_or(false),
+        by: &caller.user_name,
+    };
+    let made = orchestrator.db.insert_image(&new).await?;
+    // Nodes may have it already.
+    orchestrator.look_for_images().await?;
+    Ok((StatusCode::CREATED, Json(orchestrator.db.image(made.id).await?)))
+}
+
+fn check_reference(reference: &str) -> Result<(), ApiError> {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-' | b'/' | b':' | b'@');
+    if reference.is_empty() || reference.len() > 500 || !reference.bytes().all(plain) || !reference.starts_with(|c: char| c.is_ascii_alphanumeric()) {
+        return Err(ApiError::invalid("image_ref: is not a reference to an image"));
+    }
+    Ok(())
+}
+
+/// List images with their versions and which nodes have them.
+#[utoipa::path(get, path = "/v1/images", tag = "images", params(Paging),
+    responses((status = 200, body = Page<Image>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list(
+    State(orchestrator): State<Orchestrator>,
+    Person(_): Person,
+    QueryParams(paging): QueryParams<Paging>,
+) -> Result<Json<Page<Image>>, ApiError> {
+    orchestrator.db.images(None, paging.after()?, paging.limit()?).await.map(Json)
+}
+
+/// Show an image.
+#[utoipa::path(get, path = "/v1/images/{id}", tag = "images", params(("id" = ImageId, Path)),
+    responses((status = 200, body = Image), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(_): Person, Id(id): Id<ImageId>) -> Result<Json<Image>, ApiError> {
+    orchestrator.db.image(id).await.map(Json)
+}
+
+/// Allow or deny an image, or change its description. Administrators only.
+#[utoipa::path(patch, path = "/v1/images/{id}", tag = "images", params(("id" = ImageId, Path)), request_body = ImagePatch,
+    responses((status = 200, body = Image), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn patch(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<ImageId>,
+    Body(patch): Body<ImagePatch>,
+) -> Result<Json<Image>, ApiError> {
+    caller.require_admin()?;
+    check_version(patch.version)?;
+    check_text("description", patch.description.as_ref())?;
+    orchestrator.db.patch_image(id, &patch, &caller.user_name).await.map(Json)
+}

@@ -1,0 +1,112 @@
+//! Jobs.
+
+use std::time::Duration;
+
+use axum::{
+    Json,
+    extract::{Request, State},
+    response::{IntoResponse as _, Response},
+};
+use cynode_api::{Job, JobCreate, JobId, JobState, OutputPage, Page, Problem, TaskId};
+use cynode_service::{ApiError, QueryParams};
+use http::{HeaderMap, StatusCode};
+use serde::Deserialize;
+use utoipa::IntoParams;
+
+use super::{Body, Id, after, check_version, limit};
+use crate::{Orchestrator, caller::Person, db::JobRow, forward::forward, output};
+
+/// How long a caller may wait with `Prefer: wait`.
+const LONGEST_WAIT: u64 = 3_600;
+
+/// Create a job. Answers 202 at once; with `Prefer: wait=N` after its end, or after N seconds.
+#[utoipa::path(post, path = "/v1/jobs", tag = "jobs", request_body = JobCreate,
+    responses((status = 202, body = Job), (status = 200, body = Job, description = "It has ended, or the same request came before"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn create(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    headers: HeaderMap,
+    Body(body): Body<JobCreate>,
+) -> Result<(StatusCode, Json<Job>), ApiError> {
+    check_version(body.version)?;
+    let wait = preferred_wait(&headers);
+    let (mut row, new) = orchestrator.create_job(&caller, body).await?;
+    if let Some(seconds) = wait {
+        row = orchestrator.wait_for_job(&caller, row.job_id, Duration::from_secs(seconds)).await?;
+    }
+    let status = if row.state.is_final() || !new { StatusCode::OK } else { StatusCode::ACCEPTED };
+    Ok((status, Json(row.into_object())))
+}
+
+/// `Prefer: wait=N`. What is not understood is not preferred.
+fn preferred_wait(headers: &HeaderMap) -> Option<u64> {
+    let values = headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
+    let wait = values.flat_map(|value| value.split([',', ';'])).find_map(|part| part.trim().strip_prefix("wait=")?.trim().parse::<u64>().ok());
+    wait.map(|seconds| seconds.min(LONGEST_WAIT))
+}
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct JobQuery {
+    #[param(value_type = Option<JobState>)]
+    state: Option<String>,
+    task_id: Option<TaskId>,
+    /// 1 to 1000; 100 by default.
+    limit: Option<u32>,
+    cursor: Option<String>,
+}
+
+/// List jobs, oldest first.
+#[utoipa::path(get, path = "/v1/jobs", tag = "jobs", params(JobQuery),
+    responses((status = 200, body = Page<Job>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    QueryParams(query): QueryParams<JobQuery>,
+) -> Result<Json<Page<Job>>, ApiError> {
+    let state = query.state.map(|text| text.parse::<JobState>()).transpose().map_err(|error| ApiError::invalid(format!("state: {error}")))?;
+    orchestrator.db.list_jobs(&caller.scope, state, query.task_id, after(query.cursor.as_deref())?, limit(query.limit)?).await.map(Json)
+}
+
+/// Show a job.
+#[utoipa::path(get, path = "/v1/jobs/{id}", tag = "jobs", params(("id" = JobId, Path)),
+    responses((status = 200, body = Job), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<JobId>) -> Result<Json<Job>, ApiError> {
+    orchestrator.db.job(&caller.scope, id).await.map(JobRow::into_object).map(Json)
+}
+
+/// Stop a job. Answers when it has ended, or after a while with how far it is; stopping one that has ended changes nothing.
+#[utoipa::path(post, path = "/v1/jobs/{id}/stop", tag = "jobs", params(("id" = JobId, Path)),
+    responses((status = 200, body = Job), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn stop(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<JobId>) -> Result<Json<Job>, ApiError> {
+    orchestrator.db.job(&caller.scope, id).await?;
+    orchestrator.db.ask_stop(id).await?;
+    orchestrator.jobs_wait.notify_one();
+    orchestrator.wait_for_job(&caller, id, Duration::from_secs(30)).await.map(JobRow::into_object).map(Json)
+}
+
+/// A job's output, while it runs and after: as an exec's.
+#[utoipa::path(get, path = "/v1/jobs/{id}/output", tag = "jobs", params(("id" = JobId, Path), output::OutputQuery),
+    responses((status = 200, content((OutputPage = "application/json"), (String = "text/event-stream"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn output(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<JobId>,
+    QueryParams(query): QueryParams<output::OutputQuery>,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let row = orchestrator.db.job(&caller.scope, id).await?;
+    if let Some(sha256) = &row.output_sha256 {
+        return orchestrator.kept_output(sha256, &query, request.headers()).await;
+    }
+    match row.node_id {
+        Some(node_id) if !row.acknowledged => {
+            let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
+            let rest = request.uri().query().map_or_else(String::new, |query| format!("?{query}"));
+            forward(&client, &format!("/v1/worker/jobs/{id}/output{rest}"), request).await
+        }
+        // Nothing ran.
+        _ => Ok(Json(OutputPage { chunks: Vec::new(), next_seq: query.after_seq.unwrap_or(0), lost_before_seq: None, exit: None }).into_response()),
+    }
+}

@@ -1,0 +1,278 @@
+//! The user API and the control plane for nodes.
+
+mod artifacts;
+mod control;
+mod events;
+mod identity;
+mod images;
+mod jobs;
+mod nodes;
+mod sessions;
+mod settings;
+mod work;
+
+use std::str::FromStr;
+
+use axum::{
+    Router,
+    body::Bytes,
+    extract::{DefaultBodyLimit, FromRequest, FromRequestParts, Request},
+    middleware,
+    routing::get,
+};
+use cynode_api::{ErrorCode, Problem, text_limits};
+use cynode_service::{ApiError, admin, body, edge};
+use http::request::Parts;
+use serde::{Deserialize, de::DeserializeOwned};
+use serde_json::{Map, Value};
+use utoipa::{
+    IntoParams, Modify, OpenApi,
+    openapi::security::{Http, HttpAuthScheme, SecurityScheme},
+};
+use utoipa_axum::{router::OpenApiRouter, routes};
+use uuid::Uuid;
+
+use crate::{Orchestrator, caller};
+
+#[derive(OpenApi)]
+#[openapi(
+    info(title = "CyNode user API", description = "Projects, tasks, jobs, sessions and what they need. Errors are RFC 9457 problem documents.", license(name = "Apache-2.0", identifier = "Apache-2.0")),
+    modifiers(&Bearer),
+    components(schemas(Problem, ErrorCode))
+)]
+struct Document;
+
+struct Bearer;
+
+impl Modify for Bearer {
+    fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
+        let components = document.components.get_or_insert_default();
+        components.add_security_scheme("bearer", SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer)));
+        document.security = Some(vec![utoipa::openapi::security::SecurityRequirement::new("bearer", Vec::<String>::new())]);
+    }
+}
+
+fn documented() -> OpenApiRouter<Orchestrator> {
+    OpenApiRouter::with_openapi(Document::openapi())
+        .routes(routes!(work::create_project, work::list_projects))
+        .routes(routes!(work::show_project, work::patch_project))
+        .routes(routes!(work::create_task, work::list_tasks))
+        .routes(routes!(work::show_task, work::patch_task))
+        .routes(routes!(identity::create_user, identity::list_users))
+        .routes(routes!(identity::show_user))
+        .routes(routes!(identity::create_group, identity::list_groups))
+        .routes(routes!(identity::show_group))
+        .routes(routes!(identity::create_token, identity::list_tokens))
+        .routes(routes!(identity::show_token, identity::revoke_token))
+        .routes(routes!(settings::list_settings))
+        .routes(routes!(settings::show_setting, settings::put_setting))
+        .routes(routes!(settings::effective))
+        .routes(routes!(settings::list_preferences))
+        .routes(routes!(settings::put_preference))
+        .routes(routes!(images::create, images::list))
+        .routes(routes!(images::show, images::patch))
+        .routes(routes!(nodes::list))
+        .routes(routes!(nodes::show))
+        .routes(routes!(nodes::drain))
+        .routes(routes!(nodes::create_key))
+        .routes(routes!(events::list))
+        .routes(routes!(jobs::create, jobs::list))
+        .routes(routes!(jobs::show))
+        .routes(routes!(jobs::stop))
+        .routes(routes!(jobs::output))
+        .routes(routes!(artifacts::list))
+        .routes(routes!(artifacts::show))
+        .routes(routes!(sessions::create, sessions::list))
+        .routes(routes!(sessions::show, sessions::patch))
+        .routes(routes!(sessions::end))
+        .routes(routes!(sessions::resume))
+        .layer(DefaultBodyLimit::max(edge::MAX_BODY))
+        // Passed on as they come; the node has the limits.
+        .merge(
+            OpenApiRouter::new()
+                .routes(routes!(sessions::signal))
+                .routes(routes!(sessions::exec))
+                .routes(routes!(sessions::execs))
+                .routes(routes!(sessions::show_exec))
+                .routes(routes!(sessions::exec_output))
+                .routes(routes!(sessions::signal_exec))
+                .routes(routes!(sessions::stdin))
+                .routes(routes!(sessions::read_file, sessions::stat_file, sessions::write_file, sessions::delete_file))
+                .routes(routes!(sessions::list_files))
+                .routes(routes!(sessions::search_files))
+                .routes(routes!(sessions::patch_files))
+                .routes(routes!(sessions::move_file))
+                .routes(routes!(sessions::mkdir))
+                .routes(routes!(sessions::export))
+                .routes(routes!(sessions::import))
+                .routes(routes!(sessions::pty))
+                .routes(routes!(artifacts::put, artifacts::get))
+                .routes(routes!(artifacts::content))
+                .layer(DefaultBodyLimit::disable()),
+        )
+}
+
+/// The API's description, as it is served and checked in.
+#[must_use]
+pub fn openapi() -> utoipa::openapi::OpenApi {
+    documented().into_openapi()
+}
+
+pub(crate) fn router(orchestrator: Orchestrator, readiness: admin::Readiness) -> Router {
+    let (routes, document) = documented().split_for_parts();
+    let document = serde_json::to_string(&document).unwrap_or_default();
+    let routes = routes
+        .method_not_allowed_fallback(edge::method_not_allowed)
+        .fallback(edge::not_found)
+        .layer(middleware::from_fn_with_state(orchestrator.clone(), caller::authenticate));
+    finished(
+        routes
+            .with_state(orchestrator)
+            .merge(admin::routes(readiness))
+            .route("/openapi.json", get(async move || ([("content-type", "application/json")], document))),
+    )
+}
+
+/// What nodes call, on a port of its own.
+pub(crate) fn control_router(orchestrator: Orchestrator, readiness: admin::Readiness) -> Router {
+    finished(control::routes(orchestrator).merge(admin::routes(readiness)))
+}
+
+fn finished(router: Router) -> Router {
+    router.layer(middleware::from_fn(body::limit_pauses)).layer(middleware::from_fn(edge::request_id))
+}
+
+/// A JSON body, read strictly. PostgreSQL has no NUL in texts, so neither have we.
+#[derive(Debug)]
+pub(crate) struct Body<T>(pub(crate) T);
+
+impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
+    type Rejection = ApiError;
+
+    async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
+        let edge::JsonBytes(bytes) = edge::JsonBytes::from_request(request, state).await?;
+        let value = edge::parse(&bytes)?;
+        without_nul(&bytes)?;
+        Ok(Self(value))
+    }
+}
+
+fn without_nul(bytes: &Bytes) -> Result<(), ApiError> {
+    if !bytes.windows(6).any(|window| window == b"\\u0000") {
+        return Ok(());
+    }
+    let value: Value = serde_json::from_slice(bytes).unwrap_or_default();
+    match nul_at(&value, String::new()) {
+        Some(path) => Err(ApiError::invalid(format!("{path}: must not contain the character NUL"))),
+        None => Ok(()),
+    }
+}
+
+/// Where a text, or the name of a member, has the character NUL.
+fn nul_at(value: &Value, path: String) -> Option<String> {
+    match value {
+        Value::String(text) => text.contains('\0').then_some(path),
+        Value::Array(items) => items.iter().enumerate().find_map(|(index, item)| nul_at(item, format!("{path}[{index}]"))),
+        Value::Object(members) => members.iter().find_map(|(name, member)| {
+            let dot = if path.is_empty() { "" } else { "." };
+            if name.contains('\0') { Some(format!("{path}{dot}(a name)")) } else { nul_at(member, format!("{path}{dot}{name}")) }
+        }),
+        _ => None,
+    }
+}
+
+/// An id in a path; one that is not a UUID names nothing.
+#[derive(Debug)]
+pub(crate) struct Id<T>(pub(crate) T);
+
+impl<S: Send + Sync, T: FromStr> FromRequestParts<S> for Id<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Self::Rejection> {
+        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state).await;
+        let path = path.map_err(|error| ApiError::invalid(error.body_text()))?;
+        let text = path.get("id").map(String::as_str).unwrap_or_default();
+        text.parse().map(Self).map_err(|_| ApiError::new(ErrorCode::NotFound, format!("'{}' is not an id", text.chars().take(100).collect::<String>())))
+    }
+}
+
+/// Which part of a list.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct Paging {
+    /// 1 to 1000; 100 by default.
+    limit: Option<u32>,
+    cursor: Option<String>,
+}
+
+impl Paging {
+    pub(crate) fn limit(&self) -> Result<u32, ApiError> {
+        limit(self.limit)
+    }
+
+    pub(crate) fn after(&self) -> Result<Option<Uuid>, ApiError> {
+        after(self.cursor.as_deref())
+    }
+}
+
+pub(crate) fn limit(asked: Option<u32>) -> Result<u32, ApiError> {
+    match asked.unwrap_or(100) {
+        limit @ 1..=1_000 => Ok(limit),
+        _ => Err(ApiError::invalid("limit: must lie between 1 and 1000")),
+    }
+}
+
+pub(crate) fn after(cursor: Option<&str>) -> Result<Option<Uuid>, ApiError> {
+    cursor.map(|cursor| cursor.parse().map_err(|_| ApiError::invalid("cursor: is not one of ours"))).transpose()
+}
+
+pub(crate) fn check_version(version: Option<u32>) -> Result<(), ApiError> {
+    match version {
+        None | Some(cynode_api::API_VERSION) => Ok(()),
+        Some(other) => Err(ApiError::new(ErrorCode::UnsupportedVersion, format!("version {other} is not known here"))),
+    }
+}
+
+/// A short text on one line.
+pub(crate) fn check_name(field: &str, text: &str) -> Result<(), ApiError> {
+    if text.trim().is_empty() || text.len() > text_limits::MAX_NAME || text.chars().any(char::is_control) {
+        return Err(ApiError::invalid(format!("{field}: must be a line of 1 to {} bytes", text_limits::MAX_NAME)));
+    }
+    Ok(())
+}
+
+pub(crate) fn check_text(field: &str, text: Option<&String>) -> Result<(), ApiError> {
+    if text.is_some_and(|text| text.len() > text_limits::MAX_TEXT) {
+        return Err(ApiError::new(ErrorCode::TooLarge, format!("{field}: is longer than {} bytes", text_limits::MAX_TEXT)));
+    }
+    Ok(())
+}
+
+pub(crate) fn check_metadata(metadata: Option<&Map<String, Value>>) -> Result<(), ApiError> {
+    let bytes = metadata.map_or(0, |metadata| serde_json::to_string(metadata).map_or(0, |text| text.len()));
+    if bytes > text_limits::MAX_METADATA_BYTES {
+        return Err(ApiError::new(ErrorCode::TooLarge, format!("metadata: is longer than {} bytes", text_limits::MAX_METADATA_BYTES)));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nul_is_found_wherever_it_is() {
+        for (body, found) in [
+            (r#"{"a":"\u0000"}"#, Some("a:")),
+            (r#"{"a":{"b":["x","y\u0000"]}}"#, Some("a.b[1]:")),
+            (r#"{"a\u0000":1}"#, Some("(a name):")),
+            (r#"{"a":"\\u0000"}"#, None),
+            (r#"{"a":"x"}"#, None),
+        ] {
+            let error = without_nul(&Bytes::from(body)).err().map(|error| error.0.detail);
+            assert_eq!(error.is_some(), found.is_some(), "{body} {error:?}");
+            assert!(found.is_none_or(|found| error.is_some_and(|error| error.starts_with(found))), "{body}");
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! Sessions: made, found and ended here; all that happens in them is passed on to their node as it comes.
+
+use axum::{
+    Json,
+    extract::{OriginalUri, Request, State},
+    response::Response,
+};
+use cynode_api::{
+    ErrorCode, Exec, ExecId, ExecRequest, ExecResult, ExportRequest, ListRequest, ListResult, MkdirRequest, MoveRequest, OutputPage, Page, PatchRequest,
+    PatchResult, Problem, SearchRequest, SearchResult, Session, SessionEnd, SessionId, SessionPatch, SessionState, SignalExec, SignalSession, StdinWrite,
+    TaskId, UserSessionCreate,
+};
+use cynode_service::{ApiError, QueryParams};
+use http::StatusCode;
+use serde::Deserialize;
+use utoipa::IntoParams;
+
+use super::{Body, Id, after, check_version, limit};
+use crate::{
+    Orchestrator,
+    caller::{Caller, Person},
+    fleet::Failed,
+    forward,
+};
+
+/// Create a session. Everything has a default. Answers when it runs; after 60 s with 202 and the state `creating`.
+#[utoipa::path(post, path = "/v1/sessions", tag = "sessions", request_body = UserSessionCreate,
+    responses((status = 201, body = Session), (status = 200, body = Session, description = "The same request came before"), (status = 202, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn create(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Body(body): Body<UserSessionCreate>,
+) -> Result<(StatusCode, Json<Session>), ApiError> {
+    check_version(body.version)?;
+    let (status, session) = orchestrator.create_session(&caller, body).await?;
+    Ok((status, Json(session)))
+}
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct SessionQuery {
+    #[param(value_type = Option<SessionState>)]
+    state: Option<String>,
+    task_id: Option<TaskId>,
+    /// `name=value`, or `name` for any value.
+    label: Option<String>,
+    /// 1 to 1000; 100 by default.
+    limit: Option<u32>,
+    cursor: Option<String>,
+}
+
+/// List sessions, oldest first, as their nodes last described them.
+#[utoipa::path(get, path = "/v1/sessions", tag = "sessions", params(SessionQuery),
+    responses((status = 200, body = Page<Session>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    QueryParams(query): QueryParams<SessionQuery>,
+) -> Result<Json<Page<Session>>, ApiError> {
+    let state = query.state.map(|text| text.parse::<SessionState>()).transpose().map_err(|error| ApiError::invalid(format!("state: {error}")))?;
+    if query.label.as_ref().is_some_and(|label| label.contains('\0')) {
+        return Err(ApiError::invalid("label: must not contain the character NUL"));
+    }
+    let label = query.label.as_deref().map(|label| label.split_once('=').map_or((label, None), |(name, value)| (name, Some(value))));
+    let page = orchestrator.db.list_sessions(&caller.scope, state, query.task_id, label, after(query.cursor.as_deref())?, limit(query.limit)?).await?;
+    // One that its node has never described has nothing to show yet.
+    let items = page.items.into_iter().filter_map(|row| row.object.map(|object| Session { state: row.state, ..object })).collect();
+    Ok(Json(Page { items, next_cursor: page.next_cursor }))
+}
+
+/// Show a session.
+#[utoipa::path(get, path = "/v1/sessions/{id}", tag = "sessions", params(("id" = SessionId, Path)),
+    responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<SessionId>) -> Result<Json<Session>, ApiError> {
+    let row = orchestrator.db.session(&caller.scope, id).await?;
+    orchestrator.show_session(row).await.map(Json)
+}
+
+/// Change a session's limits of time, counted from now, or its labels.
+#[utoipa::path(patch, path = "/v1/sessions/{id}", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionPatch,
+    responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn patch(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<SessionId>,
+    Body(patch): Body<SessionPatch>,
+) -> Result<Json<Session>, ApiError> {
+    let row = orchestrator.db.session(&caller.scope, id).await?;
+    let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
+    let session = client.patch_session(id, &patch).await.map_err(|error| Failed::from(error).problem())?;
+    orchestrator.db.observe_session(&session).await?;
+    Ok(Json(session))
+}
+
+/// End a session. 200 also when it has ended already.
+#[utoipa::path(post, path = "/v1/sessions/{id}/end", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionEnd,
+    responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn end(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<SessionId>,
+    Body(end): Body<SessionEnd>,
+) -> Result<Json<Session>, ApiError> {
+    check_version(end.version)?;
+    let row = orchestrator.db.session(&caller.scope, id).await?;
+    orchestrator.end_session(row, end).await.map(Json)
+}
+
+#[derive(Clone, Debug, Default, Deserialize, utoipa::ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(super) struct SessionResume {
+    version: Option<u32>,
+}
+
+/// Give a session whose container is gone a new one on its kept workspace.
+#[utoipa::path(post, path = "/v1/sessions/{id}/resume", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionResume,
+    responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn resume(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<SessionId>,
+    Body(body): Body<SessionResume>,
+) -> Result<Json<Session>, ApiError> {
+    check_version(body.version)?;
+    let row = orchestrator.db.session(&caller.scope, id).await?;
+    let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
+    let session = client.resume_session(id).await.map_err(|error| Failed::from(error).problem())?;
+    orchestrator.db.observe_session(&session).await?;
+    orchestrator.told();
+    Ok(Json(session))
+}
+
+/// Passes a call on to the node of a session that the caller may know of. The path is the same below the session's id.
+async fn pass(orchestrator: &Orchestrator, caller: &Caller, id: SessionId, uri: &http::Uri, request: Request) -> Result<Response, ApiError> {
+    let (node_id, state) = orchestrator.db.session_node(&caller.scope, id).await?;
+    if state == SessionState::Creating {
+        return Err(ApiError::new(ErrorCode::NotRunning, format!("session {id} is creating")));
+    }
+    let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
+    let path = uri.path_and_query().map_or("", http::uri::PathAndQuery::as_str);
+    let below = path.strip_prefix("/v1/sessions").unwrap_or_default();
+    let path = format!("/v1/worker/sessions{below}");
+    if request.headers().contains_key(http::header::UPGRADE) {
+        forward::upgrade(&client, &path, request).await
+    } else {
+        forward::forward(&client, &path, request).await
+    }
+}
+
+/// Routes that are passed on: the node's own description holds for them.
+macro_rules! passed_on {
+    ($($(#[doc = $doc:literal])* $name:ident: $method:ident, $path:literal, [$($parameter:tt)*], [$($body:tt)*], [$($answers:tt)*];)*) => {
+        $(
+            $(#[doc = $doc])*
+            #[utoipa::path($method, path = $path, tag = "sessions", params(("id" = SessionId, Path), $($parameter)*), $($body)*
+                responses($($answers)*, (status = "default", body = Problem, content_type = "application/problem+json")))]
+            pub(super) async fn $name(
+                State(orchestrator): State<Orchestrator>,
+                Person(caller): Person,
+                Id(id): Id<SessionId>,
+                OriginalUri(uri): OriginalUri,
+                request: Request,
+            ) -> Result<Response, ApiError> {
+                pass(&orchestrator, &caller, id, &uri, request).await
+            }
+        )*
+    };
+}
+
+passed_on! {
+    /// Signal everything in the sandbox but process 1.
+    signal: post, "/v1/sessions/{id}/signal", [], [request_body = SignalSession,], [(status = 204)];
+    /// Run a command. With `Accept: text/event-stream` its output as it comes.
+    exec: post, "/v1/sessions/{id}/exec", [], [request_body = ExecRequest,],
+        [(status = 200, content((ExecResult = "application/json"), (String = "text/event-stream"))), (status = 202, body = cynode_api::ExecAccepted)];
+    /// List a session's commands.
+    execs: get, "/v1/sessions/{id}/execs", [("limit" = Option<u32>, Query), ("cursor" = Option<String>, Query)], [], [(status = 200, body = Page<Exec>)];
+    /// Show a command.
+    show_exec: get, "/v1/sessions/{id}/execs/{exec_id}", [("exec_id" = ExecId, Path)], [], [(status = 200, body = Exec)];
+    /// A command's output, while it runs and after.
+    exec_output: get, "/v1/sessions/{id}/execs/{exec_id}/output",
+        [("exec_id" = ExecId, Path), ("after_seq" = Option<u64>, Query), ("max_bytes" = Option<u64>, Query), ("wait_ms" = Option<u64>, Query), ("tail_bytes" = Option<u64>, Query)],
+        [], [(status = 200, content((OutputPage = "application/json"), (String = "text/event-stream")))];
+    /// Signal a command.
+    signal_exec: post, "/v1/sessions/{id}/execs/{exec_id}/signal", [("exec_id" = ExecId, Path)], [request_body = SignalExec,], [(status = 204)];
+    /// Write to a command's standard input.
+    stdin: post, "/v1/sessions/{id}/execs/{exec_id}/stdin", [("exec_id" = ExecId, Path)], [request_body = StdinWrite,], [(status = 204)];
+    /// Read a file.
+    read_file: get, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query)], [],
+        [(status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = 206, body = Vec<u8>, content_type = "application/octet-stream")];
+    /// A file's size, mode and hash.
+    stat_file: head, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query)], [], [(status = 200)];
+    /// Write a file, whole or not at all.
+    write_file: put, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query)],
+        [request_body(content = Vec<u8>, content_type = "application/octet-stream"),], [(status = 201), (status = 204)];
+    /// Delete a file or a directory.
+    delete_file: delete, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query), ("recursive" = Option<bool>, Query)], [], [(status = 204)];
+    /// List files.
+    list_files: post, "/v1/sessions/{id}/files:list", [], [request_body = ListRequest,], [(status = 200, body = ListResult)];
+    /// Search in files.
+    search_files: post, "/v1/sessions/{id}/files:search", [], [request_body = SearchRequest,], [(status = 200, body = SearchResult)];
+    /// Apply a unified diff, whole or not at all.
+    patch_files: post, "/v1/sessions/{id}/files:patch", [], [request_body = PatchRequest,], [(status = 200, body = PatchResult)];
+    /// Move a file.
+    move_file: post, "/v1/sessions/{id}/files:move", [], [request_body = MoveRequest,], [(status = 204)];
+    /// Make a directory.
+    mkdir: post, "/v1/sessions/{id}/files:mkdir", [], [request_body = MkdirRequest,], [(status = 201), (status = 204)];
+    /// Export the workspace: a patch against a commit, or a tar archive.
+    export: post, "/v1/sessions/{id}/export", [], [request_body = ExportRequest,], [(status = 200, body = Vec<u8>, content_type = "application/octet-stream")];
+    /// Unpack a tar archive into the sandbox.
+    import: post, "/v1/sessions/{id}/import", [("path" = Option<String>, Query)], [request_body(content = Vec<u8>, content_type = "application/x-tar"),], [(status = 204)];
+    /// Open a terminal (WebSocket), where the session allows it.
+    pty: get, "/v1/sessions/{id}/pty", [("cols" = Option<u16>, Query), ("rows" = Option<u16>, Query)], [], [(status = 101)];
+}

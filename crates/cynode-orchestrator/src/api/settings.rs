@@ -1,0 +1,148 @@
+//! System settings and preferences.
+
+use axum::{
+    Json,
+    extract::{Path, State},
+};
+use cynode_api::{ErrorCode, KEYS, Page, Preference, PreferenceScope, Problem, ProjectId, Setting, TaskId, ValuePut, text_limits};
+use cynode_service::{ApiError, QueryParams};
+use serde::Deserialize;
+use utoipa::IntoParams;
+use uuid::Uuid;
+
+use super::{Body, check_version};
+use crate::{
+    Orchestrator,
+    caller::{Caller, Person},
+    db::Of,
+};
+
+const MAX_KEY: usize = 200;
+
+fn check_key(key: &str, put: &ValuePut, is_setting: bool) -> Result<(), ApiError> {
+    check_version(put.version)?;
+    let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'.' | b'_' | b'-');
+    if key.is_empty() || key.len() > MAX_KEY || !key.bytes().all(plain) {
+        return Err(ApiError::invalid(format!("key: must be 1 to {MAX_KEY} of a-z, 0-9, '.', '_' and '-'")));
+    }
+    if serde_json::to_string(&put.value).map_or(0, |text| text.len()) > text_limits::MAX_METADATA_BYTES {
+        return Err(ApiError::new(ErrorCode::TooLarge, format!("value: is longer than {} bytes", text_limits::MAX_METADATA_BYTES)));
+    }
+    match KEYS.iter().find(|known| known.name == key) {
+        Some(known) if known.is_setting != is_setting => {
+            Err(ApiError::invalid(format!("key: {key} is a {}", if known.is_setting { "system setting" } else { "preference" })))
+        }
+        Some(known) => known.kind.check(&put.value).map_err(|why| ApiError::invalid(format!("value: {why}"))),
+        None => Ok(()),
+    }
+}
+
+/// List the system's settings.
+#[utoipa::path(get, path = "/v1/settings", tag = "settings",
+    responses((status = 200, body = Page<Setting>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list_settings(State(orchestrator): State<Orchestrator>, Person(_): Person) -> Result<Json<Page<Setting>>, ApiError> {
+    Ok(Json(Page { items: orchestrator.db.list_settings().await?, next_cursor: None }))
+}
+
+/// Show a setting.
+#[utoipa::path(get, path = "/v1/settings/{key}", tag = "settings", params(("key" = String, Path)),
+    responses((status = 200, body = Setting), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn show_setting(State(orchestrator): State<Orchestrator>, Person(_): Person, Path(key): Path<String>) -> Result<Json<Setting>, ApiError> {
+    let missing = || ApiError::new(ErrorCode::NotFound, "there is no such setting");
+    if key.contains('\0') {
+        return Err(missing());
+    }
+    orchestrator.db.setting(&key).await?.map(Json).ok_or_else(missing)
+}
+
+/// Change a setting. Administrators only.
+#[utoipa::path(put, path = "/v1/settings/{key}", tag = "settings", params(("key" = String, Path)), request_body = ValuePut,
+    responses((status = 200, body = Setting), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn put_setting(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Path(key): Path<String>,
+    Body(put): Body<ValuePut>,
+) -> Result<Json<Setting>, ApiError> {
+    caller.require_admin()?;
+    check_key(&key, &put, true)?;
+    orchestrator.db.put_setting(&key, &put.value, put.if_revision, &caller.user_name).await.map(Json)
+}
+
+/// Whose preferences these are: something that the caller may see.
+async fn check_scope(orchestrator: &Orchestrator, caller: &Caller, scope: &str, id: &str) -> Result<(PreferenceScope, Uuid), ApiError> {
+    let missing = || ApiError::new(ErrorCode::NotFound, "there is no such scope");
+    let scope: PreferenceScope = scope.parse().map_err(|_| missing())?;
+    // The system has no id; whatever stands there means it.
+    let id = if scope == PreferenceScope::System { Uuid::nil() } else { id.parse().map_err(|_| missing())? };
+    match scope {
+        PreferenceScope::Task => drop(orchestrator.db.task(&caller.scope, TaskId::from_uuid(id)).await?),
+        PreferenceScope::Project => drop(orchestrator.db.project(&caller.scope, ProjectId::from_uuid(id)).await?),
+        PreferenceScope::User if !caller.scope.is_admin && *caller.scope.user_id.as_uuid() != id => return Err(missing()),
+        PreferenceScope::User => drop(orchestrator.db.user(&id.to_string()).await?.ok_or_else(missing)?),
+        PreferenceScope::Group => {
+            let found = orchestrator.db.list_groups(&caller.scope, Some(cynode_api::GroupId::from_uuid(id)), None, 1).await?;
+            if found.items.is_empty() {
+                return Err(missing());
+            }
+        }
+        PreferenceScope::System => {}
+    }
+    Ok((scope, id))
+}
+
+/// List the preferences of one scope; for `system` the id is anything.
+#[utoipa::path(get, path = "/v1/preferences/{scope}/{scope_id}", tag = "settings", params(("scope" = PreferenceScope, Path), ("scope_id" = String, Path)),
+    responses((status = 200, body = Page<Preference>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list_preferences(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Path((scope, id)): Path<(String, String)>,
+) -> Result<Json<Page<Preference>>, ApiError> {
+    let (scope, id) = check_scope(&orchestrator, &caller, &scope, &id).await?;
+    Ok(Json(Page { items: orchestrator.db.list_preferences(scope, id).await?, next_cursor: None }))
+}
+
+/// Change a preference. Those of groups and of the system are for administrators.
+#[utoipa::path(put, path = "/v1/preferences/{scope}/{scope_id}/{key}", tag = "settings",
+    params(("scope" = PreferenceScope, Path), ("scope_id" = String, Path), ("key" = String, Path)), request_body = ValuePut,
+    responses((status = 200, body = Preference), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn put_preference(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Path((scope, id, key)): Path<(String, String, String)>,
+    Body(put): Body<ValuePut>,
+) -> Result<Json<Preference>, ApiError> {
+    let (scope, id) = check_scope(&orchestrator, &caller, &scope, &id).await?;
+    if matches!(scope, PreferenceScope::Group | PreferenceScope::System) {
+        caller.require_admin()?;
+    }
+    check_key(&key, &put, false)?;
+    orchestrator.db.put_preference(scope, id, &key, &put.value, put.if_revision, &caller.user_name).await.map(Json)
+}
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct EffectiveQuery {
+    task_id: Option<TaskId>,
+    project_id: Option<ProjectId>,
+}
+
+/// The preferences that count: task before project before user before group before system.
+#[utoipa::path(get, path = "/v1/preferences", tag = "settings", params(EffectiveQuery),
+    responses((status = 200, body = Page<Preference>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn effective(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    QueryParams(query): QueryParams<EffectiveQuery>,
+) -> Result<Json<Page<Preference>>, ApiError> {
+    let mut of = Of { task: query.task_id, project: query.project_id, user: Some(caller.scope.user_id) };
+    if let Some(id) = query.task_id {
+        of.project = orchestrator.db.task(&caller.scope, id).await?.project_id.or(of.project);
+    }
+    if let Some(id) = query.project_id {
+        orchestrator.db.project(&caller.scope, id).await?;
+    }
+    Ok(Json(Page { items: orchestrator.db.effective_preferences(of).await?, next_cursor: None }))
+}

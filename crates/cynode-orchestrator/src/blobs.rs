@@ -1,0 +1,137 @@
+//! Bytes by their hash: artifacts and the output of jobs. On local files by default, or in any store that speaks S3.
+
+use std::{pin::pin, sync::Arc};
+
+use bytes::Bytes;
+use cynode_api::ErrorCode;
+use cynode_service::ApiError;
+use futures_util::{Stream, StreamExt as _, TryStreamExt as _};
+use object_store::{ObjectStore, ObjectStoreExt as _, PutPayload, WriteMultipart, local::LocalFileSystem, path::Path, prefix::PrefixStore};
+use sha2::{Digest as _, Sha256};
+
+use crate::Config;
+
+#[derive(Clone, Debug)]
+pub(crate) struct Blobs(Arc<dyn ObjectStore>);
+
+/// What was stored.
+#[derive(Clone, Debug)]
+pub(crate) struct Stored {
+    /// In hexadecimal digits.
+    pub(crate) sha256: String,
+    pub(crate) size: u64,
+}
+
+impl Blobs {
+    pub(crate) fn open(config: &Config) -> Result<Self, String> {
+        match &config.artifact_store {
+            Some(url) if url.contains("://") => {
+                let url = url.parse().map_err(|error| format!("{url}: {error}"))?;
+                let environment = std::env::vars().filter(|(name, _)| name.starts_with("AWS_")).map(|(name, value)| (name.to_lowercase(), value));
+                let (store, prefix) = object_store::parse_url_opts(&url, environment).map_err(|error| error.to_string())?;
+                Ok(Self(Arc::new(PrefixStore::new(store, prefix))))
+            }
+            directory => {
+                let directory = directory.as_ref().map_or_else(|| config.state_dir.join("artifacts"), |name| config.state_dir.join(name));
+                fs_err::create_dir_all(&directory).map_err(|error| error.to_string())?;
+                Ok(Self(Arc::new(LocalFileSystem::new_with_prefix(directory).map_err(|error| error.to_string())?)))
+            }
+        }
+    }
+
+    /// Stores a stream, up to a limit. Until all of it has come and is what it should be, nobody can find it.
+    pub(crate) async fn put<E: Into<ApiError>>(
+        &self,
+        bytes: impl Stream<Item = Result<Bytes, E>>,
+        limit: u64,
+        expected: Option<&str>,
+    ) -> Result<Stored, ApiError> {
+        let staged = Path::from(format!("incoming/{}", uuid::Uuid::now_v7()));
+        let written = self.write(&staged, bytes, limit, expected).await;
+        match written {
+            Ok(stored) => {
+                self.0.rename(&staged, &place(&stored.sha256)).await.map_err(|error| failed(&error))?;
+                Ok(stored)
+            }
+            Err(error) => {
+                drop(self.0.delete(&staged).await);
+                Err(error)
+            }
+        }
+    }
+
+    async fn write<E: Into<ApiError>>(
+        &self,
+        staged: &Path,
+        bytes: impl Stream<Item = Result<Bytes, E>>,
+        limit: u64,
+        expected: Option<&str>,
+    ) -> Result<Stored, ApiError> {
+        let mut bytes = pin!(bytes);
+        let mut writer = WriteMultipart::new(self.0.put_multipart(staged).await.map_err(|error| failed(&error))?);
+        let mut hash = Sha256::new();
+        let mut size = 0_u64;
+        let read = async {
+            while let Some(piece) = bytes.next().await {
+                let piece = piece.map_err(Into::into)?;
+                size += piece.len() as u64;
+                if size > limit {
+                    return Err(ApiError::new(ErrorCode::TooLarge, format!("more than {limit} bytes")));
+                }
+                hash.update(&piece);
+                // Waits while the store is slower than the sender.
+                writer.wait_for_capacity(4).await.map_err(|error| failed(&error))?;
+                writer.put(piece);
+            }
+            Ok(())
+        };
+        if let Err(error) = read.await {
+            drop(writer.abort().await);
+            return Err(error);
+        }
+        let sha256 = hex(&hash.finalize());
+        if let Some(expected) = expected.filter(|expected| !expected.eq_ignore_ascii_case(&sha256)) {
+            drop(writer.abort().await);
+            return Err(ApiError::new(ErrorCode::PreconditionFailed, format!("the bytes have the hash {sha256}, not {expected}")));
+        }
+        if size == 0 {
+            // Some stores know no upload without parts.
+            drop(writer.abort().await);
+            self.0.put(staged, PutPayload::new()).await.map_err(|error| failed(&error))?;
+        } else {
+            writer.finish().await.map_err(|error| failed(&error))?;
+        }
+        Ok(Stored { sha256, size })
+    }
+
+    /// The bytes, or a part of them.
+    pub(crate) async fn get(
+        &self,
+        sha256: &str,
+        range: Option<std::ops::Range<u64>>,
+    ) -> Result<impl Stream<Item = Result<Bytes, std::io::Error>> + use<>, ApiError> {
+        let options = object_store::GetOptions { range: range.map(Into::into), ..Default::default() };
+        let found = self.0.get_opts(&place(sha256), options).await.map_err(|error| failed(&error))?;
+        Ok(found.into_stream().map_err(std::io::Error::other))
+    }
+}
+
+fn place(sha256: &str) -> Path {
+    Path::from(format!("sha256/{}/{sha256}", sha256.get(..2).unwrap_or("00")))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write as _;
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        let _infallible = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+fn failed(error: &object_store::Error) -> ApiError {
+    if matches!(error, object_store::Error::NotFound { .. }) {
+        return ApiError::new(ErrorCode::NotFound, "the bytes are no longer there");
+    }
+    tracing::warn!(%error, "The store of artifacts failed.");
+    ApiError::new(ErrorCode::StoreUnavailable, "the store of artifacts does not answer")
+}

@@ -1,0 +1,117 @@
+//! Who calls: found out by the token, at every call.
+
+use std::time::Duration;
+
+use axum::{
+    extract::{FromRequestParts, Request, State},
+    middleware::Next,
+    response::{IntoResponse as _, Response},
+};
+use cynode_api::{ErrorCode, ProjectId, TaskId, TokenKind, UserId};
+use cynode_service::{ApiError, auth};
+use http::request::Parts;
+use sha2::{Digest as _, Sha256};
+use tokio::sync::Semaphore;
+
+use crate::{Orchestrator, db::Authenticated};
+
+/// What a caller may see.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scope {
+    pub(crate) is_admin: bool,
+    pub(crate) user_id: UserId,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Caller {
+    pub(crate) kind: TokenKind,
+    pub(crate) user_name: String,
+    pub(crate) project_id: Option<ProjectId>,
+    pub(crate) task_ids: Vec<TaskId>,
+    pub(crate) scope: Scope,
+}
+
+impl From<Authenticated> for Caller {
+    fn from(found: Authenticated) -> Self {
+        // An agent has no more than what its token names, whoever made it.
+        let is_admin = found.is_admin && found.kind == TokenKind::User;
+        Self {
+            kind: found.kind,
+            user_name: found.user_name,
+            project_id: found.project_id,
+            task_ids: found.task_ids,
+            scope: Scope { is_admin, user_id: found.user_id },
+        }
+    }
+}
+
+impl Caller {
+    /// Refuses whoever is not an administrator.
+    pub(crate) fn require_admin(&self) -> Result<(), ApiError> {
+        if self.scope.is_admin { Ok(()) } else { Err(ApiError::new(ErrorCode::Forbidden, "only an administrator may do that")) }
+    }
+}
+
+/// A person, or a program in a person's name. Agents' tokens are refused.
+#[derive(Clone, Debug)]
+pub(crate) struct Person(pub(crate) Caller);
+
+impl<S: Send + Sync> FromRequestParts<S> for Person {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Self::Rejection> {
+        let Agent(caller) = Agent::from_request_parts(parts, state).await?;
+        if caller.kind == TokenKind::User { Ok(Self(caller)) } else { Err(ApiError::new(ErrorCode::Forbidden, "this address is not for agents' tokens")) }
+    }
+}
+
+/// A person or an agent that manages or analyses a project.
+#[derive(Clone, Debug)]
+pub(crate) struct Agent(pub(crate) Caller);
+
+impl<S: Send + Sync> FromRequestParts<S> for Agent {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Self::Rejection> {
+        let caller = parts.extensions.get::<Caller>().cloned().ok_or_else(|| ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent"))?;
+        if caller.kind == TokenKind::Sandbox {
+            return Err(ApiError::new(ErrorCode::Forbidden, "this address is not for sandboxes"));
+        }
+        Ok(Self(caller))
+    }
+}
+
+/// How long somebody waits who shows a token that is not good.
+const PENALTY: Duration = Duration::from_millis(300);
+/// So many wait at once; more are refused at once with 429, and learn nothing.
+static WAITING: Semaphore = Semaphore::const_new(32);
+
+/// Finds out who calls, and refuses whoever shows no good token.
+pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut request: Request, next: Next) -> Response {
+    let offered = match auth::offered(request.headers()) {
+        Ok(offered) => hash(offered),
+        Err(error) => return error.into_response(),
+    };
+    match orchestrator.db.authenticate(&offered).await {
+        Ok(Some(found)) => {
+            request.extensions_mut().insert(Caller::from(found));
+            next.run(request).await
+        }
+        Ok(None) => refused().await.into_response(),
+        Err(error) => error.into_response(),
+    }
+}
+
+/// The refusal of a token, slow enough that guessing leads nowhere. Good tokens never wait.
+pub(crate) async fn refused() -> ApiError {
+    metrics::counter!("cynode_refused_tokens_total").increment(1);
+    let Ok(_waiting) = WAITING.try_acquire() else {
+        return ApiError::new(ErrorCode::TooManyAttempts, "too many tokens that are not good are being tried");
+    };
+    tokio::time::sleep(PENALTY).await;
+    ApiError::new(ErrorCode::Unauthorized, "the token is not valid here")
+}
+
+pub(crate) fn hash(token: &str) -> [u8; 32] {
+    Sha256::digest(token.as_bytes()).into()
+}

@@ -1,0 +1,120 @@
+//! The orchestrator's configuration: section `[orchestrator]`.
+
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+};
+
+use cynode_service::{ConfigError, config};
+use serde::Deserialize;
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    #[serde(skip)]
+    pub state_dir: PathBuf,
+    /// The user API.
+    pub listen: SocketAddr,
+    /// The control plane, for nodes.
+    pub control_listen: SocketAddr,
+    pub tls: TlsFiles,
+    pub insecure_listen: bool,
+    /// Any PostgreSQL; `DATABASE_URL` in the environment is the same.
+    pub database_url: Option<String>,
+    pub database_connections: u32,
+    /// The key that all orchestrators of one database share; made when it is not there.
+    pub key_file: Option<PathBuf>,
+    /// A file with a key by which nodes may register, again and again. `up` makes one for its own worker.
+    pub registration_key_file: Option<PathBuf>,
+    /// What `image_ref: "default"` means while no setting says otherwise.
+    pub default_image: String,
+    /// Images that the system brings: allowed when a node has them.
+    pub seed_images: Vec<String>,
+    /// A node that was silent for so long is given up, and its work with it.
+    pub node_lost_after: u64,
+    pub heartbeat_seconds: u64,
+    /// How often nodes' tokens are changed.
+    pub rotate_tokens_hours: u32,
+    /// How long events can be read.
+    pub event_days: u32,
+    /// Where artifacts are: a directory below the state directory, or `s3://bucket/prefix`.
+    pub artifact_store: Option<String>,
+}
+
+/// Certificate chain and key, as PEM files.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TlsFiles {
+    pub cert: Option<PathBuf>,
+    pub key: Option<PathBuf>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            state_dir: PathBuf::new(),
+            listen: SocketAddr::from(([127, 0, 0, 1], 12_080)),
+            control_listen: SocketAddr::from(([127, 0, 0, 1], 12_082)),
+            tls: TlsFiles::default(),
+            insecure_listen: false,
+            database_url: None,
+            database_connections: 20,
+            key_file: None,
+            registration_key_file: None,
+            default_image: DEFAULT_IMAGE.to_owned(),
+            seed_images: vec![DEFAULT_IMAGE.to_owned()],
+            node_lost_after: 900,
+            heartbeat_seconds: 5,
+            rotate_tokens_hours: 24,
+            event_days: 30,
+            artifact_store: None,
+        }
+    }
+}
+
+/// The image that `make up` builds.
+const DEFAULT_IMAGE: &str = "localhost/cynode/sba-runner:latest";
+
+impl Config {
+    /// Reads the file, then `CYNODE_ORCHESTRATOR_*`, then the flags.
+    pub fn load(
+        file: Option<&Path>,
+        state_dir: &Path,
+        environment: impl IntoIterator<Item = (String, String)>,
+        flags: impl IntoIterator<Item = (String, String)>,
+    ) -> Result<Self, ConfigError> {
+        let mut url = None;
+        let environment: Vec<_> = environment
+            .into_iter()
+            .inspect(|(name, value)| {
+                if name == "DATABASE_URL" && !value.is_empty() {
+                    url = Some(value.clone());
+                }
+            })
+            .collect();
+        let mut config: Self = config::load(file, "orchestrator", environment, flags)?;
+        config.database_url = config.database_url.or(url);
+        state_dir.clone_into(&mut config.state_dir);
+        for (key, value, range) in [
+            ("heartbeat_seconds", config.heartbeat_seconds, 1..=300),
+            ("node_lost_after", config.node_lost_after, 1..=604_800),
+            ("database_connections", config.database_connections.into(), 2..=1_000),
+        ] {
+            if !range.contains(&value) {
+                let message = format!("must lie between {} and {}", range.start(), range.end());
+                return Err(ConfigError::Value { key: format!("orchestrator.{key}"), message });
+            }
+        }
+        Ok(config)
+    }
+
+    #[must_use]
+    pub fn key_file(&self) -> PathBuf {
+        self.key_file.clone().unwrap_or_else(|| self.state_dir.join("orchestrator.key"))
+    }
+
+    /// A node that was silent for so long gets no new work.
+    pub(crate) fn unreachable_after(&self) -> f64 {
+        f64::from(u32::try_from(self.heartbeat_seconds).unwrap_or(u32::MAX)) * 3.0
+    }
+}

@@ -1,0 +1,128 @@
+//! Events: written in the transaction of what they tell, numbered without gaps, read in order.
+
+use cynode_api::{ErrorCode, Event, JobId, ProjectId, SessionId, TaskId};
+use cynode_service::ApiError;
+use sqlx::{PgConnection, Row as _, postgres::PgRow};
+use uuid::Uuid;
+
+use super::{Db, problem};
+
+/// What wakes readers and reconcilers on every orchestrator. Who misses it looks by a timer.
+pub(crate) const CHANNEL: &str = "cynode_events";
+
+#[derive(Clone, Debug)]
+pub(crate) struct NewEvent {
+    pub(crate) kind: &'static str,
+    pub(crate) task_id: TaskId,
+    pub(crate) job_id: Option<JobId>,
+    pub(crate) session_id: Option<SessionId>,
+    pub(crate) state: String,
+    pub(crate) result_ref: Option<String>,
+}
+
+/// Whose events a reader may have.
+#[derive(Clone, Debug)]
+pub(crate) struct Readable {
+    /// Everything.
+    pub(crate) all: bool,
+    /// What belongs to this user or to the user's projects.
+    pub(crate) owner: Option<Uuid>,
+    pub(crate) project_id: Option<ProjectId>,
+    pub(crate) task_ids: Vec<TaskId>,
+    /// Of these only this task's.
+    pub(crate) only_task: Option<TaskId>,
+}
+
+fn event(row: &PgRow) -> Result<Event, sqlx::Error> {
+    Ok(Event {
+        cursor: row.try_get("cursor")?,
+        at: row.try_get("at")?,
+        kind: row.try_get("type")?,
+        project_id: row.try_get::<Option<Uuid>, _>("project_id")?.map(ProjectId::from_uuid),
+        task_id: TaskId::from_uuid(row.try_get("task_id")?),
+        job_id: row.try_get::<Option<Uuid>, _>("job_id")?.map(JobId::from_uuid),
+        session_id: row.try_get::<Option<Uuid>, _>("session_id")?.map(SessionId::from_uuid),
+        state: row.try_get("state")?,
+        result_ref: row.try_get("result_ref")?,
+    })
+}
+
+/// Adds an event. Comes last in its transaction: until the commit nobody else can add one.
+pub(super) async fn add(connection: &mut PgConnection, new: &NewEvent) -> Result<(), ApiError> {
+    sqlx::query(
+        "with head as (update event_head set last = last + 1 returning last)
+         insert into events (cursor, type, project_id, task_id, job_id, session_id, state, result_ref)
+         select head.last, $1, (select project_id from tasks where id = $2), $2, $3, $4, $5, $6 from head",
+    )
+    .bind(new.kind)
+    .bind(new.task_id.as_uuid())
+    .bind(new.job_id.map(|id| *id.as_uuid()))
+    .bind(new.session_id.map(|id| *id.as_uuid()))
+    .bind(&new.state)
+    .bind(&new.result_ref)
+    .execute(&mut *connection)
+    .await
+    .map_err(problem)?;
+    sqlx::query("select pg_notify($1, '')").bind(CHANNEL).execute(connection).await.map(drop).map_err(problem)
+}
+
+impl Db {
+    /// The events after a cursor, and the cursor to go on from. One that is too old is refused: something was missed.
+    pub(crate) async fn events(&self, readable: &Readable, after: i64, limit: u32) -> Result<(Vec<Event>, i64), ApiError> {
+        let head = sqlx::query("select last, expired from event_head").fetch_one(&self.pool).await.map_err(problem)?;
+        let (last, expired): (i64, i64) = (head.try_get("last").map_err(problem)?, head.try_get("expired").map_err(problem)?);
+        if after < expired {
+            return Err(ApiError::new(ErrorCode::CursorExpired, format!("events up to {expired} are no longer kept")));
+        }
+        if after > last {
+            return Err(ApiError::invalid(format!("after: {after} lies beyond the newest event, {last}")));
+        }
+        let tasks: Vec<Uuid> = readable.task_ids.iter().map(|id| *id.as_uuid()).collect();
+        let rows = sqlx::query(
+            "select e.* from events e where e.cursor > $1 and e.cursor <= $2
+               and ($3 or e.project_id = $4 or e.task_id = any($5)
+                    or exists (select from tasks t left join projects p on p.id = t.project_id
+                               where t.id = e.task_id and (t.owner_id = $6 or p.owner_id = $6)))
+               and ($7::uuid is null or e.task_id = $7)
+             order by e.cursor limit $8",
+        )
+        .bind(after)
+        .bind(last)
+        .bind(readable.all)
+        .bind(readable.project_id.map(|id| *id.as_uuid()))
+        .bind(tasks)
+        .bind(readable.owner)
+        .bind(readable.only_task.map(|id| *id.as_uuid()))
+        .bind(i64::from(limit))
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        let items = rows.iter().map(event).collect::<Result<Vec<_>, _>>().map_err(problem)?;
+        // What others may read lies between: it need not be looked through again.
+        let next = if items.len() < limit as usize { last } else { items.last().map_or(after, |event| event.cursor) };
+        Ok((items, next))
+    }
+
+    /// Forgets events that are older than so many days.
+    pub(crate) async fn expire_events(&self, days: u32) -> Result<u64, ApiError> {
+        let mut transaction = self.begin().await?;
+        let deleted: i64 = sqlx::query_scalar(
+            "with gone as (delete from events where at < now() - make_interval(days => $1) returning cursor),
+                  mark as (update event_head set expired = greatest(expired, (select coalesce(max(cursor), 0) from gone)) returning 1)
+             select count(*) from gone",
+        )
+        .bind(i32::try_from(days).unwrap_or(i32::MAX))
+        .fetch_one(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        super::commit(transaction).await?;
+        Ok(u64::try_from(deleted).unwrap_or(0))
+    }
+
+    /// Waits for the next event, by notification; ends also when that can't be had any more.
+    pub(crate) async fn listener(&self) -> Result<sqlx::postgres::PgListener, ApiError> {
+        let mut listener = sqlx::postgres::PgListener::connect_with(&self.pool).await.map_err(problem)?;
+        listener.listen(CHANNEL).await.map_err(problem)?;
+        Ok(listener)
+    }
+}

@@ -1,0 +1,274 @@
+//! Users, groups and tokens.
+
+use cynode_api::{ErrorCode, Group, GroupId, JobId, Page, ProjectId, SessionId, TaskId, Token, TokenId, TokenKind, User, UserId};
+use cynode_service::ApiError;
+use sqlx::{Row as _, postgres::PgRow};
+use time::OffsetDateTime;
+use uuid::Uuid;
+
+use super::{Db, page, problem};
+use crate::caller::Scope;
+
+/// Whom a token speaks for.
+#[derive(Clone, Debug)]
+pub(crate) struct Authenticated {
+    pub(crate) kind: TokenKind,
+    pub(crate) user_id: UserId,
+    pub(crate) user_name: String,
+    pub(crate) is_admin: bool,
+    pub(crate) project_id: Option<ProjectId>,
+    pub(crate) task_ids: Vec<TaskId>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct NewToken {
+    pub(crate) id: TokenId,
+    pub(crate) hash: [u8; 32],
+    pub(crate) kind: TokenKind,
+    pub(crate) user_id: UserId,
+    pub(crate) project_id: Option<ProjectId>,
+    pub(crate) task_ids: Vec<TaskId>,
+    pub(crate) job_id: Option<JobId>,
+    pub(crate) session_id: Option<SessionId>,
+    pub(crate) created_by: String,
+    pub(crate) expires_at: OffsetDateTime,
+}
+
+fn user(row: &PgRow) -> Result<User, sqlx::Error> {
+    Ok(User {
+        id: UserId::from_uuid(row.try_get("id")?),
+        name: row.try_get("name")?,
+        is_admin: row.try_get("is_admin")?,
+        created_by: row.try_get("created_by")?,
+        created_at: row.try_get("created_at")?,
+    })
+}
+
+fn token(row: &PgRow) -> Result<Token, sqlx::Error> {
+    Ok(Token {
+        id: TokenId::from_uuid(row.try_get("id")?),
+        kind: kind(row)?,
+        user: row.try_get("user_name")?,
+        project_id: row.try_get::<Option<Uuid>, _>("project_id")?.map(ProjectId::from_uuid),
+        task_ids: tasks(row)?,
+        job_id: row.try_get::<Option<Uuid>, _>("job_id")?.map(JobId::from_uuid),
+        session_id: row.try_get::<Option<Uuid>, _>("session_id")?.map(SessionId::from_uuid),
+        created_by: row.try_get("created_by")?,
+        created_at: row.try_get("created_at")?,
+        expires_at: row.try_get("expires_at")?,
+        revoked_at: row.try_get("revoked_at")?,
+    })
+}
+
+fn kind(row: &PgRow) -> Result<TokenKind, sqlx::Error> {
+    row.try_get::<String, _>("kind")?.parse().map_err(|error: String| sqlx::Error::Decode(error.into()))
+}
+
+fn tasks(row: &PgRow) -> Result<Vec<TaskId>, sqlx::Error> {
+    Ok(row.try_get::<Vec<Uuid>, _>("task_ids")?.into_iter().map(TaskId::from_uuid).collect())
+}
+
+impl Db {
+    /// Asked at every call: a token that was revoked a moment ago is good no more.
+    pub(crate) async fn authenticate(&self, hash: &[u8; 32]) -> Result<Option<Authenticated>, ApiError> {
+        let row = sqlx::query(
+            "select t.id, t.kind, t.user_id, u.name as user_name, u.is_admin, t.project_id, t.task_ids
+             from api_tokens t join users u on u.id = t.user_id
+             where t.hash = $1 and t.revoked_at is null and t.expires_at > now()",
+        )
+        .bind(hash.as_slice())
+        .fetch_optional(&self.pool)
+        .await
+        .map_err(problem)?;
+        row.map(|row| {
+            Ok(Authenticated {
+                kind: kind(&row)?,
+                user_id: UserId::from_uuid(row.try_get("user_id")?),
+                user_name: row.try_get("user_name")?,
+                is_admin: row.try_get("is_admin")?,
+                project_id: row.try_get::<Option<Uuid>, _>("project_id")?.map(ProjectId::from_uuid),
+                task_ids: tasks(&row)?,
+            })
+        })
+        .transpose()
+        .map_err(problem)
+    }
+
+    /// Makes the first user and the token that is on disk good for it. Other tokens that were made so are good no more.
+    pub(crate) async fn ensure_admin(&self, name: &str, hash: &[u8; 32], expires_at: OffsetDateTime) -> Result<(), ApiError> {
+        let mut transaction = self.begin().await?;
+        let user_id: Uuid = sqlx::query_scalar(
+            "insert into users (id, name, is_admin, created_by) values ($1, $2, true, 'system')
+             on conflict (name) do update set is_admin = true returning id",
+        )
+        .bind(Uuid::now_v7())
+        .bind(name)
+        .fetch_one(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        sqlx::query("update api_tokens set revoked_at = now() where user_id = $1 and created_by = 'system' and hash <> $2 and revoked_at is null")
+            .bind(user_id)
+            .bind(hash.as_slice())
+            .execute(&mut *transaction)
+            .await
+            .map_err(problem)?;
+        sqlx::query(
+            "insert into api_tokens (id, hash, kind, user_id, created_by, expires_at) values ($1, $2, 'user', $3, 'system', $4)
+             on conflict (hash) do update set expires_at = excluded.expires_at, revoked_at = null",
+        )
+        .bind(Uuid::now_v7())
+        .bind(hash.as_slice())
+        .bind(user_id)
+        .bind(expires_at)
+        .execute(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        super::commit(transaction).await
+    }
+
+    pub(crate) async fn insert_token(&self, new: &NewToken) -> Result<(), ApiError> {
+        let tasks: Vec<Uuid> = new.task_ids.iter().map(|id| *id.as_uuid()).collect();
+        sqlx::query(
+            "insert into api_tokens (id, hash, kind, user_id, project_id, task_ids, job_id, session_id, created_by, expires_at)
+             values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)",
+        )
+        .bind(new.id.as_uuid())
+        .bind(new.hash.as_slice())
+        .bind(new.kind.as_str())
+        .bind(new.user_id.as_uuid())
+        .bind(new.project_id.map(|id| *id.as_uuid()))
+        .bind(tasks)
+        .bind(new.job_id.map(|id| *id.as_uuid()))
+        .bind(new.session_id.map(|id| *id.as_uuid()))
+        .bind(&new.created_by)
+        .bind(new.expires_at)
+        .execute(&self.pool)
+        .await
+        .map(drop)
+        .map_err(problem)
+    }
+
+    pub(crate) async fn list_tokens(&self, scope: &Scope, after: Option<Uuid>, limit: u32) -> Result<Page<Token>, ApiError> {
+        let rows = sqlx::query(
+            "select t.*, u.name as user_name from api_tokens t join users u on u.id = t.user_id
+             where ($1 or t.user_id = $2) and ($3::uuid is null or t.id > $3) order by t.id limit $4",
+        )
+        .bind(scope.is_admin)
+        .bind(scope.user_id.as_uuid())
+        .bind(after)
+        .bind(i64::from(limit) + 1)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        let items = rows.iter().map(token).collect::<Result<Vec<_>, _>>().map_err(problem)?;
+        Ok(page(items, limit, |token| token.id.to_string()))
+    }
+
+    pub(crate) async fn token(&self, scope: &Scope, id: TokenId) -> Result<Token, ApiError> {
+        let row = sqlx::query("select t.*, u.name as user_name from api_tokens t join users u on u.id = t.user_id where t.id = $1 and ($2 or t.user_id = $3)")
+            .bind(id.as_uuid())
+            .bind(scope.is_admin)
+            .bind(scope.user_id.as_uuid())
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
+        row.as_ref().map(token).transpose().map_err(problem)?.ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no token {id}")))
+    }
+
+    /// Revoking twice changes nothing.
+    pub(crate) async fn revoke_token(&self, scope: &Scope, id: TokenId) -> Result<(), ApiError> {
+        let revoked = sqlx::query("update api_tokens set revoked_at = coalesce(revoked_at, now()) where id = $1 and ($2 or user_id = $3)")
+            .bind(id.as_uuid())
+            .bind(scope.is_admin)
+            .bind(scope.user_id.as_uuid())
+            .execute(&self.pool)
+            .await
+            .map_err(problem)?;
+        if revoked.rows_affected() == 0 {
+            return Err(ApiError::new(ErrorCode::NotFound, format!("there is no token {id}")));
+        }
+        Ok(())
+    }
+
+    pub(crate) async fn insert_user(&self, id: UserId, name: &str, is_admin: bool, created_by: &str) -> Result<User, ApiError> {
+        let row = sqlx::query("insert into users (id, name, is_admin, created_by) values ($1, $2, $3, $4) returning *")
+            .bind(id.as_uuid())
+            .bind(name)
+            .bind(is_admin)
+            .bind(created_by)
+            .fetch_one(&self.pool)
+            .await
+            .map_err(problem)?;
+        user(&row).map_err(problem)
+    }
+
+    /// By name or id.
+    pub(crate) async fn user(&self, name: &str) -> Result<Option<User>, ApiError> {
+        let row = sqlx::query("select * from users where name = $1 or id::text = lower($1)").bind(name).fetch_optional(&self.pool).await.map_err(problem)?;
+        row.as_ref().map(user).transpose().map_err(problem)
+    }
+
+    /// Administrators see all, others themselves.
+    pub(crate) async fn list_users(&self, scope: &Scope, after: Option<Uuid>, limit: u32) -> Result<Page<User>, ApiError> {
+        let rows = sqlx::query("select * from users where ($1 or id = $2) and ($3::uuid is null or id > $3) order by id limit $4")
+            .bind(scope.is_admin)
+            .bind(scope.user_id.as_uuid())
+            .bind(after)
+            .bind(i64::from(limit) + 1)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+        let items = rows.iter().map(user).collect::<Result<Vec<_>, _>>().map_err(problem)?;
+        Ok(page(items, limit, |user| user.id.to_string()))
+    }
+
+    pub(crate) async fn insert_group(&self, id: GroupId, name: &str, members: &[UserId], created_by: &str) -> Result<(), ApiError> {
+        let mut transaction = self.begin().await?;
+        sqlx::query("insert into groups (id, name, created_by) values ($1, $2, $3)")
+            .bind(id.as_uuid())
+            .bind(name)
+            .bind(created_by)
+            .execute(&mut *transaction)
+            .await
+            .map_err(problem)?;
+        for member in members {
+            sqlx::query("insert into group_members (group_id, user_id) values ($1, $2) on conflict do nothing")
+                .bind(id.as_uuid())
+                .bind(member.as_uuid())
+                .execute(&mut *transaction)
+                .await
+                .map_err(problem)?;
+        }
+        super::commit(transaction).await
+    }
+
+    /// Administrators see all, others those they are in.
+    pub(crate) async fn list_groups(&self, scope: &Scope, only: Option<GroupId>, after: Option<Uuid>, limit: u32) -> Result<Page<Group>, ApiError> {
+        let rows = sqlx::query(
+            "select g.*, coalesce(array_agg(u.name order by u.name) filter (where u.id is not null), '{}') as members
+             from groups g left join group_members m on m.group_id = g.id left join users u on u.id = m.user_id
+             where ($1 or exists (select from group_members own where own.group_id = g.id and own.user_id = $2))
+               and ($3::uuid is null or g.id = $3) and ($4::uuid is null or g.id > $4)
+             group by g.id order by g.id limit $5",
+        )
+        .bind(scope.is_admin)
+        .bind(scope.user_id.as_uuid())
+        .bind(only.map(|id| *id.as_uuid()))
+        .bind(after)
+        .bind(i64::from(limit) + 1)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        let group = |row: &PgRow| -> Result<Group, sqlx::Error> {
+            Ok(Group {
+                id: GroupId::from_uuid(row.try_get("id")?),
+                name: row.try_get("name")?,
+                members: row.try_get("members")?,
+                created_by: row.try_get("created_by")?,
+                created_at: row.try_get("created_at")?,
+            })
+        };
+        let items = rows.iter().map(group).collect::<Result<Vec<_>, _>>().map_err(problem)?;
+        Ok(page(items, limit, |group| group.id.to_string()))
+    }
+}

@@ -1,0 +1,296 @@
+//! The spec's image tables: which images there are, which of their versions may be used, which node has them.
+
+use std::collections::BTreeMap;
+
+use cynode_api::{ErrorCode, Image, ImageId, ImagePatch, ImageVersion, ImageVersionId, LABEL_AGENT_COMPATIBLE, LABEL_PURPOSE, LocalImage, NodeId, Page};
+use cynode_service::ApiError;
+use serde_json::{Map, Value, json};
+use sqlx::{PgConnection, Row as _, postgres::PgRow};
+use uuid::Uuid;
+
+use super::{Db, page, problem};
+
+/// The version of an image that a request gets.
+#[derive(Clone, Debug)]
+pub(crate) struct Chosen {
+    pub(crate) version_id: ImageVersionId,
+    pub(crate) image_ref: String,
+    pub(crate) image_digest: Option<String>,
+    pub(crate) agent_compatible: bool,
+}
+
+fn version(row: &PgRow) -> Result<ImageVersion, sqlx::Error> {
+    let capabilities: Value = row.try_get("capabilities")?;
+    let nodes: Value = row.try_get("nodes")?;
+    Ok(ImageVersion {
+        id: ImageVersionId::from_uuid(row.try_get("id")?),
+        version: row.try_get("version")?,
+        image_ref: row.try_get("image_ref")?,
+        image_digest: row.try_get("image_digest")?,
+        capabilities: if let Value::Object(map) = capabilities { map } else { Map::new() },
+        is_allowed: row.try_get("is_allowed")?,
+        nodes: serde_json::from_value::<BTreeMap<String, String>>(nodes).unwrap_or_default(),
+    })
+}
+
+/// What an image's labels say about it.
+pub(crate) fn capabilities(labels: &BTreeMap<String, String>) -> Map<String, Value> {
+    let mut found = Map::new();
+    found.insert("agent_compatible".to_owned(), json!(labels.get(LABEL_AGENT_COMPATIBLE).is_some_and(|value| value == "true")));
+    if let Some(purpose) = labels.get(LABEL_PURPOSE) {
+        let tokens: Vec<&str> = purpose.split([',', ' ']).filter(|token| !token.is_empty()).collect();
+        found.insert("purpose".to_owned(), json!(tokens));
+    }
+    found
+}
+
+/// An image as it is added.
+#[derive(Clone, Debug)]
+pub(crate) struct NewImage<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) description: Option<&'a str>,
+    pub(crate) version: &'a str,
+    pub(crate) image_ref: &'a str,
+    pub(crate) image_digest: Option<&'a str>,
+    pub(crate) capabilities: Map<String, Value>,
+    pub(crate) is_allowed: bool,
+    pub(crate) by: &'a str,
+}
+
+async fn insert(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<ImageId, ApiError> {
+    let image_id: Uuid = sqlx::query_scalar(
+        "insert into sandbox_images (id, name, description, updated_by) values ($1, $2, $3, $4)
+         on conflict (name) do update set updated_at = now(), updated_by = excluded.updated_by,
+             description = coalesce(excluded.description, sandbox_images.description) returning id",
+    )
+    .bind(Uuid::now_v7())
+    .bind(new.name)
+    .bind(new.description)
+    .bind(new.by)
+    .fetch_one(&mut *connection)
+    .await
+    .map_err(problem)?;
+    sqlx::query(
+        "insert into sandbox_image_versions (id, sandbox_image_id, version, image_ref, image_digest, capabilities, is_allowed)
+         values ($1, $2, $3, $4, $5, $6, $7)",
+    )
+    .bind(Uuid::now_v7())
+    .bind(image_id)
+    .bind(new.version)
+    .bind(new.image_ref)
+    .bind(new.image_digest)
+    .bind(Value::Object(new.capabilities.clone()))
+    .bind(new.is_allowed)
+    .execute(connection)
+    .await
+    .map_err(problem)?;
+    Ok(ImageId::from_uuid(image_id))
+}
+
+impl Db {
+    pub(crate) async fn insert_image(&self, new: &NewImage<'_>) -> Result<Image, ApiError> {
+        let mut transaction = self.begin().await?;
+        let id = insert(&mut transaction, new).await?;
+        super::commit(transaction).await?;
+        self.image(id).await
+    }
+
+    pub(crate) async fn image(&self, id: ImageId) -> Result<Image, ApiError> {
+        self.images(Some(id), None, 1).await?.items.pop().ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no image {id}")))
+    }
+
+    pub(crate) async fn images(&self, only: Option<ImageId>, after: Option<Uuid>, limit: u32) -> Result<Page<Image>, ApiError> {
+        let rows = sqlx::query("select * from sandbox_images where ($1::uuid is null or id = $1) and ($2::uuid is null or id > $2) order by id limit $3")
+            .bind(only.map(|id| *id.as_uuid()))
+            .bind(after)
+            .bind(i64::from(limit) + 1)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+        let mut items = Vec::with_capacity(rows.len());
+        for row in rows {
+            let id: Uuid = row.try_get("id").map_err(problem)?;
+            let versions = sqlx::query(
+                "select v.*, coalesce((select jsonb_object_agg(n.name, a.status) from node_sandbox_image_availability a join nodes n on n.id = a.node_id
+                                       where a.sandbox_image_version_id = v.id), '{}') as nodes
+                 from sandbox_image_versions v where v.sandbox_image_id = $1 order by v.id",
+            )
+            .bind(id)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+            let image = || -> Result<Image, sqlx::Error> {
+                Ok(Image {
+                    id: ImageId::from_uuid(id),
+                    name: row.try_get("name")?,
+                    description: row.try_get("description")?,
+                    versions: versions.iter().map(version).collect::<Result<_, _>>()?,
+                    created_at: row.try_get("created_at")?,
+                    updated_at: row.try_get("updated_at")?,
+                    updated_by: row.try_get("updated_by")?,
+                })
+            };
+            items.push(image().map_err(problem)?);
+        }
+        Ok(page(items, limit, |image| image.id.to_string()))
+    }
+
+    pub(crate) async fn patch_image(&self, id: ImageId, patch: &ImagePatch, by: &str) -> Result<Image, ApiError> {
+        let mut transaction = self.begin().await?;
+        let found = sqlx::query("update sandbox_images set description = coalesce($2, description), updated_at = now(), updated_by = $3 where id = $1")
+            .bind(id.as_uuid())
+            .bind(&patch.description)
+            .bind(by)
+            .execute(&mut *transaction)
+            .await
+            .map_err(problem)?;
+        if found.rows_affected() == 0 {
+            return Err(ApiError::new(ErrorCode::NotFound, format!("there is no image {id}")));
+        }
+        if patch.is_allowed.is_some() || patch.image_version.is_some() {
+            let changed = sqlx::query(
+                "update sandbox_image_versions set is_allowed = coalesce($2, is_allowed), updated_at = now()
+                 where sandbox_image_id = $1 and ($3::text is null or version = $3)",
+            )
+            .bind(id.as_uuid())
+            .bind(patch.is_allowed)
+            .bind(&patch.image_version)
+            .execute(&mut *transaction)
+            .await
+            .map_err(problem)?;
+            if changed.rows_affected() == 0 {
+                return Err(ApiError::new(ErrorCode::NotFound, "the image has no such version"));
+            }
+        }
+        super::commit(transaction).await?;
+        self.image(id).await
+    }
+
+    /// The allowed version that a reference names: by its own reference, or by the image's name with or without its version.
+    /// Of several the newest.
+    pub(crate) async fn allowed_image(&self, reference: &str) -> Result<Option<Chosen>, ApiError> {
+        let row = sqlx::query(
+            "select v.id, v.image_ref, v.image_digest, coalesce((v.capabilities->>'agent_compatible')::boolean, false) as agent_compatible
+             from sandbox_image_versions v join sandbox_images i on i.id = v.sandbox_image_id
+             where v.is_allowed and (v.image_ref = $1 or i.name = $1 or i.name || ':' || v.version = $1)
+             order by v.image_ref = $1 desc, v.created_at desc limit 1",
+        )
+        .bind(reference)
+        .fetch_optional(&self.pool)
+        .await
+        .map_err(problem)?;
+        let chosen = |row: PgRow| -> Result<Chosen, sqlx::Error> {
+            Ok(Chosen {
+                version_id: ImageVersionId::from_uuid(row.try_get("id")?),
+                image_ref: row.try_get("image_ref")?,
+                image_digest: row.try_get("image_digest")?,
+                agent_compatible: row.try_get("agent_compatible")?,
+            })
+        };
+        row.map(chosen).transpose().map_err(problem)
+    }
+
+    /// Writes down what a node has. Images that the system itself brings (`seeded`) become allowed versions, and follow what is
+    /// loaded; others only gain what was not known about them.
+    pub(crate) async fn report_images(&self, node_id: NodeId, images: &[LocalImage], seeded: &[String]) -> Result<(), ApiError> {
+        let mut transaction = self.begin().await?;
+        for image in images {
+            if seeded.contains(&image.reference) {
+                let known: Option<Uuid> = sqlx::query_scalar("select id from sandbox_image_versions where image_ref = $1")
+                    .bind(&image.reference)
+                    .fetch_optional(&mut *transaction)
+                    .await
+                    .map_err(problem)?;
+                if known.is_none() {
+                    let (name, tag) = name_and_tag(&image.reference);
+                    let new = NewImage {
+                        name: &name,
+                        description: Some("comes with CyNode"),
+                        version: &tag,
+                        image_ref: &image.reference,
+                        image_digest: Some(&image.digest),
+                        capabilities: capabilities(&image.labels),
+                        is_allowed: true,
+                        by: "system",
+                    };
+                    insert(&mut transaction, &new).await?;
+                }
+            }
+            let is_seeded = seeded.contains(&image.reference);
+            sqlx::query(
+                "update sandbox_image_versions set image_digest = case when $4 then $2 else coalesce(image_digest, $2) end,
+                     capabilities = $3 || capabilities, updated_at = now()
+                 where image_ref = $1 and (image_digest is null or not capabilities ? 'agent_compatible' or ($4 and image_digest <> $2))",
+            )
+            .bind(&image.reference)
+            .bind(&image.digest)
+            .bind(Value::Object(capabilities(&image.labels)))
+            .bind(is_seeded)
+            .execute(&mut *transaction)
+            .await
+            .map_err(problem)?;
+        }
+        let references: Vec<&str> = images.iter().map(|image| image.reference.as_str()).collect();
+        let digests: Vec<&str> = images.iter().map(|image| image.digest.as_str()).collect();
+        sqlx::query(
+            "insert into node_sandbox_image_availability (id, node_id, sandbox_image_version_id, status, details)
+             select gen_random_uuid(), $1, v.id, case when v.image_digest is null or v.image_digest = have.digest then 'available' else 'evicted' end,
+                    jsonb_build_object('digest', have.digest)
+             from unnest($2::text[], $3::text[]) as have (reference, digest) join sandbox_image_versions v on v.image_ref = have.reference
+             on conflict (node_id, sandbox_image_version_id) do update set status = excluded.status, details = excluded.details, last_checked_at = now()",
+        )
+        .bind(node_id.as_uuid())
+        .bind(&references)
+        .bind(&digests)
+        .execute(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        sqlx::query(
+            "update node_sandbox_image_availability a set status = 'evicted', last_checked_at = now()
+             from sandbox_image_versions v where v.id = a.sandbox_image_version_id and a.node_id = $1 and not v.image_ref = any($2)",
+        )
+        .bind(node_id.as_uuid())
+        .bind(&references)
+        .execute(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        super::commit(transaction).await
+    }
+
+    /// The nodes that have this version.
+    pub(crate) async fn nodes_with(&self, version: ImageVersionId) -> Result<Vec<NodeId>, ApiError> {
+        let ids: Vec<Uuid> =
+            sqlx::query_scalar("select node_id from node_sandbox_image_availability where sandbox_image_version_id = $1 and status = 'available'")
+                .bind(version.as_uuid())
+                .fetch_all(&self.pool)
+                .await
+                .map_err(problem)?;
+        Ok(ids.into_iter().map(NodeId::from_uuid).collect())
+    }
+}
+
+/// The last part of a reference's repository, and its tag.
+pub(crate) fn name_and_tag(reference: &str) -> (String, String) {
+    let without_digest = reference.split('@').next().unwrap_or(reference);
+    let last = without_digest.rsplit('/').next().unwrap_or(without_digest);
+    match last.split_once(':') {
+        Some((name, tag)) => (name.to_owned(), tag.to_owned()),
+        None => (last.to_owned(), "latest".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_references_name_and_tag_are_found() {
+        for (reference, name, tag) in [
+            ("localhost/cynode/sba-runner:latest", "sba-runner", "latest"),
+            ("localhost:5000/tools/python", "python", "latest"),
+            ("docker.io/library/python:3.12@sha256:ab", "python", "3.12"),
+        ] {
+            assert_eq!(name_and_tag(reference), (name.to_owned(), tag.to_owned()), "{reference}");
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! Jobs: who has them, how far they are, what came of them.
+
+use cynode_api::{ErrorCode, ImageVersionId, Job, JobCreate, JobId, JobRun, JobState, NodeId, Page, Retry, TaskId};
+use cynode_service::ApiError;
+use serde_json::Value;
+use sqlx::{Row as _, postgres::PgRow};
+use uuid::Uuid;
+
+use super::{Db, NewEvent, events, page, problem, stored, to_json};
+use crate::caller::Scope;
+
+#[derive(Clone, Debug)]
+pub(crate) struct JobRow {
+    pub(crate) job_id: JobId,
+    pub(crate) task_id: TaskId,
+    pub(crate) node_id: Option<NodeId>,
+    pub(crate) state: JobState,
+    pub(crate) body: Value,
+    pub(crate) request: JobRun,
+    pub(crate) retry: Retry,
+    pub(crate) stop_requested: bool,
+    pub(crate) acknowledged: bool,
+    pub(crate) object: Job,
+    pub(crate) late_result: Option<Value>,
+    pub(crate) output_sha256: Option<String>,
+    pub(crate) image_version_id: Option<ImageVersionId>,
+    pub(crate) created_by: String,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct NewJob<'a> {
+    pub(crate) body: &'a JobCreate,
+    pub(crate) request: &'a JobRun,
+    pub(crate) object: &'a Job,
+    pub(crate) retry: Retry,
+    pub(crate) image_version_id: ImageVersionId,
+    pub(crate) created_by: &'a str,
+}
+
+fn job(row: &PgRow) -> Result<JobRow, ApiError> {
+    let get = |name: &str| row.try_get::<Value, _>(name).map_err(problem);
+    let text = |name: &str| row.try_get::<String, _>(name).map_err(problem);
+    let flag = |name: &str| row.try_get::<bool, _>(name).map_err(problem);
+    let id = |name: &str| row.try_get::<Option<Uuid>, _>(name).map_err(problem);
+    Ok(JobRow {
+        job_id: JobId::from_uuid(row.try_get("job_id").map_err(problem)?),
+        task_id: TaskId::from_uuid(row.try_get("task_id").map_err(problem)?),
+        node_id: id("node_id")?.map(NodeId::from_uuid),
+        state: text("state")?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?,
+        body: get("body")?,
+        request: stored(get("request")?)?,
+        retry: stored(text("retry")?.into())?,
+        stop_requested: flag("stop_requested")?,
+        acknowledged: flag("acknowledged")?,
+        object: stored(get("object")?)?,
+        late_result: row.try_get("late_result").map_err(problem)?,
+        output_sha256: row.try_get("output_sha256").map_err(problem)?,
+        image_version_id: id("image_version_id")?.map(ImageVersionId::from_uuid),
+        created_by: text("created_by")?,
+    })
+}
+
+impl JobRow {
+    /// As callers see it.
+    pub(crate) fn into_object(self) -> Job {
+        Job { state: self.state, node_id: self.node_id, late_result: self.late_result, created_by: Some(self.created_by), ..self.object }
+    }
+}
+
+fn told(task_id: TaskId, job_id: JobId, state: JobState) -> NewEvent {
+    NewEvent {
+        kind: "job.state",
+        task_id,
+        job_id: Some(job_id),
+        session_id: None,
+        state: state.to_string(),
+        result_ref: state.is_final().then(|| format!("/v1/jobs/{job_id}")),
+    }
+}
+
+fn no_job(id: JobId) -> ApiError {
+    ApiError::new(ErrorCode::JobNotFound, format!("there is no job {id}"))
+}
+
+impl Db {
+    /// `None` when the id is taken.
+    pub(crate) async fn insert_job(&self, new: &NewJob<'_>, task: Option<&cynode_api::Task>, scope: &Scope) -> Result<Option<JobRow>, ApiError> {
+        let mut transaction = self.begin().await?;
+        if let Some(task) = task {
+            super::work::insert_task(&mut *transaction, task, scope).await?;
+        }
+        let row = sqlx::query(
+            "insert into jobs (job_id, task_id, state, body, request, retry, object, image_version_id, owner_id, created_by)
+             values ($1, $2, 'accepted', $3, $4, $5, $6, $7, $8, $9) on conflict do nothing returning *",
+        )
+        .bind(new.request.job_id.as_uuid())
+        .bind(new.request.task_id.as_uuid())
+        .bind(to_json(new.body))
+        .bind(to_json(new.request))
+        .bind(to_json(&new.retry).as_str().unwrap_or_default())
+        .bind(to_json(new.object))
+        .bind(new.image_version_id.as_uuid())
+        .bind(scope.user_id.as_uuid())
+        .bind(new.created_by)
+        .fetch_optional(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        let Some(row) = row else { return Ok(None) };
+        events::add(&mut transaction, &told(new.request.task_id, new.request.job_id, JobState::Accepted)).await?;
+        super::commit(transaction).await?;
+        job(&row).map(Some)
+    }
+
+    pub(crate) async fn job(&self, scope: &Scope, id: JobId) -> Result<JobRow, ApiError> {
+        let row = sqlx::query(concat!("select * from jobs j where job_id = $1 and ", visible_by_task!("j")))
+            .bind(id.as_uuid())
+            .bind(scope.is_admin)
+            .bind(scope.user_id.as_uuid())
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
+        row.as_ref().map(job).transpose()?.ok_or_else(|| no_job(id))
+    }
+
+    pub(crate) async fn any_job(&self, id: JobId) -> Result<Option<JobRow>, ApiError> {
+        let row = sqlx::query("select * from jobs where job_id = $1").bind(id.as_uuid()).fetch_optional(&self.pool).await.map_err(problem)?;
+        row.as_ref().map(job).transpose()
+    }
+
+    pub(crate) async fn list_jobs(
+        &self,
+        scope: &Scope,
+        state: Option<JobState>,
+        task_id: Option<TaskId>,
+        after: Option<Uuid>,
+        limit: u32,
+    ) -> Result<Page<Job>, ApiError> {
+        let rows = sqlx::query(concat!(
+            "select * from jobs j where ($1::uuid is null or j.job_id > $1) and ",
+            visible_by_task!("j"),
+            " and ($4::text is null or j.state = $4) and ($5::uuid is null or j.task_id = $5) order by j.job_id limit $6"
+        ))
+        .bind(after)
+        .bind(scope.is_admin)
+        .bind(scope.user_id.as_uuid())
+        .bind(state.map(JobState::as_str))
+        .bind(task_id.map(|id| *id.as_uuid()))
+        .bind(i64::from(limit) + 1)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        let items = rows.iter().map(|row| job(row).map(JobRow::into_object)).collect::<Result<Vec<_>, _>>()?;
+        Ok(page(items, limit, |job| job.job_id.to_string()))
+    }
+
+    /// Jobs that wait for something, for this orchestrator to bring forward. Nobody else does so before the lease has passed.
+    pub(crate) async fn lease_jobs(&self, count: i64) -> Result<Vec<JobRow>, ApiError> {
+        let rows = sqlx::query(
+            "update jobs set lease_until = now() + interval '30 seconds' where job_id in (
+                 select job_id from jobs where (state in ('accepted', 'in_progress') or not acknowledged) and lease_until < now()
+                 order by lease_until limit $1 for update skip locked)
+             returning *",
+        )
+        .bind(count)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        rows.iter().map(job).collect()
+    }
+
+    /// When it shall be looked at again.
+    pub(crate) async fn release_job(&self, id: JobId, seconds: f64) -> Result<(), ApiError> {
+        sqlx::query("update jobs set lease_until = now() + make_interval(secs => $2) where job_id = $1")
+            .bind(id.as_uuid())
+            .bind(seconds)
+            .execute(&self.pool)
+            .await
+            .map(drop)
+            .map_err(problem)
+    }
+
+    /// Gives a job to a node: durable before the node hears of it. False when it was given to one, or ended, meanwhile.
+    pub(crate) async fn assign_job(&self, id: JobId, node_id: NodeId) -> Result<bool, ApiError> {
+        let done = sqlx::query(
+            "update jobs set node_id = $2, attempt = attempt + 1, updated_at = now()
+             where job_id = $1 and node_id is null and state = 'accepted' and not stop_requested",
+        )
+        .bind(id.as_uuid())
+        .bind(node_id.as_uuid())
+        .execute(&self.pool)
+        .await
+        .map_err(problem)?;
+        Ok(done.rows_affected() == 1)
+    }
+
+    /// Takes a job back from a node that certainly does not have it, or, by its rule, from one that is lost.
+    pub(crate) async fn unassign_job(&self, id: JobId, from: NodeId) -> Result<bool, ApiError> {
+        let mut transaction = self.begin().await?;
+        let row = sqlx::query(
+            "update jobs j set node_id = null, state = 'accepted', updated_at = now(), lease_until = now()
+             from (select job_id, state from jobs where job_id = $1 for update) before
+             where j.job_id = before.job_id and j.node_id = $2 and before.state in ('accepted', 'in_progress') returning j.task_id, before.state",
+        )
+        .bind(id.as_uuid())
+        .bind(from.as_uuid())
+        .fetch_optional(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        let Some(row) = row else { return Ok(false) };
+        if row.try_get::<String, _>("state").map_err(problem)? == "in_progress" {
+            let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
+            events::add(&mut transaction, &told(task_id, id, JobState::Accepted)).await?;
+        }
+        super::commit(transaction).await?;
+        Ok(true)
+    }
+
+    /// Writes down how far a job is. Only forwards: what has ended stays as it ended. Says whether anything changed.
+    pub(crate) async fn advance_job(
+        &self,
+        id: JobId,
+        from: Option<NodeId>,
+        object: &Job,
+        output_sha256: Option<&str>,
+        acknowledged: bool,
+    ) -> Result<bool, ApiError> {
+        let mut transaction = self.begin().await?;
+        let row = sqlx::query(
+            "update jobs set state = $3, object = $4, output_sha256 = coalesce($5, output_sha256), acknowledged = $6, updated_at = now()
+             where job_id = $1 and node_id is not distinct from $2 and state in ('accepted', 'in_progress') and not (state = 'in_progress' and $3 = 'accepted')
+               and state <> $3
+             returning task_id",
+        )
+        .bind(id.as_uuid())
+        .bind(from.map(|id| *id.as_uuid()))
+        .bind(object.state.as_str())
+        .bind(to_json(object))
+        .bind(output_sha256)
+        .bind(acknowledged)
+        .fetch_optional(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        let Some(row) = row else { return Ok(false) };
+        let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
+        events::add(&mut transaction, &told(task_id, id, object.state)).await?;
+        super::commit(transaction).await?;
+        Ok(true)
+    }
+
+    pub(crate) async fn acknowledge_job(&self, id: JobId) -> Result<(), ApiError> {
+        sqlx::query("update jobs set acknowledged = true where job_id = $1").bind(id.as_uuid()).execute(&self.pool).await.map(drop).map_err(problem)
+    }
+
+    /// Keeps what a node said of a job that had been given up.
+    pub(crate) async fn keep_late_result(&self, id: JobId, result: &Value) -> Result<(), ApiError> {
+        sqlx::query("update jobs set late_result = coalesce(late_result, $2) where job_id = $1")
+            .bind(id.as_uuid())
+            .bind(result)
+            .execute(&self.pool)
+            .await
+            .map(drop)
+            .map_err(problem)
+    }
+
+    pub(crate) async fn ask_stop(&self, id: JobId) -> Result<(), ApiError> {
+        sqlx::query("update jobs set stop_requested = true, lease_until = least(lease_until, now()) where job_id = $1 and state in ('accepted', 'in_progress')")
+            .bind(id.as_uuid())
+            .execute(&self.pool)
+            .await
+            .map(drop)
+            .map_err(problem)
+    }
+
+    /// A node says that something happened to one of its jobs: it is looked at now.
+    pub(crate) async fn wake_job(&self, id: JobId, node_id: NodeId) -> Result<bool, ApiError> {
+        let woken = sqlx::query("update jobs set lease_until = now() where job_id = $1 and node_id = $2")
+            .bind(id.as_uuid())
+            .bind(node_id.as_uuid())
+            .execute(&self.pool)
+            .await
+            .map_err(problem)?;
+        Ok(woken.rows_affected() == 1)
+    }
+
+    /// Notes that a lost node may still have a job that goes elsewhere now.
+    pub(crate) async fn leave_behind(&self, id: JobId, node_id: NodeId) -> Result<(), ApiError> {
+        sqlx::query("insert into job_leftovers (job_id, node_id) values ($1, $2) on conflict do nothing")
+            .bind(id.as_uuid())
+            .bind(node_id.as_uuid())
+            .execute(&self.pool)
+            .await
+            .map(drop)
+            .map_err(problem)
+    }
+
+    /// What nodes that answer again were left with. Not what they were given once more.
+    pub(crate) async fn left_behind(&self, unreachable_after: f64) -> Result<Vec<(JobId, TaskId, NodeId)>, ApiError> {
+        let rows = sqlx::query(
+            "select l.job_id, j.task_id, l.node_id from job_leftovers l join jobs j on j.job_id = l.job_id join nodes n on n.id = l.node_id
+             where not n.is_lost and n.last_heartbeat_at > now() - make_interval(secs => $1) and j.node_id is distinct from l.node_id limit 100",
+        )
+        .bind(unreachable_after)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        rows.iter()
+            .map(|row| {
+                let id = |name: &str| row.try_get::<Uuid, _>(name).map_err(problem);
+                Ok((JobId::from_uuid(id("job_id")?), TaskId::from_uuid(id("task_id")?), NodeId::from_uuid(id("node_id")?)))
+            })
+            .collect()
+    }
+
+    pub(crate) async fn forget_left_behind(&self, id: JobId, node_id: NodeId) -> Result<(), ApiError> {
+        sqlx::query("delete from job_leftovers where job_id = $1 and node_id = $2")
+            .bind(id.as_uuid())
+            .bind(node_id.as_uuid())
+            .execute(&self.pool)
+            .await
+            .map(drop)
+            .map_err(problem)
+    }
+}

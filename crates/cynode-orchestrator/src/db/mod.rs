@@ -1,0 +1,151 @@
+//! PostgreSQL: where the truth is. Each file has the statements of one subject; nothing else in this crate speaks SQL.
+
+/// What a caller may know of: all as an administrator ($2), what belongs to the user ($3), and what belongs to the user's
+/// projects. For tables with `owner_id` and `project_id`.
+macro_rules! visible {
+    ($table:literal) => {
+        concat!("($2 or ", $table, ".owner_id = $3 or exists (select from projects own where own.id = ", $table, ".project_id and own.owner_id = $3))")
+    };
+}
+/// The same for tables with `owner_id` and `task_id`.
+macro_rules! visible_by_task {
+    ($table:literal) => {
+        concat!(
+            "($2 or ",
+            $table,
+            ".owner_id = $3 or exists (select from tasks own join projects p on p.id = own.project_id where own.id = ",
+            $table,
+            ".task_id and p.owner_id = $3))"
+        )
+    };
+}
+
+mod artifacts;
+mod events;
+mod identity;
+mod images;
+mod jobs;
+mod nodes;
+mod sessions;
+mod settings;
+mod work;
+
+use std::{borrow::Cow, str::FromStr as _, time::Duration};
+
+use cynode_api::ErrorCode;
+use cynode_service::ApiError;
+use sqlx::{
+    Connection as _, PgConnection, PgPool, Postgres, Transaction,
+    migrate::{Migration, MigrationType, Migrator},
+    postgres::{PgConnectOptions, PgPoolOptions},
+};
+
+pub(crate) use artifacts::NewArtifact;
+pub(crate) use events::{NewEvent, Readable};
+pub(crate) use identity::{Authenticated, NewToken};
+pub(crate) use images::{Chosen, NewImage, name_and_tag};
+pub(crate) use jobs::{JobRow, NewJob};
+pub(crate) use nodes::{NodeRow, Registration};
+pub(crate) use sessions::{NewSession, SessionRow};
+pub(crate) use settings::Of;
+
+/// In order; each is applied once.
+const MIGRATIONS: &[(i64, &str, &str)] = &[(1, "initial", include_str!("../../migrations/0001_initial.sql"))];
+
+/// How long a call waits for a free connection before it is refused.
+const ACQUIRE: Duration = Duration::from_secs(5);
+/// No statement of ours takes longer; one that does waits for a lock that will not come.
+const STATEMENT: &str = "30000";
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("the database can't be reached")]
+    Connect(#[source] sqlx::Error),
+    #[error("the database's address is not valid")]
+    Url(#[source] sqlx::Error),
+    #[error("bringing the database to this version failed")]
+    Migrate(#[source] sqlx::migrate::MigrateError),
+}
+
+/// A pool of connections. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Db {
+    pool: PgPool,
+}
+
+impl Db {
+    /// Connects and brings the tables to this version. Of several orchestrators one does it and the others wait.
+    pub(crate) async fn open(url: &str, connections: u32) -> Result<Self, Error> {
+        let options = PgConnectOptions::from_str(url)
+            .map_err(Error::Url)?
+            .application_name("cynode")
+            .options([("statement_timeout", STATEMENT), ("idle_in_transaction_session_timeout", STATEMENT)]);
+        let mut connection = PgConnection::connect_with(&options).await.map_err(Error::Connect)?;
+        migrate(&mut connection).await.map_err(Error::Migrate)?;
+        drop(connection.close().await);
+        // A lost connection is found out by the statement that fails, and the pool makes a new one: asking before each costs a
+        // round trip.
+        let pool = PgPoolOptions::new().max_connections(connections).min_connections(2).acquire_timeout(ACQUIRE).test_before_acquire(false);
+        Ok(Self { pool: pool.connect_lazy_with(options) })
+    }
+
+    pub(crate) async fn begin(&self) -> Result<Transaction<'static, Postgres>, ApiError> {
+        self.pool.begin().await.map_err(problem)
+    }
+
+    /// Whether it answers.
+    pub(crate) async fn ping(&self) -> Result<(), String> {
+        sqlx::query("select 1").execute(&self.pool).await.map(drop).map_err(|error| format!("the database does not answer: {error}"))
+    }
+}
+
+async fn migrate(connection: &mut PgConnection) -> Result<(), sqlx::migrate::MigrateError> {
+    let migrations: Vec<Migration> = MIGRATIONS
+        .iter()
+        .map(|(version, name, sql)| Migration::new(*version, Cow::Borrowed(*name), MigrationType::Simple, sqlx::SqlStr::from_static(sql), false))
+        .collect();
+    Migrator::with_migrations(migrations).run_direct(None, connection, false).await
+}
+
+/// Commits. When the answer does not come, nobody knows whether it was: the caller is told to ask again.
+pub(crate) async fn commit(transaction: Transaction<'static, Postgres>) -> Result<(), ApiError> {
+    transaction.commit().await.map_err(problem)
+}
+
+/// A failure of the database as callers are told of it.
+pub(crate) fn problem(error: sqlx::Error) -> ApiError {
+    match &error {
+        sqlx::Error::RowNotFound => ApiError::new(ErrorCode::NotFound, "there is no such thing"),
+        sqlx::Error::Database(database) if database.is_foreign_key_violation() => ApiError::invalid("it names something that does not exist"),
+        sqlx::Error::Database(database) if database.is_unique_violation() => ApiError::new(ErrorCode::AlreadyExists, "that name or id is taken"),
+        // A server that stops or starts says so in these classes.
+        sqlx::Error::Database(database) if !database.code().is_some_and(|code| ["57", "53", "08", "40"].iter().any(|class| code.starts_with(class))) => {
+            tracing::error!(error = %error, "A statement failed.");
+            ApiError::new(ErrorCode::Internal, "a statement of the database failed")
+        }
+        _ => {
+            tracing::warn!(error = %error, "The database can't be used.");
+            ApiError::new(ErrorCode::StoreUnavailable, "the database does not answer")
+        }
+    }
+}
+
+/// A value of a column that only we write.
+pub(crate) fn stored<T: serde::de::DeserializeOwned>(value: serde_json::Value) -> Result<T, ApiError> {
+    serde_json::from_value(value).map_err(|error| {
+        tracing::error!(%error, "What the database holds can't be read.");
+        ApiError::new(ErrorCode::Internal, "what the database holds can't be read")
+    })
+}
+
+pub(crate) fn to_json(value: &impl serde::Serialize) -> serde_json::Value {
+    serde_json::to_value(value).unwrap_or_default()
+}
+
+/// A page of a list that was asked for one longer than shown.
+pub(crate) fn page<T>(mut items: Vec<T>, limit: u32, id: impl Fn(&T) -> String) -> cynode_api::Page<T> {
+    let limit = limit as usize;
+    let next_cursor = (items.len() > limit).then(|| id(&items[limit - 1]));
+    items.truncate(limit);
+    cynode_api::Page { items, next_cursor }
+}

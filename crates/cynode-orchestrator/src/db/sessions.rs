@@ -1,0 +1,303 @@
+//! Sessions: on which node they are, what was asked for, what the node last said.
+
+use cynode_api::{ErrorCode, ImageVersionId, NodeId, Page, Session, SessionCreate, SessionEnd, SessionId, SessionState, TaskId, UserSessionCreate};
+use cynode_service::ApiError;
+use serde_json::Value;
+use sqlx::{Row as _, postgres::PgRow};
+use uuid::Uuid;
+
+use super::{Db, NewEvent, events, page, problem, stored, to_json};
+use crate::caller::Scope;
+
+#[derive(Clone, Debug)]
+pub(crate) struct SessionRow {
+    pub(crate) session_id: SessionId,
+    pub(crate) task_id: TaskId,
+    pub(crate) node_id: NodeId,
+    pub(crate) state: SessionState,
+    pub(crate) body: Value,
+    pub(crate) request: SessionCreate,
+    pub(crate) object: Option<Session>,
+    pub(crate) ending: Option<SessionEnd>,
+    pub(crate) end_reason: Option<String>,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct NewSession<'a> {
+    pub(crate) body: &'a UserSessionCreate,
+    pub(crate) request: &'a SessionCreate,
+    pub(crate) node_id: NodeId,
+    pub(crate) image_version_id: ImageVersionId,
+    pub(crate) created_by: &'a str,
+}
+
+fn session(row: &PgRow) -> Result<SessionRow, ApiError> {
+    let get = |name: &str| row.try_get::<Option<Value>, _>(name).map_err(problem);
+    let id = |name: &str| row.try_get::<Uuid, _>(name).map_err(problem);
+    Ok(SessionRow {
+        session_id: SessionId::from_uuid(id("session_id")?),
+        task_id: TaskId::from_uuid(id("task_id")?),
+        node_id: NodeId::from_uuid(id("node_id")?),
+        state: row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?,
+        body: get("body")?.unwrap_or_default(),
+        request: stored(get("request")?.unwrap_or_default())?,
+        object: get("object")?.map(stored).transpose()?,
+        ending: get("ending")?.map(stored).transpose()?,
+        end_reason: row.try_get("end_reason").map_err(problem)?,
+    })
+}
+
+fn told(task_id: TaskId, session_id: SessionId, state: SessionState) -> NewEvent {
+    NewEvent {
+        kind: "session.state",
+        task_id,
+        job_id: None,
+        session_id: Some(session_id),
+        state: state.to_string(),
+        result_ref: Some(format!("/v1/sessions/{session_id}")),
+    }
+}
+
+fn no_session(id: SessionId) -> ApiError {
+    ApiError::new(ErrorCode::SessionNotFound, format!("there is no session {id}"))
+}
+
+impl Db {
+    /// Writes a new session down, and its task when that is new. `None` when the id is taken.
+    pub(crate) async fn insert_session(&self, new: &NewSession<'_>, task: Option<&cynode_api::Task>, scope: &Scope) -> Result<Option<SessionRow>, ApiError> {
+        let mut transaction = self.begin().await?;
+        if let Some(task) = task {
+            super::work::insert_task(&mut *transaction, task, scope).await?;
+        }
+        let row = sqlx::query(
+            "insert into sessions (session_id, task_id, node_id, state, body, request, image_version_id, owner_id, created_by, lease_until)
+             values ($1, $2, $3, 'creating', $4, $5, $6, $7, $8, now() + interval '75 seconds') on conflict do nothing returning *",
+        )
+        .bind(new.request.session_id.as_uuid())
+        .bind(new.request.task_id.as_uuid())
+        .bind(new.node_id.as_uuid())
+        .bind(to_json(new.body))
+        .bind(to_json(new.request))
+        .bind(new.image_version_id.as_uuid())
+        .bind(scope.user_id.as_uuid())
+        .bind(new.created_by)
+        .fetch_optional(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        let Some(row) = row else { return Ok(None) };
+        events::add(&mut transaction, &told(new.request.task_id, new.request.session_id, SessionState::Creating)).await?;
+        super::commit(transaction).await?;
+        session(&row).map(Some)
+    }
+
+    /// The node and state of a session that the caller may know of: what passing a call on needs.
+    pub(crate) async fn session_node(&self, scope: &Scope, id: SessionId) -> Result<(NodeId, SessionState), ApiError> {
+        let row = sqlx::query(concat!("select node_id, state from sessions s where session_id = $1 and ", visible_by_task!("s")))
+            .bind(id.as_uuid())
+            .bind(scope.is_admin)
+            .bind(scope.user_id.as_uuid())
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?
+            .ok_or_else(|| no_session(id))?;
+        let state = row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?;
+        Ok((NodeId::from_uuid(row.try_get("node_id").map_err(problem)?), state))
+    }
+
+    /// A session that the caller may know of.
+    pub(crate) async fn session(&self, scope: &Scope, id: SessionId) -> Result<SessionRow, ApiError> {
+        let row = sqlx::query(concat!("select * from sessions s where session_id = $1 and ", visible_by_task!("s")))
+            .bind(id.as_uuid())
+            .bind(scope.is_admin)
+            .bind(scope.user_id.as_uuid())
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
+        row.as_ref().map(session).transpose()?.ok_or_else(|| no_session(id))
+    }
+
+    pub(crate) async fn any_session(&self, id: SessionId) -> Result<Option<SessionRow>, ApiError> {
+        let row = sqlx::query("select * from sessions where session_id = $1").bind(id.as_uuid()).fetch_optional(&self.pool).await.map_err(problem)?;
+        row.as_ref().map(session).transpose()
+    }
+
+    pub(crate) async fn list_sessions(
+        &self,
+        scope: &Scope,
+        state: Option<SessionState>,
+        task_id: Option<TaskId>,
+        label: Option<(&str, Option<&str>)>,
+        after: Option<Uuid>,
+        limit: u32,
+    ) -> Result<Page<SessionRow>, ApiError> {
+        let (name, value) = label.map_or((None, None), |(name, value)| (Some(name), value));
+        let rows = sqlx::query(concat!(
+            "select * from sessions s where ($1::uuid is null or s.session_id > $1) and ",
+            visible_by_task!("s"),
+            " and ($4::text is null or s.state = $4) and ($5::uuid is null or s.task_id = $5)
+              and ($6::text is null or coalesce(s.object->'labels', s.request->'labels', '{}') ? $6)
+              and ($7::text is null or coalesce(s.object->'labels', s.request->'labels')->>$6 = $7)
+              order by s.session_id limit $8"
+        ))
+        .bind(after)
+        .bind(scope.is_admin)
+        .bind(scope.user_id.as_uuid())
+        .bind(state.map(|state| state.to_string()))
+        .bind(task_id.map(|id| *id.as_uuid()))
+        .bind(name)
+        .bind(value)
+        .bind(i64::from(limit) + 1)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        let items = rows.iter().map(session).collect::<Result<Vec<_>, _>>()?;
+        Ok(page(items, limit, |row| row.session_id.to_string()))
+    }
+
+    /// Writes down what a node says of a session. Changed states are told as events. A node can't take back an end.
+    pub(crate) async fn observe_session(&self, object: &Session) -> Result<(), ApiError> {
+        let id = object.session_id;
+        let mut transaction = self.begin().await?;
+        let before = sqlx::query("select * from sessions where session_id = $1 for update")
+            .bind(id.as_uuid())
+            .fetch_optional(&mut *transaction)
+            .await
+            .map_err(problem)?;
+        let Some(before) = before.as_ref().map(session).transpose()? else { return Ok(()) };
+        if before.object.as_ref() == Some(object) && before.state == object.state {
+            return Ok(());
+        }
+        // An end that was asked for here and that the node has not heard of yet.
+        let state = if before.ending.is_some() && !is_over(object.state) { SessionState::Ending } else { object.state };
+        let over = is_over(object.state);
+        sqlx::query(
+            "update sessions set object = $2, state = $3, end_reason = coalesce($4, end_reason), ending = case when $5 then null else ending end,
+                 updated_at = now() where session_id = $1",
+        )
+        .bind(id.as_uuid())
+        .bind(to_json(object))
+        .bind(state.to_string())
+        .bind(&object.end_reason)
+        .bind(over)
+        .execute(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        if before.state != state {
+            events::add(&mut transaction, &told(before.task_id, id, state)).await?;
+        }
+        super::commit(transaction).await
+    }
+
+    /// Sets the state of a session without its node: it failed, or its node is gone.
+    pub(crate) async fn set_session_state(&self, id: SessionId, from: &[SessionState], state: SessionState, reason: &str) -> Result<bool, ApiError> {
+        let from: Vec<String> = from.iter().map(ToString::to_string).collect();
+        let mut transaction = self.begin().await?;
+        let row = sqlx::query(
+            "update sessions set state = $3, end_reason = $4, updated_at = now(),
+                 object = case when object is null then null else object || jsonb_build_object('state', $3::text, 'end_reason', $4::text) end
+             where session_id = $1 and state = any($2) returning task_id",
+        )
+        .bind(id.as_uuid())
+        .bind(from)
+        .bind(state.to_string())
+        .bind(reason)
+        .fetch_optional(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        let Some(row) = row else { return Ok(false) };
+        let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
+        events::add(&mut transaction, &told(task_id, id, state)).await?;
+        super::commit(transaction).await?;
+        Ok(true)
+    }
+
+    /// Notes that a session shall end, whatever becomes of whoever asked.
+    pub(crate) async fn ask_end(&self, id: SessionId, end: &SessionEnd) -> Result<(), ApiError> {
+        let mut transaction = self.begin().await?;
+        let row = sqlx::query(
+            "update sessions set ending = coalesce(ending, $2), state = 'ending', updated_at = now(), lease_until = now() + interval '20 seconds'
+             where session_id = $1 and state in ('creating', 'running') returning task_id",
+        )
+        .bind(id.as_uuid())
+        .bind(to_json(end))
+        .fetch_optional(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        if let Some(row) = row {
+            let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
+            events::add(&mut transaction, &told(task_id, id, SessionState::Ending)).await?;
+        }
+        super::commit(transaction).await
+    }
+
+    /// Sessions that somebody left half way, for this orchestrator to bring forward.
+    pub(crate) async fn lease_sessions(&self, count: i64) -> Result<Vec<SessionRow>, ApiError> {
+        let rows = sqlx::query(
+            "update sessions set lease_until = now() + interval '75 seconds' where session_id in (
+                 select session_id from sessions where state in ('creating', 'ending') and lease_until < now()
+                 order by lease_until limit $1 for update skip locked)
+             returning *",
+        )
+        .bind(count)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        rows.iter().map(session).collect()
+    }
+
+    /// Lets others, or a later round, try again.
+    pub(crate) async fn release_session(&self, id: SessionId, seconds: i32) -> Result<(), ApiError> {
+        sqlx::query("update sessions set lease_until = now() + make_interval(secs => $2) where session_id = $1")
+            .bind(id.as_uuid())
+            .bind(f64::from(seconds))
+            .execute(&self.pool)
+            .await
+            .map(drop)
+            .map_err(problem)
+    }
+
+    /// Live sessions by node.
+    pub(crate) async fn live_sessions(&self, node_id: NodeId) -> Result<Vec<(SessionId, SessionState)>, ApiError> {
+        let rows = sqlx::query("select session_id, state from sessions where node_id = $1 and state in ('creating', 'running', 'ending')")
+            .bind(node_id.as_uuid())
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+        rows.iter()
+            .map(|row| {
+                let state = row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?;
+                Ok((SessionId::from_uuid(row.try_get("session_id").map_err(problem)?), state))
+            })
+            .collect()
+    }
+
+    /// The node that holds a workspace which an earlier session of the task kept.
+    pub(crate) async fn workspace_node(&self, task_id: TaskId, workspace: Uuid) -> Result<Option<NodeId>, ApiError> {
+        let id: Option<Uuid> =
+            sqlx::query_scalar("select node_id from sessions where task_id = $1 and object->>'workspace_id' = $2 order by created_at desc limit 1")
+                .bind(task_id.as_uuid())
+                .bind(workspace.to_string())
+                .fetch_optional(&self.pool)
+                .await
+                .map_err(problem)?;
+        Ok(id.map(NodeId::from_uuid))
+    }
+
+    /// How many sandboxes each node was given, whether or not it has said so yet.
+    pub(crate) async fn load(&self) -> Result<Vec<(NodeId, i64)>, ApiError> {
+        let rows = sqlx::query(
+            "select node_id, count(*) as given from (
+                 select node_id from sessions where state in ('creating', 'running', 'ending')
+                 union all select node_id from jobs where state in ('accepted', 'in_progress') and node_id is not null) as work
+             group by node_id",
+        )
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        rows.iter().map(|row| Ok((NodeId::from_uuid(row.try_get("node_id").map_err(problem)?), row.try_get("given").map_err(problem)?))).collect()
+    }
+}
+
+pub(crate) const fn is_over(state: SessionState) -> bool {
+    matches!(state, SessionState::Ended | SessionState::Failed | SessionState::Lost)
+}

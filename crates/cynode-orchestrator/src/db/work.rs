@@ -1,0 +1,196 @@
+//! Projects and tasks.
+
+use cynode_api::{ErrorCode, Page, Project, ProjectId, ProjectPatch, Task, TaskId, TaskPatch, TaskStatus};
+use cynode_service::ApiError;
+use serde_json::Value;
+use sqlx::{PgExecutor, Row as _, postgres::PgRow};
+use uuid::Uuid;
+
+use super::{Db, page, problem, to_json};
+use crate::caller::Scope;
+
+fn project(row: &PgRow) -> Result<Project, sqlx::Error> {
+    Ok(Project {
+        id: ProjectId::from_uuid(row.try_get("id")?),
+        name: row.try_get("name")?,
+        slug: row.try_get("slug")?,
+        scope: row.try_get("scope")?,
+        metadata: object(row.try_get("metadata")?),
+        created_by: row.try_get("created_by")?,
+        created_at: row.try_get("created_at")?,
+        updated_at: row.try_get("updated_at")?,
+    })
+}
+
+fn task(row: &PgRow) -> Result<Task, sqlx::Error> {
+    let list =
+        |name: &str| -> Result<Vec<String>, sqlx::Error> { serde_json::from_value(row.try_get(name)?).map_err(|error| sqlx::Error::Decode(error.into())) };
+    Ok(Task {
+        id: TaskId::from_uuid(row.try_get("id")?),
+        project_id: row.try_get::<Option<Uuid>, _>("project_id")?.map(ProjectId::from_uuid),
+        name: row.try_get("name")?,
+        description: row.try_get("description")?,
+        requirements: list("requirements")?,
+        acceptance_criteria: list("acceptance_criteria")?,
+        status: row.try_get::<String, _>("status")?.parse::<TaskStatus>().map_err(|error| sqlx::Error::Decode(error.into()))?,
+        profile: row.try_get("profile")?,
+        metadata: object(row.try_get("metadata")?),
+        created_by: row.try_get("created_by")?,
+        created_at: row.try_get("created_at")?,
+        updated_at: row.try_get("updated_at")?,
+    })
+}
+
+fn object(value: Value) -> serde_json::Map<String, Value> {
+    match value {
+        Value::Object(map) => map,
+        _ => serde_json::Map::new(),
+    }
+}
+
+impl Db {
+    pub(crate) async fn insert_project(&self, new: &Project, scope: &Scope) -> Result<Project, ApiError> {
+        let row = sqlx::query("insert into projects (id, name, slug, scope, metadata, owner_id, created_by) values ($1, $2, $3, $4, $5, $6, $7) returning *")
+            .bind(new.id.as_uuid())
+            .bind(&new.name)
+            .bind(&new.slug)
+            .bind(&new.scope)
+            .bind(to_json(&new.metadata))
+            .bind(scope.user_id.as_uuid())
+            .bind(&new.created_by)
+            .fetch_one(&self.pool)
+            .await
+            .map_err(problem)?;
+        project(&row).map_err(problem)
+    }
+
+    pub(crate) async fn project(&self, scope: &Scope, id: ProjectId) -> Result<Project, ApiError> {
+        let row = sqlx::query("select * from projects where id = $1 and ($2 or owner_id = $3)")
+            .bind(id.as_uuid())
+            .bind(scope.is_admin)
+            .bind(scope.user_id.as_uuid())
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
+        row.as_ref().map(project).transpose().map_err(problem)?.ok_or_else(|| no_project(id))
+    }
+
+    pub(crate) async fn list_projects(&self, scope: &Scope, after: Option<Uuid>, limit: u32) -> Result<Page<Project>, ApiError> {
+        let rows = sqlx::query("select * from projects where ($1 or owner_id = $2) and ($3::uuid is null or id > $3) order by id limit $4")
+            .bind(scope.is_admin)
+            .bind(scope.user_id.as_uuid())
+            .bind(after)
+            .bind(i64::from(limit) + 1)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+        let items = rows.iter().map(project).collect::<Result<Vec<_>, _>>().map_err(problem)?;
+        Ok(page(items, limit, |project| project.id.to_string()))
+    }
+
+    pub(crate) async fn patch_project(&self, scope: &Scope, id: ProjectId, patch: &ProjectPatch) -> Result<Project, ApiError> {
+        let row = sqlx::query(
+            "update projects set name = coalesce($4, name), scope = coalesce($5, scope), metadata = coalesce($6, metadata), updated_at = now()
+             where id = $1 and ($2 or owner_id = $3) returning *",
+        )
+        .bind(id.as_uuid())
+        .bind(scope.is_admin)
+        .bind(scope.user_id.as_uuid())
+        .bind(&patch.name)
+        .bind(&patch.scope)
+        .bind(patch.metadata.as_ref().map(to_json))
+        .fetch_optional(&self.pool)
+        .await
+        .map_err(problem)?;
+        row.as_ref().map(project).transpose().map_err(problem)?.ok_or_else(|| no_project(id))
+    }
+
+    pub(crate) async fn insert_task(&self, new: &Task, scope: &Scope) -> Result<Task, ApiError> {
+        insert_task(&self.pool, new, scope).await
+    }
+
+    /// The task, if the caller may know of it: his own, or one of his projects'.
+    pub(crate) async fn task(&self, scope: &Scope, id: TaskId) -> Result<Task, ApiError> {
+        let row = sqlx::query(concat!("select * from tasks t where id = $1 and ", visible!("t")))
+            .bind(id.as_uuid())
+            .bind(scope.is_admin)
+            .bind(scope.user_id.as_uuid())
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
+        row.as_ref().map(task).transpose().map_err(problem)?.ok_or_else(|| no_task(id))
+    }
+
+    pub(crate) async fn list_tasks(&self, scope: &Scope, in_project: Option<ProjectId>, after: Option<Uuid>, limit: u32) -> Result<Page<Task>, ApiError> {
+        let rows = sqlx::query(concat!(
+            "select * from tasks t where ($1::uuid is null or t.id > $1) and ",
+            visible!("t"),
+            " and ($4::uuid is null or t.project_id = $4) order by t.id limit $5"
+        ))
+        .bind(after)
+        .bind(scope.is_admin)
+        .bind(scope.user_id.as_uuid())
+        .bind(in_project.map(|id| *id.as_uuid()))
+        .bind(i64::from(limit) + 1)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        let items = rows.iter().map(task).collect::<Result<Vec<_>, _>>().map_err(problem)?;
+        Ok(page(items, limit, |task| task.id.to_string()))
+    }
+
+    pub(crate) async fn patch_task(&self, scope: &Scope, id: TaskId, patch: &TaskPatch) -> Result<Task, ApiError> {
+        let row = sqlx::query(concat!(
+            "update tasks t set name = coalesce($4, name), description = coalesce($5, description), requirements = coalesce($6, requirements),
+                 acceptance_criteria = coalesce($7, acceptance_criteria), status = coalesce($8, status), profile = coalesce($9, profile),
+                 metadata = coalesce($10, metadata), updated_at = now()
+             where id = $1 and ",
+            visible!("t"),
+            " returning *"
+        ))
+        .bind(id.as_uuid())
+        .bind(scope.is_admin)
+        .bind(scope.user_id.as_uuid())
+        .bind(&patch.name)
+        .bind(&patch.description)
+        .bind(patch.requirements.as_ref().map(to_json))
+        .bind(patch.acceptance_criteria.as_ref().map(to_json))
+        .bind(patch.status.map(TaskStatus::as_str))
+        .bind(&patch.profile)
+        .bind(patch.metadata.as_ref().map(to_json))
+        .fetch_optional(&self.pool)
+        .await
+        .map_err(problem)?;
+        row.as_ref().map(task).transpose().map_err(problem)?.ok_or_else(|| no_task(id))
+    }
+}
+
+pub(super) async fn insert_task(executor: impl PgExecutor<'_>, new: &Task, scope: &Scope) -> Result<Task, ApiError> {
+    let row = sqlx::query(
+        "insert into tasks (id, project_id, name, description, requirements, acceptance_criteria, status, profile, metadata, owner_id, created_by)
+         values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) returning *",
+    )
+    .bind(new.id.as_uuid())
+    .bind(new.project_id.map(|id| *id.as_uuid()))
+    .bind(&new.name)
+    .bind(&new.description)
+    .bind(to_json(&new.requirements))
+    .bind(to_json(&new.acceptance_criteria))
+    .bind(new.status.as_str())
+    .bind(&new.profile)
+    .bind(to_json(&new.metadata))
+    .bind(scope.user_id.as_uuid())
+    .bind(&new.created_by)
+    .fetch_one(executor)
+    .await
+    .map_err(problem)?;
+    task(&row).map_err(problem)
+}
+
+fn no_project(id: ProjectId) -> ApiError {
+    ApiError::new(ErrorCode::NotFound, format!("there is no project {id}"))
+}
+
+fn no_task(id: TaskId) -> ApiError {
+    ApiError::new(ErrorCode::NotFound, format!("there is no task {id}"))
+}

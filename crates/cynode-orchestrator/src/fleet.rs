@@ -1,0 +1,96 @@
+//! The nodes, and how to speak to them.
+
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
+
+use cynode_api::{ErrorCode, NodeId};
+use cynode_client::{Error as ClientError, WorkerClient};
+use cynode_service::ApiError;
+use parking_lot::Mutex;
+
+use crate::{
+    db::{Db, NodeRow},
+    keys::Keys,
+};
+
+/// How long a node's row is good. Its address and tokens change rarely, and old tokens stay good for a while.
+const FRESH: Duration = Duration::from_secs(2);
+
+#[derive(Debug)]
+pub(crate) struct Fleet {
+    keys: Keys,
+    known: Mutex<HashMap<NodeId, Known>>,
+}
+
+#[derive(Debug)]
+struct Known {
+    at: Instant,
+    api_url: String,
+    epoch: i64,
+    client: WorkerClient,
+}
+
+impl Fleet {
+    pub(crate) fn new(keys: Keys) -> Self {
+        Self { keys, known: Mutex::default() }
+    }
+
+    /// A client for a node's Worker API.
+    pub(crate) async fn client(&self, db: &Db, id: NodeId) -> Result<WorkerClient, ApiError> {
+        if let Some(known) = self.known.lock().get(&id)
+            && known.at.elapsed() < FRESH
+        {
+            return Ok(known.client.clone());
+        }
+        self.client_of(&db.node(id).await?)
+    }
+
+    /// The same for a row that was just read. Connections are kept as long as address and tokens stay.
+    pub(crate) fn client_of(&self, node: &NodeRow) -> Result<WorkerClient, ApiError> {
+        let mut all = self.known.lock();
+        if let Some(known) = all.get_mut(&node.id)
+            && known.api_url == node.api_url
+            && known.epoch == node.token_epoch
+        {
+            known.at = Instant::now();
+            return Ok(known.client.clone());
+        }
+        let client = WorkerClient::new(&node.api_url, &self.keys.worker_token(node.id, node.token_epoch))
+            .map_err(|error| ApiError::new(ErrorCode::NodeUnreachable, format!("the node {} can't be addressed: {error}", node.name)))?;
+        all.insert(node.id, Known { at: Instant::now(), api_url: node.api_url.clone(), epoch: node.token_epoch, client: client.clone() });
+        Ok(client)
+    }
+}
+
+/// What a call to a node came to, for who has to decide what is next.
+#[derive(Debug)]
+pub(crate) enum Failed {
+    /// It certainly did not take the call.
+    NotSent(String),
+    /// Nobody knows.
+    Unknown(String),
+    /// It refused.
+    Refused(ApiError),
+}
+
+impl From<ClientError> for Failed {
+    fn from(error: ClientError) -> Self {
+        match error {
+            ClientError::Problem(problem) => Self::Refused(ApiError(problem)),
+            error @ ClientError::Unreachable { never_sent: true, .. } => Self::NotSent(error.chain()),
+            error => Self::Unknown(error.chain()),
+        }
+    }
+}
+
+impl Failed {
+    /// As the caller is told.
+    pub(crate) fn problem(self) -> ApiError {
+        match self {
+            Self::Refused(error) => error,
+            Self::NotSent(why) | Self::Unknown(why) => ApiError::new(ErrorCode::NodeUnreachable, format!("the node does not answer: {why}")),
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! Calls that are passed on to a node as they are: streamed both ways, never held whole.
+
+use axum::{
+    body::{Body, HttpBody as _},
+    extract::Request,
+    response::Response,
+};
+use cynode_api::ErrorCode;
+use cynode_client::WorkerClient;
+use cynode_service::ApiError;
+use http::{HeaderMap, HeaderName, StatusCode, header};
+use hyper_util::rt::TokioIo;
+
+/// Headers that are between two neighbours only, or that say who the caller is to us.
+const NOT_PASSED: &[HeaderName] = &[
+    header::AUTHORIZATION,
+    header::CONNECTION,
+    header::COOKIE,
+    header::EXPECT,
+    header::HOST,
+    header::PROXY_AUTHENTICATE,
+    header::PROXY_AUTHORIZATION,
+    header::TE,
+    header::TRAILER,
+    header::TRANSFER_ENCODING,
+    header::UPGRADE,
+];
+
+fn passed(headers: &HeaderMap) -> HeaderMap {
+    // What `Connection` names is between neighbours too.
+    let named: Vec<String> = headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .map(|name| name.trim().to_ascii_lowercase())
+        .collect();
+    headers
+        .iter()
+        .filter(|(name, _)| !NOT_PASSED.contains(name) && !named.iter().any(|named| named == name.as_str()) && name.as_str() != "keep-alive")
+        .map(|(name, value)| (name.clone(), value.clone()))
+        .collect()
+}
+
+/// Passes a request on to a path of a node, and the answer back.
+pub(crate) async fn forward(client: &WorkerClient, path: &str, request: Request) -> Result<Response, ApiError> {
+    let (parts, body) = request.into_parts();
+    let mut sent = client.request(parts.method.clone(), path).headers(passed(&parts.headers));
+    if body.size_hint().exact() != Some(0) {
+        sent = sent.body(reqwest::Body::wrap_stream(body.into_data_stream()));
+    }
+    let answer = sent.send().await.map_err(unreachable)?;
+    let (status, headers) = (answer.status(), passed(answer.headers()));
+    let mut response = Response::new(Body::from_stream(answer.bytes_stream()));
+    *response.status_mut() = status;
+    *response.headers_mut() = headers;
+    Ok(response)
+}
+
+/// Passes a WebSocket on: the handshake is the node's, and then bytes go both ways.
+pub(crate) async fn upgrade(client: &WorkerClient, path: &str, mut request: Request) -> Result<Response, ApiError> {
+    let mut headers = passed(request.headers());
+    headers.insert(header::CONNECTION, http::HeaderValue::from_static("Upgrade"));
+    headers.insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
+    let answer = client.request(request.method().clone(), path).headers(headers).send().await.map_err(unreachable)?;
+    if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
+        let (status, headers) = (answer.status(), passed(answer.headers()));
+        let mut response = Response::new(Body::from_stream(answer.bytes_stream()));
+        *response.status_mut() = status;
+        *response.headers_mut() = headers;
+        return Ok(response);
+    }
+    let mut response = Response::new(Body::empty());
+    *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
+    *response.headers_mut() = passed(answer.headers());
+    response.headers_mut().insert(header::CONNECTION, http::HeaderValue::from_static("Upgrade"));
+    response.headers_mut().insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
+    let ours = hyper::upgrade::on(&mut request);
+    tokio::spawn(async move {
+        let (Ok(ours), Ok(mut theirs)) = tokio::join!(ours, answer.upgrade()) else { return };
+        // It ends when either side goes; the other is closed with it.
+        drop(tokio::io::copy_bidirectional(&mut TokioIo::new(ours), &mut theirs).await);
+    });
+    Ok(response)
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "it is a step of map_err")]
+fn unreachable(error: reqwest::Error) -> ApiError {
+    if error.is_body() || error.is_request() && !error.is_connect() {
+        tracing::debug!(%error, "Passing a call on broke off.");
+    }
+    ApiError::new(ErrorCode::NodeUnreachable, "the node of this session does not answer")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_between_neighbours_is_not_passed_on() {
+        let mut headers = HeaderMap::new();
+        for (name, value) in [
+            ("authorization", "Bearer x"),
+            ("connection", "X-Mine, close"),
+            ("x-mine", "1"),
+            ("host", "here"),
+            ("keep-alive", "5"),
+            ("range", "bytes=1-2"),
+            ("x-mode", "0755"),
+        ] {
+            headers.append(HeaderName::from_static(name), value.parse().expect("a value"));
+        }
+        let mut left: Vec<_> = passed(&headers).keys().map(ToString::to_string).collect();
+        left.sort();
+        assert_eq!(left, ["range", "x-mode"]);
+    }
+}

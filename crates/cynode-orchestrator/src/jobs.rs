@@ -1,0 +1,119 @@
+//! Jobs, from a person's request to the word of the node that ran them.
+
+use cynode_api::{ErrorCode, Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, TaskId, job_limits};
+use cynode_service::ApiError;
+
+use crate::{
+    Orchestrator,
+    caller::Caller,
+    db::{JobRow, NewJob, to_json},
+    placement::Work,
+    sessions::unnamed_task,
+};
+
+impl Orchestrator {
+    /// Accepts a job. The same id with the same body is the same job; the flag says whether it is new.
+    pub(crate) async fn create_job(&self, caller: &Caller, body: JobCreate) -> Result<(JobRow, bool), ApiError> {
+        check(&body)?;
+        let job_id = body.job_id.unwrap_or_else(JobId::generate);
+        if body.job_id.is_some()
+            && let Some(existing) = self.db.any_job(job_id).await?
+        {
+            return self.same_job(caller, existing, &body).await;
+        }
+        let task = match body.task_id {
+            Some(id) => {
+                self.db.task(&caller.scope, id).await?;
+                None
+            }
+            None => Some(unnamed_task(TaskId::generate(), format!("job {job_id}"), &caller.user_name)),
+        };
+        let task_id = body.task_id.or(task.as_ref().map(|task| task.id)).unwrap_or_else(TaskId::generate);
+        let image = self.choose_image(body.image_ref.as_deref(), Work::Command).await?;
+        let request = JobRun {
+            version: Some(cynode_api::API_VERSION),
+            task_id,
+            job_id,
+            sandbox: JobSandbox {
+                image_ref: image.image_ref.clone(),
+                command: body.command.clone(),
+                env: body.env.clone(),
+                timeout_seconds: body.timeout_seconds,
+                network_policy: body.network_policy,
+                limits: body.limits,
+            },
+            job: None,
+        };
+        let object = Job {
+            job_id,
+            task_id,
+            state: JobState::Accepted,
+            exit_code: None,
+            output: JobOutput { encoding: "utf-8".to_owned(), ..JobOutput::default() },
+            started_at: None,
+            ended_at: None,
+            node_id: None,
+            image_ref: image.image_ref.clone(),
+            image_digest: image.image_digest.clone(),
+            sba_result: None,
+            artifacts: Vec::new(),
+            error: None,
+            reported_by: "orchestrator".to_owned(),
+            late_result: None,
+            created_by: None,
+        };
+        let new = NewJob {
+            body: &body,
+            request: &request,
+            object: &object,
+            retry: body.retry.unwrap_or_default(),
+            image_version_id: image.version_id,
+            created_by: &caller.user_name,
+        };
+        match self.db.insert_job(&new, task.as_ref(), &caller.scope).await? {
+            Some(row) => {
+                self.told();
+                self.jobs_wait.notify_one();
+                Ok((row, true))
+            }
+            None => {
+                let existing = self.db.any_job(job_id).await?.ok_or_else(|| taken(job_id))?;
+                self.same_job(caller, existing, &body).await
+            }
+        }
+    }
+
+    async fn same_job(&self, caller: &Caller, existing: JobRow, body: &JobCreate) -> Result<(JobRow, bool), ApiError> {
+        let known = self.db.job(&caller.scope, existing.job_id).await.is_ok();
+        if known && existing.body == to_json(body) { Ok((existing, false)) } else { Err(taken(existing.job_id)) }
+    }
+
+    /// Waits for a job's end, up to a limit; whatever it is then.
+    pub(crate) async fn wait_for_job(&self, caller: &Caller, id: JobId, limit: std::time::Duration) -> Result<JobRow, ApiError> {
+        let deadline = tokio::time::Instant::now() + limit;
+        let mut news = self.news.subscribe();
+        loop {
+            let row = self.db.job(&caller.scope, id).await?;
+            if row.state.is_final() || tokio::time::Instant::now() >= deadline {
+                return Ok(row);
+            }
+            // Another orchestrator may have brought it forward: its word comes by the database, or at the latest in a second.
+            let next = (tokio::time::Instant::now() + std::time::Duration::from_secs(1)).min(deadline);
+            drop(tokio::time::timeout_at(next, news.changed()).await);
+        }
+    }
+}
+
+fn check(body: &JobCreate) -> Result<(), ApiError> {
+    if body.command.is_empty() {
+        return Err(ApiError::invalid("command: must name a program"));
+    }
+    if !body.timeout_seconds.is_none_or(|seconds| (1..=job_limits::MAX_TIMEOUT_SECONDS).contains(&seconds)) {
+        return Err(ApiError::invalid(format!("timeout_seconds: must lie between 1 and {}", job_limits::MAX_TIMEOUT_SECONDS)));
+    }
+    Ok(())
+}
+
+fn taken(id: JobId) -> ApiError {
+    ApiError::new(ErrorCode::JobIdInUse, format!("job {id} was made by another request"))
+}

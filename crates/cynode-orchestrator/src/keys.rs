@@ -1,0 +1,70 @@
+//! Tokens: random ones for callers, derived ones for nodes.
+//!
+//! What the orchestrators send to a node is derived from their key and a number that rises with each rotation, so that no
+//! token that is good anywhere is in the database.
+
+use std::{io, path::Path, sync::Arc};
+
+use aws_lc_rs::{hmac, rand};
+use base64::{Engine as _, engine::general_purpose::URL_SAFE_NO_PAD};
+use cynode_api::{NodeId, TOKEN_PREFIX};
+
+/// The orchestrators' own key. All of them that share a database share it.
+#[derive(Clone)]
+pub(crate) struct Keys(Arc<hmac::Key>);
+
+impl std::fmt::Debug for Keys {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Keys(…)")
+    }
+}
+
+impl Keys {
+    /// Reads the key, making it first when it is not there.
+    pub(crate) fn open(path: &Path) -> io::Result<Self> {
+        let text = cynode_service::files::read_or_create_token(path)?;
+        Ok(Self(Arc::new(hmac::Key::new(hmac::HMAC_SHA256, text.as_bytes()))))
+    }
+
+    /// What the orchestrators show to this node's Worker API.
+    pub(crate) fn worker_token(&self, node: NodeId, epoch: i64) -> String {
+        self.derived("worker", node, epoch)
+    }
+
+    /// What this node shows to the orchestrators.
+    pub(crate) fn node_token(&self, node: NodeId, epoch: i64) -> String {
+        self.derived("node", node, epoch)
+    }
+
+    fn derived(&self, what: &str, node: NodeId, epoch: i64) -> String {
+        let tag = hmac::sign(&self.0, format!("{what}\0{node}\0{epoch}").as_bytes());
+        format!("{TOKEN_PREFIX}{}", URL_SAFE_NO_PAD.encode(tag))
+    }
+}
+
+/// A new token of 256 random bits.
+pub(crate) fn random_token() -> String {
+    let mut bytes = [0; 32];
+    rand::fill(&mut bytes).expect("the system has randomness");
+    format!("{TOKEN_PREFIX}{}", URL_SAFE_NO_PAD.encode(bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn derived_tokens_differ_by_use_node_and_epoch_and_are_the_same_again() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("key");
+        let keys = Keys::open(&path).expect("made");
+        let (one, other) = (NodeId::generate(), NodeId::generate());
+        let tokens = [keys.worker_token(one, 1), keys.worker_token(one, 2), keys.worker_token(other, 1), keys.node_token(one, 1)];
+        for (index, token) in tokens.iter().enumerate() {
+            assert!(token.starts_with(TOKEN_PREFIX) && token.len() > 40, "{token}");
+            assert!(!tokens[index + 1..].contains(token));
+        }
+        assert_eq!(Keys::open(&path).expect("read").worker_token(one, 1), tokens[0]);
+        assert_eq!(format!("{keys:?}"), "Keys(…)");
+    }
+}

@@ -1,0 +1,150 @@
+//! The orchestrator: the user API, the control plane for nodes, and the reconcilers that bring work to its end.
+//!
+//! One exec, from a caller to its node: `caller.rs` finds out who calls, `api/sessions.rs` takes the request, `forward.rs` streams
+//! it to the Worker API of the node that `db/sessions.rs` names, and the answer back. It keeps nothing: two orchestrators on one
+//! database share the work, and either can die at any moment.
+#![forbid(unsafe_code)]
+#![recursion_limit = "256"]
+
+mod api;
+mod blobs;
+mod caller;
+mod config;
+mod db;
+mod fleet;
+mod forward;
+mod jobs;
+mod keys;
+mod output;
+mod placement;
+mod reconcile;
+mod sessions;
+
+use std::{path::Path, sync::Arc, time::Duration};
+
+use cynode_service::{
+    admin,
+    files::{read_or_create_token, replace},
+    listen::{self, ListenError, Tls},
+    shutdown,
+};
+use time::OffsetDateTime;
+use tokio::sync::{Notify, watch};
+use tokio_util::sync::CancellationToken;
+
+pub use api::openapi;
+pub use config::{Config, TlsFiles};
+
+use crate::{blobs::Blobs, db::Db, fleet::Fleet, keys::Keys};
+
+/// The first user.
+const ADMIN: &str = "admin";
+
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("no database is named. Remedy: set orchestrator.database_url or DATABASE_URL, or start everything with 'cynode up'")]
+    NoDatabase,
+    #[error(transparent)]
+    Database(#[from] db::Error),
+    #[error("{what}")]
+    State { what: &'static str, source: std::io::Error },
+    #[error("{what}: {problem}")]
+    Start { what: &'static str, problem: Box<cynode_api::Problem> },
+    #[error("where artifacts are kept can't be used: {0}")]
+    Artifacts(String),
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+}
+
+fn state(what: &'static str) -> impl FnOnce(std::io::Error) -> Error {
+    move |source| Error::State { what, source }
+}
+
+fn start(what: &'static str) -> impl FnOnce(cynode_service::ApiError) -> Error {
+    move |error| Error::Start { what, problem: error.0 }
+}
+
+/// What every part of it has. Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Orchestrator {
+    pub(crate) db: Db,
+    pub(crate) keys: Keys,
+    pub(crate) fleet: Arc<Fleet>,
+    pub(crate) blobs: Blobs,
+    pub(crate) config: Arc<Config>,
+    /// Jobs wait to be brought forward.
+    pub(crate) jobs_wait: Arc<Notify>,
+    /// Sessions do.
+    pub(crate) sessions_wait: Arc<Notify>,
+    /// Rises whenever there may be new events.
+    pub(crate) news: watch::Sender<u64>,
+    pub(crate) stop: CancellationToken,
+}
+
+/// Runs an orchestrator until it is told to stop.
+pub async fn run(config: Config) -> Result<(), Error> {
+    let tls = Tls { cert: config.tls.cert.clone(), key: config.tls.key.clone(), insecure: config.insecure_listen };
+    let listener = listen::prepare(config.listen, &tls)?;
+    let control = listen::prepare(config.control_listen, &tls)?;
+    let url = config.database_url.clone().ok_or(Error::NoDatabase)?;
+    let directory = config.state_dir.join("orchestrator");
+    fs_err::create_dir_all(&directory).map_err(state("making the state directory"))?;
+    let keys = Keys::open(&config.key_file()).map_err(state("reading the orchestrators' key"))?;
+    let blobs = Blobs::open(&config).map_err(Error::Artifacts)?;
+    let db = Db::open(&url, config.database_connections).await?;
+    seed(&db, &config).await?;
+
+    let bound = listener.bind().await?;
+    let control = control.bind().await?;
+    let stop = shutdown::on_signals().map_err(state("watching signals"))?;
+    let (url, control_url) = (bound.url(), control.url());
+    replace(&directory.join("url"), url.as_bytes()).map_err(state("writing the address"))?;
+    replace(&directory.join("control-url"), control_url.as_bytes()).map_err(state("writing the address"))?;
+    let orchestrator = Orchestrator {
+        db,
+        fleet: Arc::new(Fleet::new(keys.clone())),
+        keys,
+        blobs,
+        config: Arc::new(config),
+        jobs_wait: Arc::default(),
+        sessions_wait: Arc::default(),
+        news: watch::Sender::new(0),
+        stop: stop.clone(),
+    };
+    let reconcilers = reconcile::spawn(&orchestrator);
+    let readiness: admin::Readiness = {
+        let db = orchestrator.db.clone();
+        Arc::new(move || {
+            let db = db.clone();
+            Box::pin(
+                async move { tokio::time::timeout(Duration::from_secs(5), db.ping()).await.unwrap_or_else(|_| Err("the database does not answer".to_owned())) },
+            )
+        })
+    };
+    let user_routes = api::router(orchestrator.clone(), Arc::clone(&readiness));
+    let control_routes = api::control_router(orchestrator, readiness);
+    tracing::info!(%url, control = %control_url, "The orchestrator serves.");
+    let (served, controlled) = tokio::join!(listen::serve(bound, user_routes, stop.clone()), listen::serve(control, control_routes, stop.clone()));
+    served.and(controlled).map_err(state("serving"))?;
+    for task in reconcilers {
+        drop(task.await);
+    }
+    Ok(())
+}
+
+/// What must be there before the first call: the administrator, the keys of nodes, the settings that have defaults.
+async fn seed(db: &Db, config: &Config) -> Result<(), Error> {
+    let token = read_or_create_token(&config.state_dir.join("admin.token")).map_err(state("reading the administrator's token"))?;
+    let expires_at = OffsetDateTime::now_utc() + Duration::from_secs(cynode_api::MAX_TOKEN_SECONDS);
+    db.ensure_admin(ADMIN, &caller::hash(&token), expires_at).await.map_err(start("making the administrator"))?;
+    if let Some(path) = &config.registration_key_file {
+        let key = registration_key(path)?;
+        db.insert_node_key(&caller::hash(&key), true, "system", None).await.map_err(start("making the key for nodes"))?;
+    }
+    db.seed_setting(cynode_api::DEFAULT_IMAGE_KEY, &config.default_image.clone().into()).await.map_err(start("setting the default image"))?;
+    db.seed_setting(cynode_api::ALLOW_PM_IMAGES, &false.into()).await.map_err(start("setting what agents may add"))
+}
+
+fn registration_key(path: &Path) -> Result<String, Error> {
+    read_or_create_token(path).map_err(state("reading the key for nodes"))
+}

@@ -1,0 +1,85 @@
+//! Which image and which node a request gets.
+
+use cynode_api::{DEFAULT_IMAGE_KEY, ErrorCode, ImageVersionId, NodeId, NodeState};
+use cynode_service::ApiError;
+
+use crate::{
+    Orchestrator,
+    db::{Chosen, NodeRow},
+};
+
+/// What the work is, as far as the choice of an image goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Work {
+    /// A session, or an agent's job: only images made for it.
+    Agent,
+    /// One plain command: any allowed image.
+    Command,
+}
+
+impl Orchestrator {
+    /// The allowed version that a request's reference means.
+    pub(crate) async fn choose_image(&self, reference: Option<&str>, work: Work) -> Result<Chosen, ApiError> {
+        let reference = match reference {
+            None | Some("default") => {
+                let setting = self.db.setting(DEFAULT_IMAGE_KEY).await?;
+                setting.and_then(|setting| setting.value.as_str().map(str::to_owned)).unwrap_or_else(|| self.config.default_image.clone())
+            }
+            Some(reference) => reference.to_owned(),
+        };
+        let chosen = self.db.allowed_image(&reference).await?;
+        let chosen = chosen.ok_or_else(|| ApiError::new(ErrorCode::ImageNotAllowed, format!("no allowed image goes by '{reference}'")))?;
+        if work == Work::Agent && !chosen.agent_compatible {
+            return Err(ApiError::new(ErrorCode::ImageNotCompatible, format!("{} is not marked as agent-compatible", chosen.image_ref)));
+        }
+        Ok(chosen)
+    }
+
+    /// The node with the most room that has the image. `not` has just been tried.
+    pub(crate) async fn choose_node(&self, version: ImageVersionId, not: &[NodeId]) -> Result<NodeRow, ApiError> {
+        let nodes = self.db.nodes().await?;
+        let with_image = self.db.nodes_with(version).await?;
+        let given = self.db.load().await?;
+        let after = self.config.unreachable_after();
+        let mut reasons = Vec::new();
+        let mut best: Option<(f64, NodeRow)> = None;
+        for node in nodes {
+            let given = given.iter().find(|(id, _)| *id == node.id).map_or(0, |(_, count)| *count);
+            match unfit(&node, after, with_image.contains(&node.id), given, not) {
+                Some((_, reason)) => reasons.push((node.name, reason)),
+                None => {
+                    let use_now = load(&node, given);
+                    if best.as_ref().is_none_or(|(least, _)| use_now < *least) {
+                        best = Some((use_now, node));
+                    }
+                }
+            }
+        }
+        best.map(|(_, node)| node).ok_or_else(|| {
+            let said: Vec<String> = reasons.iter().map(|(name, reason)| format!("{name}: {reason}")).collect();
+            let detail = if said.is_empty() { "no node has registered yet".to_owned() } else { said.join("; ") };
+            ApiError::new(ErrorCode::NoCapacity, detail)
+        })
+    }
+}
+
+/// Why a node can't take this work now, and whether it may later.
+fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: i64, not: &[NodeId]) -> Option<(bool, String)> {
+    let (state, reason) = node.state(unreachable_after);
+    if state != NodeState::Ready {
+        return Some((true, reason.unwrap_or_else(|| "is draining".to_owned())));
+    }
+    if not.contains(&node.id) {
+        return Some((true, "did not answer".to_owned()));
+    }
+    if !has_image {
+        return Some((false, "does not have the image".to_owned()));
+    }
+    let most = i64::try_from(node.capability.max_sandboxes).unwrap_or(i64::MAX);
+    (given.max(node.running_sandboxes.into()) >= most).then(|| (true, format!("is full ({most} sandboxes)")))
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a share of a few hundred")]
+fn load(node: &NodeRow, given: i64) -> f64 {
+    given.max(node.running_sandboxes.into()) as f64 / node.capability.max_sandboxes.max(1) as f64
+}

@@ -1,0 +1,189 @@
+//! Jobs: given to a node, asked after, collected, acknowledged.
+
+use cynode_api::{ErrorCode, Job, JobError, JobState, NodeId, Retry};
+use cynode_client::WorkerClient;
+use cynode_service::ApiError;
+use futures_util::{StreamExt as _, stream};
+use time::OffsetDateTime;
+
+use crate::{
+    Orchestrator,
+    db::{JobRow, to_json},
+    fleet::Failed,
+    sessions::is_passing,
+};
+
+/// So many are taken at once, and so many of them are brought forward at the same time.
+const BATCH: i64 = 64;
+const AT_ONCE: usize = 16;
+/// How soon a running job is looked at again. Its node says when something happens, so this is for words that were lost.
+const LOOK: f64 = 5.0;
+const SOON: f64 = 1.0;
+
+pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
+    loop {
+        let jobs = orchestrator.db.lease_jobs(BATCH).await?;
+        let full = jobs.len() == usize::try_from(BATCH).unwrap_or(usize::MAX);
+        stream::iter(jobs)
+            .for_each_concurrent(AT_ONCE, async |row| {
+                let id = row.job_id;
+                let next = match step(orchestrator, row).await {
+                    Ok(next) => next,
+                    Err(error) => {
+                        tracing::debug!(job_id = %id, error = %error.0, "A job did not get further.");
+                        Some(SOON)
+                    }
+                };
+                if let Some(seconds) = next {
+                    drop(orchestrator.db.release_job(id, seconds).await);
+                }
+            })
+            .await;
+        orchestrator.told();
+        if !full {
+            return Ok(());
+        }
+    }
+}
+
+/// One step. Says in how many seconds to look again; not at all when there is nothing left to do.
+async fn step(orchestrator: &Orchestrator, row: JobRow) -> Result<Option<f64>, ApiError> {
+    match (row.node_id, row.state.is_final()) {
+        (None, true) => {
+            orchestrator.db.acknowledge_job(row.job_id).await?;
+            Ok(None)
+        }
+        (None, false) if row.stop_requested => {
+            let object = decided(&row, JobState::Canceled, None);
+            orchestrator.db.advance_job(row.job_id, None, &object, None, true).await?;
+            Ok(None)
+        }
+        (None, false) => dispatch(orchestrator, &row).await,
+        (Some(node_id), false) => follow(orchestrator, &row, node_id).await,
+        (Some(node_id), true) => settle(orchestrator, &row, node_id).await,
+    }
+}
+
+/// The job as the orchestrator itself says it ended.
+fn decided(row: &JobRow, state: JobState, error: Option<JobError>) -> Job {
+    Job { state, error, ended_at: Some(OffsetDateTime::now_utc()), node_id: row.node_id, reported_by: "orchestrator".to_owned(), ..row.object.clone() }
+}
+
+async fn dispatch(orchestrator: &Orchestrator, row: &JobRow) -> Result<Option<f64>, ApiError> {
+    let Some(version) = row.image_version_id else { return Err(ApiError::new(ErrorCode::Internal, "the job has no image")) };
+    let node = match orchestrator.choose_node(version, &[]).await {
+        Ok(node) => node,
+        // It waits until there is room.
+        Err(error) if error.0.is(ErrorCode::NoCapacity) => return Ok(Some(SOON)),
+        Err(error) => return Err(error),
+    };
+    let client = orchestrator.fleet.client_of(&node)?;
+    // Durable before the node hears of it: if we die now, whoever comes next asks this node and no other.
+    if !orchestrator.db.assign_job(row.job_id, node.id).await? {
+        return Ok(Some(0.0));
+    }
+    send(orchestrator, row, node.id, &client).await
+}
+
+/// Gives the job to its node, again if need be: the node runs it once.
+async fn send(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, client: &WorkerClient) -> Result<Option<f64>, ApiError> {
+    match client.run_job_async(&row.request).await.map_err(Failed::from) {
+        Ok(job) => note(orchestrator, row, node_id, client, job).await,
+        // Nobody has it: another node may be better.
+        Err(Failed::NotSent(_)) => {
+            orchestrator.db.unassign_job(row.job_id, node_id).await?;
+            Ok(Some(SOON))
+        }
+        Err(Failed::Refused(error)) if error.0.is(ErrorCode::NoCapacity) || error.0.is(ErrorCode::NoSpace) => {
+            orchestrator.db.unassign_job(row.job_id, node_id).await?;
+            Ok(Some(SOON))
+        }
+        Err(Failed::Refused(error)) if !is_passing(&error) => {
+            let object = decided(row, JobState::Failed, Some(JobError { code: error.0.code.clone(), detail: error.0.detail.clone() }));
+            orchestrator.db.advance_job(row.job_id, Some(node_id), &Job { node_id: Some(node_id), ..object }, None, true).await?;
+            Ok(None)
+        }
+        Err(_) => Ok(Some(SOON)),
+    }
+}
+
+/// Asks the node how far it is.
+async fn follow(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> Result<Option<f64>, ApiError> {
+    let node = orchestrator.db.node(node_id).await?;
+    if node.is_lost {
+        return give_up(orchestrator, row, node_id).await;
+    }
+    let client = orchestrator.fleet.client_of(&node)?;
+    if row.stop_requested {
+        // Also one that the node does not know: it must not take it up later.
+        if let Err(Failed::Refused(error)) = client.stop_job(row.task_id, row.job_id).await.map_err(Failed::from)
+            && error.0.is(ErrorCode::JobNotFound)
+        {
+            let object = decided(row, JobState::Canceled, None);
+            orchestrator.db.advance_job(row.job_id, Some(node_id), &object, None, true).await?;
+            return Ok(None);
+        }
+    }
+    match client.job(row.job_id).await.map_err(Failed::from) {
+        Ok(job) => note(orchestrator, row, node_id, &client, job).await,
+        Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => send(orchestrator, row, node_id, &client).await,
+        Err(_) => Ok(Some(SOON)),
+    }
+}
+
+/// Writes down what the node says. An end is written with its output, and only then may the node forget it.
+async fn note(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, client: &WorkerClient, job: Job) -> Result<Option<f64>, ApiError> {
+    if !job.state.is_final() {
+        orchestrator.db.advance_job(row.job_id, Some(node_id), &job, None, false).await?;
+        return Ok(Some(LOOK));
+    }
+    let Ok(output) = orchestrator.collect_output(client, row.job_id).await else { return Ok(Some(SOON)) };
+    orchestrator.db.advance_job(row.job_id, Some(node_id), &job, output.as_deref(), false).await?;
+    orchestrator.told();
+    acknowledge(orchestrator, row, client).await
+}
+
+async fn acknowledge(orchestrator: &Orchestrator, row: &JobRow, client: &WorkerClient) -> Result<Option<f64>, ApiError> {
+    match client.ack_job(row.job_id).await.map_err(Failed::from) {
+        Ok(()) => {}
+        Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => {}
+        Err(_) => return Ok(Some(LOOK)),
+    }
+    orchestrator.db.acknowledge_job(row.job_id).await?;
+    Ok(None)
+}
+
+/// The node is gone. What becomes of the job is its own rule.
+async fn give_up(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> Result<Option<f64>, ApiError> {
+    if row.retry == Retry::OnNodeLoss && !row.stop_requested {
+        orchestrator.db.unassign_job(row.job_id, node_id).await?;
+        orchestrator.db.leave_behind(row.job_id, node_id).await?;
+        return Ok(Some(0.0));
+    }
+    let error = JobError { code: "node_lost".to_owned(), detail: "its node was not heard of for too long".to_owned() };
+    let object = decided(row, JobState::Failed, Some(error));
+    // Not acknowledged: should the node come back with a result, it is kept beside.
+    orchestrator.db.advance_job(row.job_id, Some(node_id), &object, None, false).await?;
+    Ok(Some(LOOK))
+}
+
+/// The job has ended here; its node may still have to hear of it, or to say something late.
+async fn settle(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> Result<Option<f64>, ApiError> {
+    let node = orchestrator.db.node(node_id).await?;
+    if node.silent_seconds > orchestrator.config.unreachable_after() {
+        return Ok(Some(LOOK));
+    }
+    let client = orchestrator.fleet.client_of(&node)?;
+    if row.object.reported_by == "orchestrator" {
+        match client.job(row.job_id).await.map_err(Failed::from) {
+            Ok(job) if job.state.is_final() => orchestrator.db.keep_late_result(row.job_id, &to_json(&job)).await?,
+            Ok(_) => {
+                drop(client.stop_job(row.task_id, row.job_id).await);
+                return Ok(Some(SOON));
+            }
+            Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => {}
+            Err(_) => return Ok(Some(LOOK)),
+        }
+    }
+    acknowledge(orchestrator, row, &client).await
+}

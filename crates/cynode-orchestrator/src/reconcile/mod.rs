@@ -1,0 +1,73 @@
+//! Reconcilers: each looks at what the database says should be and brings it a step nearer, again and again.
+//!
+//! What must stay true of each: it is woken by a signal and by a timer, so that a lost signal costs time and nothing else; it
+//! takes no input but the database; doing it twice, or on two orchestrators at once, does no harm; it does not retry by
+//! itself, the next round does.
+
+mod jobs;
+mod nodes;
+mod sessions;
+
+use std::{sync::Arc, time::Duration};
+
+use cynode_service::ApiError;
+use futures_util::{FutureExt as _, future::BoxFuture};
+use tokio::{sync::Notify, task::JoinHandle};
+
+use crate::Orchestrator;
+
+type Round<'a> = BoxFuture<'a, Result<(), ApiError>>;
+
+/// Starts them all. They end when the orchestrator stops.
+pub(crate) fn spawn(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
+    let (jobs_wait, sessions_wait) = (Arc::clone(&orchestrator.jobs_wait), Arc::clone(&orchestrator.sessions_wait));
+    vec![
+        every(orchestrator, "jobs", Duration::from_millis(500), jobs_wait, |orchestrator| jobs::round(orchestrator).boxed()),
+        every(orchestrator, "sessions", Duration::from_secs(1), sessions_wait, |orchestrator| sessions::round(orchestrator).boxed()),
+        every(orchestrator, "nodes", Duration::from_secs(1), Arc::default(), |orchestrator| nodes::round(orchestrator).boxed()),
+        every(orchestrator, "events", Duration::from_secs(600), Arc::default(), |orchestrator| expire(orchestrator).boxed()),
+        tokio::spawn(listen(orchestrator.clone())),
+    ]
+}
+
+/// Runs rounds until the orchestrator stops.
+fn every(
+    orchestrator: &Orchestrator,
+    what: &'static str,
+    pause: Duration,
+    wake: Arc<Notify>,
+    round: for<'a> fn(&'a Orchestrator) -> Round<'a>,
+) -> JoinHandle<()> {
+    let orchestrator = orchestrator.clone();
+    tokio::spawn(async move {
+        loop {
+            if let Err(error) = round(&orchestrator).await {
+                tracing::debug!(what, error = %error.0, "A round of reconciling failed; the next one goes on.");
+            }
+            tokio::select! {
+                () = orchestrator.stop.cancelled() => return,
+                () = wake.notified() => {}
+                () = tokio::time::sleep(pause) => {}
+            }
+        }
+    })
+}
+
+async fn expire(orchestrator: &Orchestrator) -> Result<(), ApiError> {
+    orchestrator.db.expire_events(orchestrator.config.event_days).await.map(drop)
+}
+
+/// Hears of events that other orchestrators wrote, so that readers here need not wait for their timer.
+async fn listen(orchestrator: Orchestrator) {
+    let heard = async {
+        loop {
+            if let Ok(mut listener) = orchestrator.db.listener().await {
+                while listener.recv().await.is_ok() {
+                    orchestrator.told();
+                }
+            }
+            tokio::time::sleep(Duration::from_secs(1)).await;
+        }
+    };
+    orchestrator.stop.run_until_cancelled(heard).await;
+}
