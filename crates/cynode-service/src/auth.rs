@@ -36,8 +36,29 @@ impl Token {
     }
 }
 
-/// Refuses requests without the token.
-pub async fn require(State(token): State<Token>, request: Request, next: Next) -> Response {
+/// Tokens that are good at the same time, which can change while a role runs.
+#[derive(Clone, Debug, Default)]
+pub struct Tokens(Arc<parking_lot::RwLock<Vec<Token>>>);
+
+impl Tokens {
+    #[must_use]
+    pub fn new(tokens: Vec<Token>) -> Self {
+        Self(Arc::new(parking_lot::RwLock::new(tokens)))
+    }
+
+    /// From now on these and no others.
+    pub fn set(&self, tokens: Vec<Token>) {
+        *self.0.write() = tokens;
+    }
+
+    fn admits(&self, offered: &str) -> bool {
+        // All are compared, whichever fits.
+        self.0.read().iter().fold(false, |found, token| token.admits(offered) | found)
+    }
+}
+
+/// Refuses requests without a token that is good.
+pub async fn require(State(token): State<Tokens>, request: Request, next: Next) -> Response {
     match offered(request.headers()) {
         Ok(offered) if token.admits(offered) => next.run(request).await,
         Ok(_) => ApiError::new(ErrorCode::Unauthorized, "the token is not valid here").into_response(),
@@ -61,6 +82,15 @@ pub fn offered(headers: &HeaderMap) -> Result<&str, ApiError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn of_several_tokens_each_is_good_until_they_change() {
+        let tokens = Tokens::new(vec![Token::new("one"), Token::new("two")]);
+        assert!(tokens.admits("one") && tokens.admits("two") && !tokens.admits("three"));
+        tokens.set(vec![Token::new("three")]);
+        assert!(tokens.admits("three") && !tokens.admits("one"));
+        assert!(!Tokens::default().admits(""));
+    }
 
     #[test]
     fn a_token_admits_only_itself() {

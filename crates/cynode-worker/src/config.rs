@@ -1,7 +1,7 @@
 //! The worker's configuration, section `[worker]`.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
     path::{Path, PathBuf},
 };
@@ -49,6 +49,15 @@ pub struct Config {
     pub pool_size: usize,
     /// New work is refused while less than this is free where the state directory lies.
     pub min_free_bytes: u64,
+    /// The control plane that this node belongs to (`http://127.0.0.1:12082`); on its own when absent.
+    pub orchestrator_url: Option<String>,
+    /// A file with the key by which the node registers there.
+    pub registration_key_file: Option<PathBuf>,
+    /// What the node is called there; the host's name when absent.
+    pub name: Option<String>,
+    /// Where orchestrators reach the Worker API; the address that it listens on when absent.
+    pub api_url: Option<String>,
+    pub labels: BTreeMap<String, String>,
 }
 
 /// What runs the containers.
@@ -92,6 +101,11 @@ impl Default for Config {
             allow_unenforced: BTreeSet::new(),
             pool_size: 10,
             min_free_bytes: 1 << 30,
+            orchestrator_url: None,
+            registration_key_file: None,
+            name: None,
+            api_url: None,
+            labels: BTreeMap::new(),
         }
     }
 }

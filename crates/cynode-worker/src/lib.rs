@@ -8,6 +8,7 @@
 
 mod api;
 mod config;
+mod control;
 mod disk;
 mod execs;
 pub mod host;
@@ -167,17 +168,21 @@ pub async fn run(config: Config) -> Result<(), Error> {
             Box::pin(async move { readiness(&sessions).await })
         })
     };
-    let router = api::router(api, auth::Token::new(&token), readiness);
+    let tokens = auth::Tokens::new(vec![auth::Token::new(&token)]);
+    let router = api::router(api, tokens.clone(), readiness);
+    let control = control::Node::new(&sessions, &url, auth::Token::new(&token), tokens).map_err(state("reading the registration"))?;
     tokio::spawn({
         let sessions = Arc::clone(&sessions);
         async move { sessions.reconcile().await }
     });
     let pool = tokio::spawn(Arc::clone(&sessions).keep_pool(stop.clone()));
+    let control = tokio::spawn(control::keep(control, stop.clone()));
     let timekeeper = tokio::spawn(Arc::clone(&sessions).keep_time(stop.clone()));
     tracing::info!(%url, %node_id, "The worker serves.");
     listen::serve(bound, router, stop).await.map_err(state("serving"))?;
     drop(timekeeper.await);
     drop(pool.await);
+    drop(control.await);
     if end_sandboxes.load(Ordering::SeqCst) {
         let ended = sessions.end_all("the worker was stopped").await;
         tracing::info!(ended, "Ended all sandboxes.");

@@ -19,7 +19,7 @@ use axum::{
 use cynode_api::ErrorCode;
 use cynode_service::{
     ApiError, JsonBody, admin,
-    auth::{self, Token},
+    auth::{self, Tokens},
     body, edge,
 };
 use serde::{Deserialize, Serialize};
@@ -95,14 +95,14 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
     documented().into_openapi()
 }
 
-pub(crate) fn router(api: Api, token: Token, readiness: admin::Readiness) -> Router {
+pub(crate) fn router(api: Api, tokens: Tokens, readiness: admin::Readiness) -> Router {
     let (routes, document) = documented().split_for_parts();
     let document = serde_json::to_vec(&document).unwrap_or_default();
     let stopping = api.stop.clone();
     routes
         .layer(middleware::from_fn(measure))
         .layer(middleware::from_fn_with_state(stopping, refuse_when_stopping))
-        .layer(middleware::from_fn_with_state(token, auth::require))
+        .layer(middleware::from_fn_with_state(tokens, auth::require))
         .route("/openapi.json", get(move || std::future::ready(([(http::header::CONTENT_TYPE, "application/json")], document.clone()))))
         .merge(admin::routes(readiness))
         .fallback(edge::not_found)

@@ -7,9 +7,9 @@ use bollard::{
     container::LogOutput,
     exec::{CreateExecOptions, ResizeExecOptions, StartExecOptions, StartExecResults},
     models::ImageInspect,
-    query_parameters::{KillContainerOptions, RemoveContainerOptions},
+    query_parameters::{KillContainerOptions, ListImagesOptions, RemoveContainerOptions},
 };
-use cynode_api::Stream;
+use cynode_api::{LocalImage, Stream};
 use futures_util::StreamExt as _;
 use http::{
     StatusCode,
@@ -62,6 +62,28 @@ pub(super) fn image(found: ImageInspect) -> Image {
             .map(|(name, value)| (name.to_owned(), value.to_owned()))
             .collect(),
     }
+}
+
+pub(super) async fn images(docker: Docker) -> Result<Vec<LocalImage>, Error> {
+    let found = docker.list_images(None::<ListImagesOptions>).await.map_err(translate("images", ""))?;
+    let mut images = Vec::new();
+    for image in found {
+        for reference in image.repo_tags {
+            // What has no name has no use here. What the operator loaded is pinned by its id, the rest by the registry's digest.
+            if reference.contains("<none>") {
+                continue;
+            }
+            let repository = reference.rsplit_once(':').map_or(reference.as_str(), |(repository, _)| repository);
+            let digest = image.repo_digests.iter().find_map(|digest| digest.strip_prefix(repository)?.strip_prefix('@'));
+            let digest = digest.filter(|_| !reference.starts_with("localhost/")).map_or_else(|| with_algorithm(&image.id), str::to_owned);
+            images.push(LocalImage { reference, digest, labels: image.labels.clone().into_iter().collect() });
+        }
+    }
+    Ok(images)
+}
+
+fn with_algorithm(id: &str) -> String {
+    if id.contains(':') { id.to_owned() } else { format!("sha256:{id}") }
 }
 
 pub(super) async fn kill(docker: Docker, name: &str, signal: &str) -> Result<(), Error> {

@@ -15,6 +15,7 @@ use bollard::{
     query_parameters::{CreateContainerOptions, CreateImageOptions, ListContainersOptions, RemoveImageOptions},
 };
 use bytes::Bytes;
+use cynode_api::LocalImage;
 use futures_util::TryStreamExt as _;
 use tokio::sync::OnceCell;
 
@@ -255,6 +256,10 @@ impl Runtime for Docker {
             client.inspect_image(reference).await.map(compat::image).map_err(translate("image", reference))
         })
         .await
+    }
+
+    async fn images(&self) -> Result<Vec<LocalImage>, Error> {
+        self.call("images", self.options.call_limit, compat::images).await
     }
 
     async fn create(&self, spec: &Spec) -> Result<String, Error> {

@@ -12,7 +12,7 @@ use std::{
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use cynode_api::{SignalName, Stream};
+use cynode_api::{LocalImage, SignalName, Stream};
 use futures_util::{StreamExt as _, stream};
 use parking_lot::Mutex;
 use tokio::{
@@ -153,6 +153,12 @@ impl Runtime for Fake {
         self.check("image")?;
         let image = self.images.get(reference).ok_or_else(|| Error::NotFound(reference.to_owned()))?;
         Ok(Image { id: reference.to_owned(), digest: None, labels: image.labels.clone(), env: image.env.clone() })
+    }
+
+    async fn images(&self) -> Result<Vec<LocalImage>, Error> {
+        self.check("images")?;
+        let local = |(name, image): (&String, &FakeImage)| LocalImage { reference: name.clone(), digest: name.clone(), labels: image.labels.clone() };
+        Ok(self.images.iter().map(local).collect())
     }
 
     async fn create(&self, spec: &Spec) -> Result<String, Error> {

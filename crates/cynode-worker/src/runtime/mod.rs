@@ -16,7 +16,7 @@ use std::{collections::BTreeMap, path::PathBuf, pin::Pin, time::Duration};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use cynode_api::{Limits, Stream, Unenforced};
+use cynode_api::{Limits, LocalImage, Stream, Unenforced};
 use futures_util::Stream as FuturesStream;
 use serde::{Deserialize, Serialize};
 use tokio::io::AsyncWrite;
@@ -159,6 +159,8 @@ pub trait Runtime: Send + Sync + std::fmt::Debug {
     /// The ids that sandboxes get; those of a `Spec` must lie within.
     async fn ids(&self) -> Result<IdSpace, Error>;
     async fn image(&self, reference: &str) -> Result<Image, Error>;
+    /// Every image that has a name, under each of its names.
+    async fn images(&self) -> Result<Vec<LocalImage>, Error>;
     /// Fails with `NameInUse` when a container has this name: the name is the once-only gate.
     async fn create(&self, spec: &Spec) -> Result<String, Error>;
     async fn start(&self, name: &str) -> Result<(), Error>;

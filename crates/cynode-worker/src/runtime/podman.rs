@@ -8,6 +8,7 @@ use std::{
 
 use async_trait::async_trait;
 use bollard::Docker;
+use cynode_api::LocalImage;
 use serde_json::Value;
 use tokio::sync::OnceCell;
 
@@ -160,6 +161,14 @@ impl Runtime for Podman {
         self.call("image", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
             async move { docker.inspect_image(reference).await.map(compat::image).map_err(translate("image", reference)) }
+        })
+        .await
+    }
+
+    async fn images(&self) -> Result<Vec<LocalImage>, Error> {
+        self.call("images", self.call_limit, true, |clients| {
+            let docker = clients.docker.clone();
+            async move { compat::images(docker).await }
         })
         .await
     }

@@ -173,7 +173,8 @@ impl Sessions {
 
     /// An image that sessions may use.
     pub(super) async fn image(&self, reference: &str) -> Result<Image, ApiError> {
-        let reference = if reference == "default" { self.config.default_image.as_str() } else { reference };
+        let default_image = self.default_image.lock().clone();
+        let reference = if reference == "default" { default_image.as_str() } else { reference };
         let image = self.runtime.image(reference).await.map_err(|error| match error {
             runtime::Error::NotFound(_) => Problem::new(ErrorCode::ImageNotFound, format!("the image {reference} is not on this node")),
             other => runtime_problem(&other),

@@ -61,6 +61,8 @@ pub(crate) struct Sessions {
     /// The most open files that this host lets a sandbox have.
     max_nofile: u64,
     disks: Result<Disks, String>,
+    /// What `default` means: as configured, until an orchestrator says otherwise.
+    pub(crate) default_image: Mutex<String>,
     pool: pool::Pool,
     /// Sandboxes that could not be removed, with their ids.
     doomed: Mutex<Vec<(SandboxId, u32)>>,
@@ -154,6 +156,7 @@ impl Sessions {
             known.insert(record.session.session_id, Entry::new(record, execs));
         }
         Ok(Arc::new(Self {
+            default_image: Mutex::new(config.default_image.clone()),
             config,
             node_id,
             runtime,
@@ -199,7 +202,7 @@ impl Sessions {
         sessions
     }
 
-    fn live_count(&self) -> usize {
+    pub(crate) fn live_count(&self) -> usize {
         self.known.lock().values().filter(|entry| entry.record.lock().is_live()).count()
     }
 
