@@ -35,7 +35,7 @@ use std::{borrow::Cow, str::FromStr as _, time::Duration};
 use cynode_api::ErrorCode;
 use cynode_service::ApiError;
 use sqlx::{
-    Connection as _, PgConnection, PgPool, Postgres, Transaction,
+    ConnectOptions as _, Connection as _, PgConnection, PgPool, Postgres, Transaction,
     migrate::{Migration, MigrationType, Migrator},
     postgres::{PgConnectOptions, PgPoolOptions},
 };
@@ -79,6 +79,7 @@ impl Db {
         let options = PgConnectOptions::from_str(url)
             .map_err(Error::Url)?
             .application_name("cynode")
+            .disable_statement_logging()
             .options([("statement_timeout", STATEMENT), ("idle_in_transaction_session_timeout", STATEMENT)]);
         let mut connection = PgConnection::connect_with(&options).await.map_err(Error::Connect)?;
         migrate(&mut connection).await.map_err(Error::Migrate)?;
