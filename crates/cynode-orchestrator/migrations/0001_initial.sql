@@ -162,7 +162,7 @@ create table sessions (
 );
 create index on sessions (task_id);
 create index on sessions (owner_id);
-create index on sessions (node_id) where state in ('creating', 'running', 'ending');
+create index on sessions (node_id) where state in ('creating', 'running', 'ending', 'lost');
 create index on sessions (state) where state in ('creating', 'running', 'ending');
 
 create table jobs (

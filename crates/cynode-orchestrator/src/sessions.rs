@@ -104,7 +104,7 @@ impl Orchestrator {
         let client = self.fleet.client(&self.db, row.node_id).await?;
         match client.create_session(&row.request).await.map_err(Failed::from) {
             Ok(session) => {
-                self.db.observe_session(&session).await?;
+                self.db.observe_session(&session, row.read_at).await?;
                 if session.state == SessionState::Creating {
                     self.db.release_session(row.session_id, 1).await?;
                 }
@@ -138,6 +138,7 @@ impl Orchestrator {
     /// Ends a session: written down first, so that it ends also when its node can't be asked now.
     pub(crate) async fn end_session(&self, row: SessionRow, end: SessionEnd) -> Result<Session, ApiError> {
         self.db.ask_end(row.session_id, &end).await?;
+        let Some(row) = self.db.any_session(row.session_id).await? else { return Err(ApiError::new(ErrorCode::SessionNotFound, "the session is gone")) };
         match self.tell_end(&row, &end).await {
             Ok(session) => Ok(session),
             Err(Failed::Refused(error)) if !is_passing(&error) => Err(error),
@@ -154,7 +155,7 @@ impl Orchestrator {
     pub(crate) async fn tell_end(&self, row: &SessionRow, end: &SessionEnd) -> Result<Session, Failed> {
         let client = self.fleet.client(&self.db, row.node_id).await.map_err(Failed::Refused)?;
         let session = client.end_session(row.session_id, end).await?;
-        self.db.observe_session(&session).await.map_err(Failed::Refused)?;
+        self.db.observe_session(&session, row.read_at).await.map_err(Failed::Refused)?;
         self.told();
         Ok(session)
     }
@@ -163,7 +164,7 @@ impl Orchestrator {
     pub(crate) async fn show_session(&self, row: SessionRow) -> Result<Session, ApiError> {
         let asked = async { self.fleet.client(&self.db, row.node_id).await.ok()?.get_session(row.session_id).await.ok() };
         if let Some(session) = asked.await {
-            self.db.observe_session(&session).await?;
+            self.db.observe_session(&session, row.read_at).await?;
             return Ok(session);
         }
         row.object.map(|object| Session { state: row.state, end_reason: row.end_reason.clone().or(object.end_reason.clone()), ..object }).ok_or_else(|| {

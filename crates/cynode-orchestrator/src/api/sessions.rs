@@ -89,7 +89,7 @@ pub(super) async fn patch(
     let row = orchestrator.db.session(&caller.scope, id).await?;
     let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
     let session = client.patch_session(id, &patch).await.map_err(|error| Failed::from(error).problem())?;
-    orchestrator.db.observe_session(&session).await?;
+    orchestrator.db.observe_session(&session, row.read_at).await?;
     Ok(Json(session))
 }
 
@@ -126,7 +126,7 @@ pub(super) async fn resume(
     let row = orchestrator.db.session(&caller.scope, id).await?;
     let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
     let session = client.resume_session(id).await.map_err(|error| Failed::from(error).problem())?;
-    orchestrator.db.observe_session(&session).await?;
+    orchestrator.db.observe_session(&session, row.read_at).await?;
     orchestrator.told();
     Ok(Json(session))
 }

@@ -4,6 +4,7 @@ use cynode_api::{ErrorCode, ImageVersionId, NodeId, Page, Session, SessionCreate
 use cynode_service::ApiError;
 use serde_json::Value;
 use sqlx::{Row as _, postgres::PgRow};
+use time::OffsetDateTime;
 use uuid::Uuid;
 
 use super::{Db, NewEvent, events, page, problem, stored, to_json};
@@ -20,6 +21,8 @@ pub(crate) struct SessionRow {
     pub(crate) object: Option<Session>,
     pub(crate) ending: Option<SessionEnd>,
     pub(crate) end_reason: Option<String>,
+    /// When this was read, by the database's clock.
+    pub(crate) read_at: OffsetDateTime,
 }
 
 #[derive(Clone, Debug)]
@@ -44,6 +47,7 @@ fn session(row: &PgRow) -> Result<SessionRow, ApiError> {
         object: get("object")?.map(stored).transpose()?,
         ending: get("ending")?.map(stored).transpose()?,
         end_reason: row.try_get("end_reason").map_err(problem)?,
+        read_at: row.try_get("read_at").map_err(problem)?,
     })
 }
 
@@ -71,7 +75,7 @@ impl Db {
         }
         let row = sqlx::query(
             "insert into sessions (session_id, task_id, node_id, state, body, request, image_version_id, owner_id, created_by, lease_until)
-             values ($1, $2, $3, 'creating', $4, $5, $6, $7, $8, now() + interval '75 seconds') on conflict do nothing returning *",
+             values ($1, $2, $3, 'creating', $4, $5, $6, $7, $8, now() + interval '75 seconds') on conflict do nothing returning *, clock_timestamp() as read_at",
         )
         .bind(new.request.session_id.as_uuid())
         .bind(new.request.task_id.as_uuid())
@@ -106,7 +110,7 @@ impl Db {
 
     /// A session that the caller may know of.
     pub(crate) async fn session(&self, scope: &Scope, id: SessionId) -> Result<SessionRow, ApiError> {
-        let row = sqlx::query(concat!("select * from sessions s where session_id = $1 and ", visible_by_task!("s")))
+        let row = sqlx::query(concat!("select *, clock_timestamp() as read_at from sessions s where session_id = $1 and ", visible_by_task!("s")))
             .bind(id.as_uuid())
             .bind(scope.is_admin)
             .bind(scope.user_id.as_uuid())
@@ -117,7 +121,11 @@ impl Db {
     }
 
     pub(crate) async fn any_session(&self, id: SessionId) -> Result<Option<SessionRow>, ApiError> {
-        let row = sqlx::query("select * from sessions where session_id = $1").bind(id.as_uuid()).fetch_optional(&self.pool).await.map_err(problem)?;
+        let row = sqlx::query("select *, clock_timestamp() as read_at from sessions where session_id = $1")
+            .bind(id.as_uuid())
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
         row.as_ref().map(session).transpose()
     }
 
@@ -132,7 +140,7 @@ impl Db {
     ) -> Result<Page<SessionRow>, ApiError> {
         let (name, value) = label.map_or((None, None), |(name, value)| (Some(name), value));
         let rows = sqlx::query(concat!(
-            "select * from sessions s where ($1::uuid is null or s.session_id > $1) and ",
+            "select *, clock_timestamp() as read_at from sessions s where ($1::uuid is null or s.session_id > $1) and ",
             visible_by_task!("s"),
             " and ($4::text is null or s.state = $4) and ($5::uuid is null or s.task_id = $5)
               and ($6::text is null or coalesce(s.object->'labels', s.request->'labels', '{}') ? $6)
@@ -154,25 +162,31 @@ impl Db {
         Ok(page(items, limit, |row| row.session_id.to_string()))
     }
 
-    /// Writes down what a node says of a session. Changed states are told as events. A node can't take back an end.
-    pub(crate) async fn observe_session(&self, object: &Session) -> Result<(), ApiError> {
+    /// Writes down what a node said of a session when it was asked at `as_of` (by the database's clock). What was written since
+    /// then is newer, and stays. Changed states are told as events.
+    pub(crate) async fn observe_session(&self, object: &Session, as_of: OffsetDateTime) -> Result<(), ApiError> {
         let id = object.session_id;
         let mut transaction = self.begin().await?;
-        let before = sqlx::query("select * from sessions where session_id = $1 for update")
+        let before = sqlx::query("select *, clock_timestamp() as read_at, updated_at > $2 as is_newer from sessions where session_id = $1 for update")
             .bind(id.as_uuid())
+            .bind(as_of)
             .fetch_optional(&mut *transaction)
             .await
             .map_err(problem)?;
-        let Some(before) = before.as_ref().map(session).transpose()? else { return Ok(()) };
-        if before.object.as_ref() == Some(object) && before.state == object.state {
+        let Some(before) = before else { return Ok(()) };
+        if before.try_get::<bool, _>("is_newer").map_err(problem)? {
             return Ok(());
         }
-        // An end that was asked for here and that the node has not heard of yet.
-        let state = if before.ending.is_some() && !is_over(object.state) { SessionState::Ending } else { object.state };
+        let before = session(&before)?;
+        if before.state == object.state && before.object.as_ref().is_some_and(|known| lasting(known) == lasting(object)) {
+            return Ok(());
+        }
         let over = is_over(object.state);
+        // An end that was asked for here and that the node has not heard of yet.
+        let state = if before.ending.is_some() && !over { SessionState::Ending } else { object.state };
         sqlx::query(
-            "update sessions set object = $2, state = $3, end_reason = coalesce($4, end_reason), ending = case when $5 then null else ending end,
-                 updated_at = now() where session_id = $1",
+            "update sessions set object = $2, state = $3, end_reason = case when $5 then coalesce($4, end_reason) end,
+                 ending = case when $5 then null else ending end, updated_at = clock_timestamp() where session_id = $1",
         )
         .bind(id.as_uuid())
         .bind(to_json(object))
@@ -193,7 +207,7 @@ impl Db {
         let from: Vec<String> = from.iter().map(ToString::to_string).collect();
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
-            "update sessions set state = $3, end_reason = $4, updated_at = now(),
+            "update sessions set state = $3, end_reason = $4, updated_at = clock_timestamp(),
                  object = case when object is null then null else object || jsonb_build_object('state', $3::text, 'end_reason', $4::text) end
              where session_id = $1 and state = any($2) returning task_id",
         )
@@ -215,7 +229,7 @@ impl Db {
     pub(crate) async fn ask_end(&self, id: SessionId, end: &SessionEnd) -> Result<(), ApiError> {
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
-            "update sessions set ending = coalesce(ending, $2), state = 'ending', updated_at = now(), lease_until = now() + interval '20 seconds'
+            "update sessions set ending = coalesce(ending, $2), state = 'ending', updated_at = clock_timestamp(), lease_until = now() + interval '20 seconds'
              where session_id = $1 and state in ('creating', 'running') returning task_id",
         )
         .bind(id.as_uuid())
@@ -236,7 +250,7 @@ impl Db {
             "update sessions set lease_until = now() + interval '75 seconds' where session_id in (
                  select session_id from sessions where state in ('creating', 'ending') and lease_until < now()
                  order by lease_until limit $1 for update skip locked)
-             returning *",
+             returning *, clock_timestamp() as read_at",
         )
         .bind(count)
         .fetch_all(&self.pool)
@@ -256,19 +270,22 @@ impl Db {
             .map_err(problem)
     }
 
-    /// Live sessions by node.
-    pub(crate) async fn live_sessions(&self, node_id: NodeId) -> Result<Vec<(SessionId, SessionState)>, ApiError> {
-        let rows = sqlx::query("select session_id, state from sessions where node_id = $1 and state in ('creating', 'running', 'ending')")
-            .bind(node_id.as_uuid())
-            .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
-        rows.iter()
-            .map(|row| {
-                let state = row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?;
-                Ok((SessionId::from_uuid(row.try_get("session_id").map_err(problem)?), state))
-            })
-            .collect()
+    /// Sessions that a node has, or may have after all: one that was given up with its node comes back with it.
+    pub(crate) async fn sessions_of(&self, node_id: NodeId) -> Result<(Vec<(SessionId, SessionState)>, OffsetDateTime), ApiError> {
+        let read_at = sqlx::query_scalar("select clock_timestamp()").fetch_one(&self.pool).await.map_err(problem)?;
+        let rows = sqlx::query(
+            "select session_id, state from sessions
+             where node_id = $1 and (state in ('creating', 'running', 'ending') or (state = 'lost' and updated_at > now() - interval '7 days'))",
+        )
+        .bind(node_id.as_uuid())
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        let found = rows.iter().map(|row| {
+            let state = row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?;
+            Ok((SessionId::from_uuid(row.try_get("session_id").map_err(problem)?), state))
+        });
+        Ok((found.collect::<Result<_, ApiError>>()?, read_at))
     }
 
     /// The node that holds a workspace which an earlier session of the task kept.
@@ -296,6 +313,11 @@ impl Db {
         .map_err(problem)?;
         rows.iter().map(|row| Ok((NodeId::from_uuid(row.try_get("node_id").map_err(problem)?), row.try_get("given").map_err(problem)?))).collect()
     }
+}
+
+/// A session without what changes with every command.
+fn lasting(session: &Session) -> Session {
+    Session { running_execs: 0, idle_expires_at: OffsetDateTime::UNIX_EPOCH, ..session.clone() }
 }
 
 pub(crate) const fn is_over(state: SessionState) -> bool {

@@ -63,7 +63,7 @@ async fn step(orchestrator: &Orchestrator, row: SessionRow) -> Result<(), ApiErr
 
 /// Compares what a node has with what is written down.
 async fn observe(orchestrator: &Orchestrator, node: &NodeRow) -> Result<(), ApiError> {
-    let live = orchestrator.db.live_sessions(node.id).await?;
+    let (live, read_at) = orchestrator.db.sessions_of(node.id).await?;
     if live.is_empty() {
         return Ok(());
     }
@@ -82,7 +82,7 @@ async fn observe(orchestrator: &Orchestrator, node: &NodeRow) -> Result<(), ApiE
     let found: HashMap<SessionId, Session> = found.into_iter().map(|session| (session.session_id, session)).collect();
     for (id, state) in live {
         match found.get(&id) {
-            Some(session) => orchestrator.db.observe_session(session).await?,
+            Some(session) => orchestrator.db.observe_session(session, read_at).await?,
             // One that is being made may not have come to the node yet.
             None if state == SessionState::Running => {
                 orchestrator.db.set_session_state(id, &[SessionState::Running], SessionState::Lost, "its node does not know it any more").await?;
