@@ -7,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use cynode_api::{NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId, WorkspaceDisposal, WorkspaceId};
+use cynode_api::{JobId, NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId, WorkspaceDisposal, WorkspaceId};
 use cynode_service::files;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use time::OffsetDateTime;
@@ -32,6 +32,9 @@ pub(crate) struct SessionRecord {
     /// It had a container before: its workspace holds files, which a failure to start again must not cost.
     #[serde(default)]
     pub(crate) resumed: bool,
+    /// The job whose sandbox this is. Only the job knows of such a session.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) job_id: Option<JobId>,
 }
 
 impl SessionRecord {
@@ -74,7 +77,7 @@ pub(crate) struct Journal {
 
 impl Journal {
     pub(crate) fn open(directory: PathBuf) -> io::Result<Self> {
-        for name in ["sessions", "sandboxes", "workspaces", "trash"] {
+        for name in ["sessions", "sandboxes", "workspaces", "jobs", "trash"] {
             fs_err::create_dir_all(directory.join(name))?;
         }
         Ok(Self { directory })
@@ -145,6 +148,38 @@ impl Journal {
 
     pub(crate) fn sandboxes(&self) -> io::Result<Vec<SandboxId>> {
         Ok(names(&self.directory.join("sandboxes"))?.iter().filter_map(|name| name.parse().ok()).collect())
+    }
+
+    fn job_path(&self, id: JobId) -> PathBuf {
+        self.directory.join("jobs").join(format!("{id}.json"))
+    }
+
+    pub(crate) fn write_job<T: Serialize>(&self, id: JobId, record: &T) -> io::Result<()> {
+        write(&self.job_path(id), record)
+    }
+
+    pub(crate) fn job<T: DeserializeOwned>(&self, id: JobId) -> io::Result<Option<T>> {
+        read(&self.job_path(id))
+    }
+
+    pub(crate) fn forget_job(&self, id: JobId) -> io::Result<()> {
+        match fs_err::remove_file(self.job_path(id)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        }
+    }
+
+    /// The ids of all jobs that have a record. What a crash left half written goes.
+    pub(crate) fn jobs(&self) -> io::Result<Vec<JobId>> {
+        let directory = self.directory.join("jobs");
+        let mut found = Vec::new();
+        for name in names(&directory)? {
+            if name.starts_with('.') {
+                fs_err::remove_file(directory.join(&name))?;
+            }
+            found.extend(name.strip_suffix(".json").and_then(|id| id.parse::<JobId>().ok()));
+        }
+        Ok(found)
     }
 
     fn records<T: DeserializeOwned>(&self, kind: &str, file: &str) -> io::Result<Vec<T>> {
