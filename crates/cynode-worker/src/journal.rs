@@ -5,14 +5,16 @@
 use std::{
     io,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use cynode_api::{JobId, NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId, WorkspaceDisposal, WorkspaceId};
 use cynode_service::files;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use time::OffsetDateTime;
 
-use crate::{disk, sandbox::InitProcess};
+use crate::{disk, sandbox::InitProcess, tree};
 
 /// A session as it is on disk.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -73,6 +75,7 @@ struct NodeRecord {
 #[derive(Clone, Debug)]
 pub(crate) struct Journal {
     directory: PathBuf,
+    emptying: Arc<Mutex<()>>,
 }
 
 impl Journal {
@@ -80,7 +83,7 @@ impl Journal {
         for name in ["sessions", "sandboxes", "workspaces", "jobs", "trash"] {
             fs_err::create_dir_all(directory.join(name))?;
         }
-        Ok(Self { directory })
+        Ok(Self { directory, emptying: Arc::default() })
     }
 
     /// This worker's id, made at its first start.
@@ -209,6 +212,17 @@ impl Journal {
         Ok(paths.filter(|path| matches!(fs_err::metadata(path.join(file)), Err(error) if error.kind() == io::ErrorKind::NotFound)).collect())
     }
 
+    /// Deletes what was thrown away before this was called. One at a time: two at work on the same tree would trip over each
+    /// other, and both leave it.
+    pub(crate) fn empty_trash(&self) {
+        let _emptying = self.emptying.lock();
+        for entry in fs_err::read_dir(self.trash()).into_iter().flatten().flatten() {
+            if let Err(error) = tree::remove(&entry.path()) {
+                tracing::warn!(path = %entry.path().display(), %error, "Emptying the trash failed; it is tried again.");
+            }
+        }
+    }
+
     /// Moves a directory to the trash, at once and whole; the files go later.
     pub(crate) fn discard(&self, path: &Path) -> io::Result<()> {
         match fs_err::rename(path, self.trash().join(uuid::Uuid::now_v7().to_string())) {
@@ -251,4 +265,29 @@ pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Resul
 
 pub(crate) fn interrupted() -> io::Error {
     io::Error::other("the work was interrupted")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_has_emptied_the_trash_finds_it_empty_whoever_else_does_so() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let journal = Journal::open(directory.path().to_owned()).expect("opens");
+        for _ in 0..20 {
+            for number in 0..200 {
+                fs_err::create_dir_all(journal.trash().join(format!("tree/{number}/below"))).expect("made");
+                fs_err::write(journal.trash().join(format!("tree/{number}/file")), "x").expect("written");
+            }
+            std::thread::scope(|scope| {
+                for _ in 0..3 {
+                    scope.spawn(|| {
+                        journal.empty_trash();
+                        assert_eq!(names(&journal.trash()).expect("listed"), Vec::<String>::new());
+                    });
+                }
+            });
+        }
+    }
 }

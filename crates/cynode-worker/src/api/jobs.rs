@@ -158,7 +158,8 @@ mod tests {
 
     #[test]
     fn a_preference_is_found_among_others() {
-        let prefers = |values: &[&str]| responds_async(&values.iter().map(|value| (http::HeaderName::from_static("prefer"), value.parse().expect("a value"))).collect());
+        let prefers =
+            |values: &[&str]| responds_async(&values.iter().map(|value| (http::HeaderName::from_static("prefer"), value.parse().expect("a value"))).collect());
         assert!(prefers(&["respond-async"]) && prefers(&["wait=10, Respond-Async"]) && prefers(&["wait=1", "respond-async; x=y"]));
         assert!(!prefers(&[]) && !prefers(&["return=minimal"]) && !prefers(&["not-respond-async"]));
     }

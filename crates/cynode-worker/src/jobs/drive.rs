@@ -117,8 +117,7 @@ impl Jobs {
         let request = exec_request(record, run);
         let mut tries = 0;
         loop {
-            let (Begun::New(exec) | Begun::Existing(exec)) =
-                sandbox.execs.begin(&request, WORKSPACE.to_owned()).map_err(|error| Outcome::failed(&error))?;
+            let (Begun::New(exec) | Begun::Existing(exec)) = sandbox.execs.begin(&request, WORKSPACE.to_owned()).map_err(|error| Outcome::failed(&error))?;
             let watching = exec.watch();
             if exec.is_started() || !exec.is_running() {
                 return Ok((exec, watching));

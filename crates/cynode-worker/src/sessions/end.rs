@@ -142,18 +142,8 @@ impl Sessions {
 
     /// Deletes what was thrown away, in the background.
     pub(crate) fn empty_trash(&self) -> tokio::task::JoinHandle<()> {
-        let trash = self.journal.trash();
-        tokio::task::spawn_blocking(move || {
-            let Ok(entries) = fs_err::read_dir(&trash) else { return };
-            for entry in entries.flatten() {
-                // Two at once may work on the same tree; what the other took is gone.
-                if let Err(error) = crate::tree::remove(&entry.path())
-                    && error.kind() != std::io::ErrorKind::NotFound
-                {
-                    tracing::warn!(path = %entry.path().display(), %error, "Emptying the trash failed; it is tried again.");
-                }
-            }
-        })
+        let journal = self.journal.clone();
+        tokio::task::spawn_blocking(move || journal.empty_trash())
     }
 
     /// Watches a live container: when it goes away by itself, the session is lost.

@@ -5,9 +5,7 @@
 
 use std::{collections::HashSet, sync::Arc};
 
-use cynode_api::{
-    ErrorCode, JobId, JobRun, SandboxId, SessionCreate, SessionId, SessionState, Unenforced, WorkspaceRef, session_limits::MAX_LIFETIME_SECONDS,
-};
+use cynode_api::{ErrorCode, JobId, JobRun, SandboxId, SessionCreate, SessionId, SessionState, Unenforced, WorkspaceRef, session_limits::MAX_LIFETIME_SECONDS};
 use cynode_service::ApiError;
 use tokio::sync::MutexGuard;
 

@@ -3,7 +3,7 @@
 mod kills;
 mod requests;
 
-use std::time::Duration;
+use std::{path::Path, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{ErrorCode, Job, JobId, JobRun, JobState, Stream, TaskId};
@@ -188,7 +188,10 @@ async fn each_way_to_fail_has_its_state_and_its_code() -> Result<()> {
     let nowhere = client.run_job(&nowhere).await?;
     assert_eq!((nowhere.state, code(&nowhere)), (JobState::Failed, Some("image_not_found")));
     client.ack_job(nowhere.job_id).await?;
-    no_container(&world).await
+    no_container(&world).await?;
+    // conmon leaves a note of an out-of-memory kill where it was started.
+    ensure!(!Path::new("oom").exists(), "the worker's programs write into its working directory");
+    Ok(())
 }
 
 // proves: REQ-SANDBX-0124

@@ -149,13 +149,13 @@ async fn a_job_whose_sandbox_is_gone_has_failed_and_is_not_run_again() -> Result
     // While a worker looks, and while none does.
     remove(&first)?;
     let gone = client.run_job(&first).await?;
-    assert_eq!((gone.state, code(&gone), gone.output.stdout), (JobState::Failed, Some("runner_interrupted"), heard[0].clone()));
+    assert_eq!((gone.state, code(&gone), gone.output.stdout.as_str()), (JobState::Failed, Some("runner_interrupted"), heard[0].as_str()));
     worker.kill()?;
     remove(&second)?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let gone = client.run_job(&second).await?;
-    assert_eq!((gone.state, code(&gone), gone.output.stdout), (JobState::Failed, Some("runner_interrupted"), heard[1].clone()));
+    assert_eq!((gone.state, code(&gone), gone.output.stdout.as_str()), (JobState::Failed, Some("runner_interrupted"), heard[1].as_str()));
     no_container(&world).await?;
     eventually("no workspace is left", LONG, async || Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0)).await
 }
