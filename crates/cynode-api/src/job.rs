@@ -1,4 +1,4 @@
-//! Jobs: one run to an end. The Worker API serves them with the control plane; the types are fixed already.
+//! Jobs: one run to an end.
 
 use std::collections::BTreeMap;
 
@@ -46,6 +46,14 @@ pub struct JobStop {
     pub job_id: JobId,
 }
 
+/// The caller has the result, so the node may forget it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct JobAck {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum JobState {
@@ -63,12 +71,19 @@ pub struct JobError {
     pub detail: String,
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct JobOutput {
     pub stdout: String,
     pub stderr: String,
+    /// `utf-8`, or `base64` for both streams when either is not UTF-8.
     pub encoding: String,
     pub truncated: Truncated,
+}
+
+impl Default for JobOutput {
+    fn default() -> Self {
+        Self { stdout: String::new(), stderr: String::new(), encoding: "utf-8".to_owned(), truncated: Truncated::default() }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -77,6 +92,9 @@ pub struct Job {
     pub task_id: TaskId,
     pub state: JobState,
     pub exit_code: Option<i32>,
+    /// The signal that ended it, without `SIG`; absent when none did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub signal: Option<String>,
     #[serde(flatten)]
     pub output: JobOutput,
     #[serde(with = "time::serde::rfc3339::option")]
@@ -100,6 +118,9 @@ pub struct Job {
     pub late_result: Option<serde_json::Value>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created_by: Option<String>,
+    /// The node was told that its result is known elsewhere, and has dropped the output.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub acknowledged: bool,
 }
 
 /// A job as people ask for it; what is absent has a default.
@@ -144,6 +165,26 @@ pub mod job_limits {
     pub const MAX_TIMEOUT_SECONDS: u64 = 10_800;
     /// For each stream in the job's object; the whole of what is kept comes from `output`.
     pub const OBJECT_BYTES: u64 = 262_144;
+    /// How long a node remembers the id of an acknowledged job.
+    pub const REMEMBER_SECONDS: u64 = 86_400;
+    /// Jobs that a node holds without an acknowledgement; then it takes no more.
+    pub const MAX_UNACKNOWLEDGED: usize = 5_000;
+}
+
+impl JobRun {
+    /// A plain command with defaults for everything that has one.
+    #[must_use]
+    pub fn command<S: Into<String>>(task_id: TaskId, job_id: JobId, image_ref: impl Into<String>, command: impl IntoIterator<Item = S>) -> Self {
+        let sandbox = JobSandbox {
+            image_ref: image_ref.into(),
+            command: command.into_iter().map(Into::into).collect(),
+            env: BTreeMap::new(),
+            timeout_seconds: None,
+            network_policy: None,
+            limits: None,
+        };
+        Self { version: Some(crate::API_VERSION), task_id, job_id, sandbox, job: None }
+    }
 }
 
 impl JobState {

@@ -38,8 +38,8 @@ codes! {
     PtyNotAllowed = "pty_not_allowed", 403, "This session has no terminal", "Create the session with pty_allowed: true.";
     NotFound = "not_found", 404, "There is no such thing", "Check the path.";
     SessionNotFound = "session_not_found", 404, "There is no such session", "Check the id, or create the session.";
+    JobNotFound = "job_not_found", 404, "There is no such job", "Check the ids; a node forgets a job a day after it was acknowledged.";
     ExecNotFound = "exec_not_found", 404, "There is no such exec in this session", "Check the id; finished execs are forgotten when the session's records are full.";
-    JobNotFound = "job_not_found", 404, "There is no such job", "Check the id.";
     WorkspaceNotFound = "workspace_not_found", 404, "There is no such workspace for this task", "Use 'new', or the workspace_id of a session of the same task that ended with workspace: \"keep\".";
     MethodNotAllowed = "method_not_allowed", 405, "The method does not fit this address", "See /openapi.json.";
     RequestTimeout = "request_timeout", 408, "The body of the request stopped coming", "Send the whole body without long pauses; the detail names the limit.";
@@ -47,6 +47,7 @@ codes! {
     JobIdInUse = "job_id_in_use", 409, "This job id is taken by another request", "Use a new job_id, or repeat the first request unchanged.";
     ExecIdInUse = "exec_id_in_use", 409, "This exec id is taken by another request", "Use a new exec_id, or repeat the first request unchanged.";
     WorkspaceInUse = "workspace_in_use", 409, "Another session has this workspace", "End that session first, or use another workspace.";
+    JobNotEnded = "job_not_ended", 409, "The job has not ended", "Wait for its end, or stop it.";
     NotRunning = "not_running", 409, "The session is not running", "Wait until its state is running, or resume it when it is lost.";
     NotResumable = "not_resumable", 409, "The session can't be resumed", "Create a new session.";
     AgentRequired = "agent_required", 409, "This needs the in-sandbox agent, which is switched off", "Set worker.exec_via to \"agent\".";
@@ -69,6 +70,7 @@ codes! {
     ExecFailed = "exec_failed", 422, "The command could not be started", "Check argv[0], cwd and permissions; 'errno' says what failed.";
     ImageNotFound = "image_not_found", 422, "The image is not on this node", "Load the image on the node, or name another.";
     ImageNotCompatible = "image_not_compatible", 422, "The image is not marked for sessions", "Use an image with the label io.cynodeai.sandbox.agent-compatible=true.";
+    JobKindUnsupported = "job_kind_unsupported", 422, "This node runs plain commands only", "Send sandbox.command instead of job.";
     UnsupportedVersion = "unsupported_version", 422, "The body's version is unknown", "Send \"version\": 1.";
     LimitUnenforceable = "limit_unenforceable", 422, "This host can't enforce that limit", "Ask for less; 'cynode doctor' says what this host can do.";
     QuotaExceeded = "quota_exceeded", 429, "The quota is used up", "End sessions that are no longer needed.";

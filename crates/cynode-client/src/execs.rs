@@ -13,7 +13,7 @@ use crate::{
     client::{CALL, accept, json, send},
 };
 
-const EVENT_STREAM: &str = "text/event-stream";
+pub(crate) const EVENT_STREAM: &str = "text/event-stream";
 
 /// Which part of an exec's output a page holds.
 #[derive(Clone, Copy, Debug, Default, Serialize)]

@@ -20,6 +20,7 @@ pub use error::{Error, Result};
 pub use events::{ExecEvent, ExecEvents};
 pub use execs::OutputQuery;
 pub use files::{FileBody, FileInfo, PutOptions};
+pub use jobs::JobFilter;
 pub use pty::{Pty, PtyMessage, PtyOpen};
 pub use reqwest::Body;
 pub use sessions::SessionFilter;

@@ -6,7 +6,7 @@
 
 use std::{
     cell::{Cell, RefCell},
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     io,
     os::fd::OwnedFd,
     rc::Rc,
@@ -31,6 +31,8 @@ use crate::{
 const START_LIMIT: Duration = Duration::from_secs(10);
 /// Pieces of output below this size are held back for nothing; the limit only bounds bookkeeping.
 const MAX_UNACKED_CHUNKS: usize = 4_096;
+/// Ids that are remembered after the start.
+const MAX_RECENT: usize = 1_024;
 
 #[derive(Debug)]
 pub(crate) struct Chunk {
@@ -78,6 +80,12 @@ pub(crate) struct Exec {
 #[derive(Debug, Default)]
 pub(crate) struct Execs {
     live: RefCell<HashMap<ExecId, Rc<Exec>>>,
+    /// Those whose start is not decided yet.
+    starting: RefCell<HashSet<ExecId>>,
+    /// A start was decided.
+    decided: Notify,
+    /// The last that were started, whatever became of them.
+    recent: RefCell<VecDeque<ExecId>>,
     pub(crate) processes: Rc<Processes>,
 }
 
@@ -95,10 +103,32 @@ impl Execs {
     }
 
     /// Starts a command and waits until it runs or has failed to.
+    ///
+    /// An id is started once. A worker that died between its request and the answer asks again, and its first request may
+    /// still be on its way or half done: whichever comes first decides, and the other is told that the id is in use.
     pub(crate) async fn start(self: &Rc<Self>, start: ExecStart) -> Result<Rc<Exec>, AgentError> {
-        if self.live.borrow().contains_key(&start.exec_id) {
+        let id = start.exec_id;
+        while self.starting.borrow().contains(&id) {
+            self.decided.notified().await;
+        }
+        if self.live.borrow().contains_key(&id) || self.recent.borrow().contains(&id) {
             return Err(AgentError::new(ErrorCode::ExecIdInUse, "an exec with this id is known"));
         }
+        self.starting.borrow_mut().insert(id);
+        let begun = self.begin(start).await;
+        self.starting.borrow_mut().remove(&id);
+        if begun.is_ok() {
+            let mut recent = self.recent.borrow_mut();
+            recent.push_back(id);
+            if recent.len() > MAX_RECENT {
+                recent.pop_front();
+            }
+        }
+        self.decided.notify_waiters();
+        begun
+    }
+
+    async fn begin(self: &Rc<Self>, start: ExecStart) -> Result<Rc<Exec>, AgentError> {
         let begun = Instant::now();
         let Spawned { subreaper, stdin, stdout, stderr, report } = spawn::spawn(&start)?;
         let subreaper_end = self.processes.own(subreaper);

@@ -5,10 +5,11 @@
 
 use std::{io, path::PathBuf, sync::Arc, time::Duration};
 
-use cynode_api::{API_VERSION, Capability, Heartbeat, HeartbeatAnswer, NodeConfig, NodeRegister, NodeRegistered};
+use cynode_api::{API_VERSION, Capability, Heartbeat, HeartbeatAnswer, JobId, NodeConfig, NodeRegister, NodeRegistered};
 use cynode_service::{auth, files};
 use http::StatusCode;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use crate::{Config, Engine, sessions::Sessions};
@@ -186,6 +187,14 @@ impl Node {
         Ok(())
     }
 
+    /// Says that something happened to a job. What it is, the orchestrator asks.
+    async fn report(&self, base: &str, id: JobId) -> Result<(), Failed> {
+        let Some(known) = &self.registration else { return Ok(()) };
+        let body = serde_json::json!({ "version": API_VERSION });
+        let request = self.http.post(format!("{base}/v1/nodes/jobs/{id}/status")).bearer_auth(&known.node_token).json(&body);
+        request.send().await.map(drop).map_err(|error| other(error.without_url()))
+    }
+
     fn apply(&mut self, config: NodeConfig) {
         if let Some(image) = &config.default_image {
             self.sessions.default_image.lock().clone_from(image);
@@ -254,7 +263,7 @@ fn memory() -> u64 {
 }
 
 /// Speaks with the orchestrator until the worker stops.
-pub(crate) async fn keep(mut node: Node, stop: CancellationToken) {
+pub(crate) async fn keep(mut node: Node, mut jobs: mpsc::Receiver<JobId>, stop: CancellationToken) {
     let Some(base) = node.sessions.config.orchestrator_url.clone() else { return };
     let base = base.trim_end_matches('/').to_owned();
     let mut pause = FIRST_PAUSE;
@@ -271,9 +280,17 @@ pub(crate) async fn keep(mut node: Node, stop: CancellationToken) {
                 pause
             }
         };
-        tokio::select! {
-            () = stop.cancelled() => return,
-            () = tokio::time::sleep(next) => {}
+        let next = tokio::time::Instant::now() + next;
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => return,
+                Some(id) = jobs.recv() => {
+                    if let Some(Err(error)) = stop.run_until_cancelled(node.report(&base, id)).await {
+                        tracing::debug!(%error, "The orchestrator was not told of a job; it will ask.");
+                    }
+                }
+                () = tokio::time::sleep_until(next) => break,
+            }
         }
     }
 }

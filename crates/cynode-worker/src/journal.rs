@@ -5,14 +5,16 @@
 use std::{
     io,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
-use cynode_api::{NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId, WorkspaceDisposal, WorkspaceId};
+use cynode_api::{JobId, NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId, WorkspaceDisposal, WorkspaceId};
 use cynode_service::files;
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use time::OffsetDateTime;
 
-use crate::{disk, sandbox::InitProcess};
+use crate::{disk, sandbox::InitProcess, tree};
 
 /// A session as it is on disk.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -32,6 +34,9 @@ pub(crate) struct SessionRecord {
     /// It had a container before: its workspace holds files, which a failure to start again must not cost.
     #[serde(default)]
     pub(crate) resumed: bool,
+    /// The job whose sandbox this is. Only the job knows of such a session.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) job_id: Option<JobId>,
 }
 
 impl SessionRecord {
@@ -70,14 +75,15 @@ struct NodeRecord {
 #[derive(Clone, Debug)]
 pub(crate) struct Journal {
     directory: PathBuf,
+    emptying: Arc<Mutex<()>>,
 }
 
 impl Journal {
     pub(crate) fn open(directory: PathBuf) -> io::Result<Self> {
-        for name in ["sessions", "sandboxes", "workspaces", "trash"] {
+        for name in ["sessions", "sandboxes", "workspaces", "jobs", "trash"] {
             fs_err::create_dir_all(directory.join(name))?;
         }
-        Ok(Self { directory })
+        Ok(Self { directory, emptying: Arc::default() })
     }
 
     /// This worker's id, made at its first start.
@@ -147,6 +153,38 @@ impl Journal {
         Ok(names(&self.directory.join("sandboxes"))?.iter().filter_map(|name| name.parse().ok()).collect())
     }
 
+    fn job_path(&self, id: JobId) -> PathBuf {
+        self.directory.join("jobs").join(format!("{id}.json"))
+    }
+
+    pub(crate) fn write_job<T: Serialize>(&self, id: JobId, record: &T) -> io::Result<()> {
+        write(&self.job_path(id), record)
+    }
+
+    pub(crate) fn job<T: DeserializeOwned>(&self, id: JobId) -> io::Result<Option<T>> {
+        read(&self.job_path(id))
+    }
+
+    pub(crate) fn forget_job(&self, id: JobId) -> io::Result<()> {
+        match fs_err::remove_file(self.job_path(id)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            other => other,
+        }
+    }
+
+    /// The ids of all jobs that have a record. What a crash left half written goes.
+    pub(crate) fn jobs(&self) -> io::Result<Vec<JobId>> {
+        let directory = self.directory.join("jobs");
+        let mut found = Vec::new();
+        for name in names(&directory)? {
+            if name.starts_with('.') {
+                fs_err::remove_file(directory.join(&name))?;
+            }
+            found.extend(name.strip_suffix(".json").and_then(|id| id.parse::<JobId>().ok()));
+        }
+        Ok(found)
+    }
+
     fn records<T: DeserializeOwned>(&self, kind: &str, file: &str) -> io::Result<Vec<T>> {
         let directory = self.directory.join(kind);
         let mut found = Vec::new();
@@ -172,6 +210,17 @@ impl Journal {
         let directory = self.directory.join(kind);
         let paths = names(&directory)?.into_iter().map(|name| directory.join(name));
         Ok(paths.filter(|path| matches!(fs_err::metadata(path.join(file)), Err(error) if error.kind() == io::ErrorKind::NotFound)).collect())
+    }
+
+    /// Deletes what was thrown away before this was called. One at a time: two at work on the same tree would trip over each
+    /// other, and both leave it.
+    pub(crate) fn empty_trash(&self) {
+        let _emptying = self.emptying.lock();
+        for entry in fs_err::read_dir(self.trash()).into_iter().flatten().flatten() {
+            if let Err(error) = tree::remove(&entry.path()) {
+                tracing::warn!(path = %entry.path().display(), %error, "Emptying the trash failed; it is tried again.");
+            }
+        }
     }
 
     /// Moves a directory to the trash, at once and whole; the files go later.
@@ -216,4 +265,29 @@ pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Resul
 
 pub(crate) fn interrupted() -> io::Error {
     io::Error::other("the work was interrupted")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whoever_has_emptied_the_trash_finds_it_empty_whoever_else_does_so() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let journal = Journal::open(directory.path().to_owned()).expect("opens");
+        for _ in 0..20 {
+            for number in 0..200 {
+                fs_err::create_dir_all(journal.trash().join(format!("tree/{number}/below"))).expect("made");
+                fs_err::write(journal.trash().join(format!("tree/{number}/file")), "x").expect("written");
+            }
+            std::thread::scope(|scope| {
+                for _ in 0..3 {
+                    scope.spawn(|| {
+                        journal.empty_trash();
+                        assert_eq!(names(&journal.trash()).expect("listed"), Vec::<String>::new());
+                    });
+                }
+            });
+        }
+    }
 }

@@ -13,6 +13,7 @@ mod disk;
 mod execs;
 pub mod host;
 mod idrange;
+mod jobs;
 mod journal;
 mod limits;
 mod process;
@@ -39,6 +40,7 @@ use sha2::{Digest as _, Sha256};
 
 pub use api::openapi;
 pub use config::{Config, DEFAULT_IMAGE, Engine, TlsFiles};
+use jobs::Jobs;
 use journal::Journal;
 pub use rootless::enter as enter_user_namespace;
 use runtime::{Docker, DockerOptions, IdSpace, Podman, PodmanOptions, Runtime, ServiceOptions};
@@ -159,7 +161,9 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let means =
         Means { runtime: Arc::clone(&runtime), journal: held.journal.clone(), node_id, ids, agent_binary, max_nofile: choice.max_nofile, disks, config };
     let sessions = Sessions::new(means).map_err(state("reading the journal"))?;
-    let api = api::Api { sessions: Arc::clone(&sessions), stop: stop.clone(), end_sandboxes: Arc::default() };
+    let (job_news, jobs_told) = tokio::sync::mpsc::channel(1024);
+    let jobs = Jobs::open(Arc::clone(&sessions), held.journal.clone(), job_news).map_err(state("reading the journal of jobs"))?;
+    let api = api::Api { sessions: Arc::clone(&sessions), jobs: Arc::clone(&jobs), stop: stop.clone(), end_sandboxes: Arc::default() };
     let end_sandboxes = Arc::clone(&api.end_sandboxes);
     let readiness: admin::Readiness = {
         let sessions = Arc::clone(&sessions);
@@ -171,19 +175,23 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let tokens = auth::Tokens::new(vec![auth::Token::new(&token)]);
     let router = api::router(api, tokens.clone(), readiness);
     let control = control::Node::new(&sessions, &url, auth::Token::new(&token), tokens).map_err(state("reading the registration"))?;
+    jobs.take_up();
     tokio::spawn({
         let sessions = Arc::clone(&sessions);
         async move { sessions.reconcile().await }
     });
     let pool = tokio::spawn(Arc::clone(&sessions).keep_pool(stop.clone()));
-    let control = tokio::spawn(control::keep(control, stop.clone()));
+    let control = tokio::spawn(control::keep(control, jobs_told, stop.clone()));
     let timekeeper = tokio::spawn(Arc::clone(&sessions).keep_time(stop.clone()));
+    let jobs_timekeeper = tokio::spawn(Arc::clone(&jobs).keep_time(stop.clone()));
     tracing::info!(%url, %node_id, "The worker serves.");
     listen::serve(bound, router, stop).await.map_err(state("serving"))?;
     drop(timekeeper.await);
+    drop(jobs_timekeeper.await);
     drop(pool.await);
     drop(control.await);
     if end_sandboxes.load(Ordering::SeqCst) {
+        jobs.stop_all().await;
         let ended = sessions.end_all("the worker was stopped").await;
         tracing::info!(ended, "Ended all sandboxes.");
         // Nothing is left behind, also not what would be deleted by and by.

@@ -36,7 +36,7 @@ macro_rules! on_every_runtime {
     };
 }
 
-use cynode_api::{ExecRequest, SessionCreate, SessionId, TaskId};
+use cynode_api::{ExecRequest, JobId, JobRun, SessionCreate, SessionId, TaskId};
 
 /// The busybox image of `images/fixture`.
 pub const IMAGE: &str = "localhost/cynode/test-busybox:latest";
@@ -49,6 +49,15 @@ pub const RUNNER: &str = "localhost/cynode/sba-runner:latest";
 pub fn session() -> SessionCreate {
     let mut request = SessionCreate::new(TaskId::generate(), SessionId::generate(), IMAGE);
     request.limits = Some(cynode_api::LimitsRequest { memory_bytes: Some(256 << 20), ..Default::default() });
+    request
+}
+
+/// A job of a shell script with small limits on the busybox image.
+#[must_use]
+pub fn job(script: &str) -> JobRun {
+    let mut request = JobRun::command(TaskId::generate(), JobId::generate(), IMAGE, ["/bin/sh", "-c", script]);
+    request.sandbox.limits = Some(cynode_api::LimitsRequest { memory_bytes: Some(64 << 20), ..Default::default() });
+    request.sandbox.timeout_seconds = Some(120);
     request
 }
 

@@ -9,7 +9,7 @@ use axum::{
 };
 use cynode_api::{
     ErrorCode, Exec as ExecObject, ExecAccepted, ExecId, ExecRequest, ExecResult, ExecVia, OutputPage, Page, Problem, SessionId, SignalExec, StdinWrite,
-    exec_limits::{MAX_ARGV, MAX_ARGV_BYTES, MAX_ENV, MAX_ENV_BYTES, MAX_OUTPUT_BYTES, MAX_STDIN_BYTES, MAX_TIMEOUT_MS, MAX_WAIT_MS},
+    exec_limits::{MAX_ENV, MAX_ENV_BYTES, MAX_OUTPUT_BYTES, MAX_STDIN_BYTES, MAX_TIMEOUT_MS},
 };
 use cynode_sba_proto::{MAX_DATA, Request, WORKSPACE};
 use cynode_service::{ApiError, JsonBody, QueryParams};
@@ -19,12 +19,12 @@ use utoipa::IntoParams;
 
 use super::{
     Api, gone,
-    output::{self, accepts_events, chunk},
+    output::{self, OutputQuery, accepts_events},
     sessions::{Id, page, parse_id},
 };
 use crate::{
     execs::{self, Begun, Command, Exec, Offered},
-    sessions::{Entry, Live, check_env, check_version, exec_environment},
+    sessions::{Entry, Live, check_argv, check_env, check_version, exec_environment},
 };
 
 /// How long a write to standard input waits for a command that reads nothing.
@@ -46,15 +46,7 @@ impl<S: Send + Sync> axum::extract::FromRequestParts<S> for ExecPath {
 
 fn check(request: &ExecRequest) -> Result<(), ApiError> {
     check_version(request.version)?;
-    if request.argv.first().is_none_or(String::is_empty) {
-        return Err(ApiError::invalid("argv: must hold the command's name first"));
-    }
-    if request.argv.len() > MAX_ARGV || request.argv.iter().map(|argument| argument.len() + 1).sum::<usize>() > MAX_ARGV_BYTES {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("argv: more than {MAX_ARGV} arguments or {MAX_ARGV_BYTES} bytes")));
-    }
-    if let Some(index) = request.argv.iter().position(|argument| argument.contains('\0')) {
-        return Err(ApiError::invalid(format!("argv[{index}]: holds a NUL character")));
-    }
+    check_argv("argv", &request.argv)?;
     if request.cwd.as_ref().is_some_and(|cwd| cwd.contains('\0') || cwd.len() > 4_095) {
         return Err(ApiError::invalid("cwd: holds a NUL character or is too long"));
     }
@@ -122,6 +114,7 @@ async fn run(api: &Api, entry: &Entry, live: Arc<Live>, request: ExecRequest) ->
         env: exec_environment(&entry.record(), &request.env),
         stdin: request.stdin.map(String::into_bytes).or(request.stdin_b64.map(|bytes| bytes.0)).unwrap_or_default(),
         stdin_open: request.stdin_open,
+        again: false,
     };
     let (execs, started) = (Arc::clone(&entry.execs), Arc::clone(&exec));
     let via = api.sessions.config.exec_via;
@@ -174,20 +167,6 @@ pub(super) async fn show(State(api): State<Api>, ExecPath(id, exec_id): ExecPath
     Ok(Json(with_execs(&api, id)?.execs.get(exec_id)?.object()))
 }
 
-#[derive(Debug, Deserialize, IntoParams)]
-#[serde(deny_unknown_fields)]
-#[into_params(parameter_in = Query)]
-pub(super) struct OutputQuery {
-    /// Exclusive; 0 is the start.
-    after_seq: Option<u64>,
-    /// About how much to return; 1 MiB by default, 16 MiB at most. At least one piece comes when there is one.
-    max_bytes: Option<u64>,
-    /// How long to wait for something new, at most 60,000.
-    wait_ms: Option<u64>,
-    /// Only the newest pieces that hold this much.
-    tail_bytes: Option<u64>,
-}
-
 /// Read output, while the command runs and after; or follow it as an event stream, resumed by `Last-Event-ID`.
 #[utoipa::path(get, path = "/v1/worker/sessions/{id}/execs/{exec_id}/output", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path), OutputQuery),
     responses((status = 200, content((OutputPage = "application/json"), (String = "text/event-stream"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
@@ -200,40 +179,7 @@ pub(super) async fn output(
     let entry = with_execs(&api, id)?;
     entry.touch();
     let exec = entry.execs.get(exec_id)?;
-    let resumed = match headers.get("last-event-id") {
-        Some(value) => {
-            Some(value.to_str().ok().and_then(|text| text.parse::<u64>().ok()).ok_or_else(|| ApiError::invalid("Last-Event-ID: is not a sequence number"))?)
-        }
-        None => None,
-    };
-    let wait = query.wait_ms.unwrap_or(0);
-    if wait > MAX_WAIT_MS {
-        return Err(ApiError::invalid(format!("wait_ms: at most {MAX_WAIT_MS}")));
-    }
-    let mut after_seq = resumed.or(query.after_seq).unwrap_or(0);
-    if let Some(bytes) = query.tail_bytes {
-        after_seq = after_seq.max(exec.before_tail(bytes)?);
-    }
-    if accepts_events(&headers) {
-        return Ok(output::stream(exec.attach(after_seq)?, resumed.is_none(), api.stop.clone()));
-    }
-    let max_bytes = query.max_bytes.unwrap_or(1 << 20).clamp(1, MAX_OUTPUT_BYTES);
-    let _watching = exec.watch();
-    let deadline = tokio::time::Instant::now() + Duration::from_millis(wait);
-    let mut changes = exec.changes();
-    let page = loop {
-        let page = exec.page(after_seq, max_bytes)?;
-        if !page.pieces.is_empty() || page.exit.is_some() || tokio::time::timeout_at(deadline, changes.changed()).await.is_err() {
-            break page;
-        }
-    };
-    Ok(Json(OutputPage {
-        chunks: page.pieces.into_iter().map(chunk).collect(),
-        next_seq: page.next_seq,
-        lost_before_seq: page.lost_before_seq,
-        exit: page.exit,
-    })
-    .into_response())
+    output::Asked::new(&query, &headers)?.answer(&exec, api.stop.clone()).await
 }
 
 /// Signal a command: its process group, or everything that it started.

@@ -2,6 +2,7 @@
 
 mod execs;
 mod files;
+mod jobs;
 mod linger;
 mod output;
 mod pty;
@@ -30,11 +31,15 @@ use utoipa::{
 };
 use utoipa_axum::{router::OpenApiRouter, routes};
 
-use crate::sessions::{Live, Sessions};
+use crate::{
+    jobs::Jobs,
+    sessions::{Live, Sessions},
+};
 
 #[derive(Clone, Debug)]
 pub(crate) struct Api {
     pub(crate) sessions: Arc<Sessions>,
+    pub(crate) jobs: Arc<Jobs>,
     pub(crate) stop: CancellationToken,
     /// Set when the stop shall end the sandboxes too.
     pub(crate) end_sandboxes: Arc<std::sync::atomic::AtomicBool>,
@@ -42,9 +47,9 @@ pub(crate) struct Api {
 
 #[derive(OpenApi)]
 #[openapi(
-    info(title = "CyNode Worker API", description = "Sessions, commands and files on one node. Errors are RFC 9457 problem documents.", license(name = "Apache-2.0", identifier = "Apache-2.0")),
+    info(title = "CyNode Worker API", description = "Sessions, jobs, commands and files on one node. Errors are RFC 9457 problem documents.", license(name = "Apache-2.0", identifier = "Apache-2.0")),
     modifiers(&Bearer),
-    components(schemas(cynode_api::Problem, cynode_api::ErrorCode, cynode_api::StreamEvent, cynode_api::JobRun, cynode_api::Job, cynode_api::JobStop))
+    components(schemas(cynode_api::Problem, cynode_api::ErrorCode, cynode_api::StreamEvent))
 )]
 struct Document;
 
@@ -78,6 +83,12 @@ fn documented() -> OpenApiRouter<Api> {
         .routes(routes!(files::mkdir))
         .routes(routes!(files::export))
         .routes(routes!(pty::open))
+        .routes(routes!(jobs::run))
+        .routes(routes!(jobs::list))
+        .routes(routes!(jobs::show))
+        .routes(routes!(jobs::output))
+        .routes(routes!(jobs::acknowledge))
+        .routes(routes!(jobs::stop))
         .routes(routes!(shutdown))
         .layer(DefaultBodyLimit::max(edge::MAX_BODY))
         // Files have limits of their own, kept while they stream.

@@ -1,23 +1,118 @@
-//! Output as events.
+//! Output of a command, in pages or as events.
 
-use std::{convert::Infallible, time::Duration};
+use std::{convert::Infallible, sync::Arc, time::Duration};
 
 use axum::{
+    Json,
     body::Body,
     response::{IntoResponse as _, Response},
 };
 use bytes::Bytes;
-use cynode_api::{Base64Bytes, Chunk, Stream, StreamEvent};
+use cynode_api::{
+    Base64Bytes, Chunk, ExecExit, ExecId, OutputPage, Stream, StreamEvent,
+    exec_limits::{MAX_OUTPUT_BYTES, MAX_WAIT_MS},
+};
+use cynode_service::ApiError;
 use futures_util::stream;
 use http::{HeaderMap, header};
+use serde::Deserialize;
 use time::OffsetDateTime;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
+use utoipa::IntoParams;
 
-use crate::execs::{Next, Piece, Reader};
+use crate::execs::{Exec, Next, Piece, Reader};
 
 const KEEPALIVE: Duration = Duration::from_secs(15);
 /// Events are sent together up to about this size.
 const BATCH: usize = 256 * 1024;
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct OutputQuery {
+    /// Exclusive; 0 is the start.
+    after_seq: Option<u64>,
+    /// About how much to return; 1 MiB by default, 16 MiB at most. At least one piece comes when there is one.
+    max_bytes: Option<u64>,
+    /// How long to wait for something new, at most 60,000.
+    wait_ms: Option<u64>,
+    /// Only the newest pieces that hold this much.
+    tail_bytes: Option<u64>,
+}
+
+/// What a caller wants to read, with everything that a request can say about it looked at.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked {
+    after_seq: u64,
+    tail_bytes: Option<u64>,
+    max_bytes: u64,
+    pub(super) deadline: Instant,
+    pub(super) events: bool,
+    from_start: bool,
+}
+
+impl Asked {
+    pub(super) fn new(query: &OutputQuery, headers: &HeaderMap) -> Result<Self, ApiError> {
+        let resumed = match headers.get("last-event-id") {
+            Some(value) => {
+                let seq = value.to_str().ok().and_then(|text| text.parse::<u64>().ok());
+                Some(seq.ok_or_else(|| ApiError::invalid("Last-Event-ID: is not a sequence number"))?)
+            }
+            None => None,
+        };
+        let wait = query.wait_ms.unwrap_or(0);
+        if wait > MAX_WAIT_MS {
+            return Err(ApiError::invalid(format!("wait_ms: at most {MAX_WAIT_MS}")));
+        }
+        Ok(Self {
+            after_seq: resumed.or(query.after_seq).unwrap_or(0),
+            tail_bytes: query.tail_bytes,
+            max_bytes: query.max_bytes.unwrap_or(1 << 20).clamp(1, MAX_OUTPUT_BYTES),
+            deadline: Instant::now() + Duration::from_millis(wait),
+            events: accepts_events(headers),
+            from_start: resumed.is_none(),
+        })
+    }
+
+    pub(super) async fn answer(self, exec: &Arc<Exec>, stop: CancellationToken) -> Result<Response, ApiError> {
+        let mut after_seq = self.after_seq;
+        if let Some(bytes) = self.tail_bytes {
+            after_seq = after_seq.max(exec.before_tail(bytes)?);
+        }
+        if self.events {
+            return Ok(stream(exec.attach(after_seq)?, self.from_start, stop));
+        }
+        let _watching = exec.watch();
+        let mut changes = exec.changes();
+        let page = loop {
+            let page = exec.page(after_seq, self.max_bytes)?;
+            if !page.pieces.is_empty() || page.exit.is_some() || tokio::time::timeout_at(self.deadline, changes.changed()).await.is_err() {
+                break page;
+            }
+        };
+        let chunks = page.pieces.into_iter().map(chunk).collect();
+        Ok(Json(OutputPage { chunks, next_seq: page.next_seq, lost_before_seq: page.lost_before_seq, exit: page.exit }).into_response())
+    }
+
+    /// Of a command that has not been started; `ended` when it never will be.
+    pub(super) fn nothing(self, exec_id: ExecId, ended: Option<(ExecExit, OffsetDateTime)>) -> Response {
+        if !self.events {
+            return Json(OutputPage { chunks: Vec::new(), next_seq: 0, lost_before_seq: None, exit: ended.map(|(exit, _)| exit) }).into_response();
+        }
+        let mut events = Vec::new();
+        if let Some((exit, at)) = ended {
+            let of_it = StreamEvent { exec_id: Some(exec_id), ..empty(0, at) };
+            if self.from_start {
+                write_event("start", &of_it, &mut events);
+            }
+            write_event("exit", &StreamEvent { exit: Some(exit), ..of_it }, &mut events);
+        }
+        (EVENT_HEADERS, events).into_response()
+    }
+}
+
+const EVENT_HEADERS: [(header::HeaderName, &str); 2] = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-store")];
 
 pub(super) fn accepts_events(headers: &HeaderMap) -> bool {
     headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).any(|value| value.contains("text/event-stream"))
@@ -35,7 +130,7 @@ fn text_or_bytes(data: Vec<u8>) -> (Option<String>, Option<Base64Bytes>) {
     }
 }
 
-pub(super) fn chunk(piece: Piece) -> Chunk {
+fn chunk(piece: Piece) -> Chunk {
     let (data, data_b64) = text_or_bytes(piece.data);
     Chunk { seq: piece.seq, stream: piece.stream, at: at(piece.at_ms), data, data_b64 }
 }
@@ -121,6 +216,5 @@ pub(super) fn stream(reader: Reader, from_start: bool, stop: CancellationToken) 
             return Some((Ok(Bytes::from(batch)), Some((reader, Vec::new(), stop))));
         }
     });
-    let headers = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-store")];
-    (headers, Body::from_stream(events)).into_response()
+    (EVENT_HEADERS, Body::from_stream(events)).into_response()
 }

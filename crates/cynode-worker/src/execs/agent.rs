@@ -27,12 +27,15 @@ pub(crate) struct Command {
     pub(crate) env: Vec<(String, String)>,
     pub(crate) stdin: Vec<u8>,
     pub(crate) stdin_open: bool,
+    /// The same may have been asked before, by a worker that died before it was answered: then the command that runs is it.
+    pub(crate) again: bool,
 }
 
 /// Starts a command; returns once it runs. From then on it is followed to its end, whoever waits.
 pub(crate) async fn start(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, command: Command) -> Result<(), ApiError> {
     let begun = match begin(&live, &exec, &command).await {
-        Ok(channel) => channel,
+        Ok(channel) => Some(channel),
+        Err(error) if command.again && error.0.is(ErrorCode::ExecIdInUse) => None,
         Err(error) => {
             execs.void(&exec, error.clone());
             return Err(error);
@@ -53,7 +56,7 @@ pub(crate) async fn start(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<E
             }
         });
     }
-    tokio::spawn(follow(live, execs, exec, Some(begun), stdin));
+    tokio::spawn(follow(live, execs, exec, begun, stdin));
     Ok(())
 }
 
@@ -88,8 +91,9 @@ fn open_stdin(exec: &Exec, command: &Command) -> Option<mpsc::Receiver<Stdin>> {
     })
 }
 
-/// Goes on with the execs of a session after a restart of the worker.
-pub(crate) async fn adopt(live: Arc<Live>, execs: Arc<SessionExecs>) -> Result<(), ApiError> {
+/// Goes on with the execs of a session after a restart of the worker. An exec that the agent does not know was recorded, but
+/// the crash came before it was started: it is lost, unless its owner starts it again.
+pub(crate) async fn adopt(live: Arc<Live>, execs: Arc<SessionExecs>, started_again: bool) -> Result<(), ApiError> {
     let known: Vec<ExecStatus> = match live.link()?.call(&Request::Execs).await? {
         Reply::Execs { execs } => execs,
         other => return Err(unexpected(&format!("{other:?}"))),
@@ -100,8 +104,7 @@ pub(crate) async fn adopt(live: Arc<Live>, execs: Arc<SessionExecs>) -> Result<(
             let (sender, receiver) = mpsc::channel(1);
             *exec.stdin.lock() = Some(sender);
             tokio::spawn(follow(Arc::clone(&live), Arc::clone(&execs), exec, None, Some(receiver)));
-        } else {
-            // Recorded, but the crash came before it was started.
+        } else if !started_again {
             execs.finish(&exec, lost_exit(&exec));
         }
     }

@@ -148,6 +148,11 @@ impl Exec {
         }
     }
 
+    /// Whether the command is known to have been started.
+    pub(crate) fn is_started(&self) -> bool {
+        self.inner.lock().started
+    }
+
     /// Takes in a piece of output. False when it was there already.
     pub(super) fn keep(&self, piece: &Piece) -> io::Result<bool> {
         let mut inner = self.inner.lock();

@@ -12,7 +12,7 @@ mod spool;
 mod stdin;
 
 pub(crate) use agent::{Command, adopt as adopt_by_agent, start as start_by_agent};
-pub(crate) use exec::{Exec, Next, Reader};
+pub(crate) use exec::{Exec, Next, Reader, Watching};
 pub(crate) use record::{Begun, SessionExecs};
 pub(crate) use runtime::{Leftovers, kill_everything as kill_everything_by_runtime, signal as signal_by_runtime, start as start_by_runtime};
 pub(crate) use spool::Piece;

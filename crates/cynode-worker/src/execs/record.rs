@@ -339,6 +339,22 @@ impl SessionExecs {
         self.compact()
     }
 
+    /// The output of all is dropped. Whoever still reads is told that there was more.
+    pub(crate) fn expire_all(&self) {
+        for exec in self.known.lock().values() {
+            let mut inner = exec.inner.lock();
+            inner.spool.clear();
+            inner.expired = true;
+            drop(inner);
+            exec.announce();
+        }
+    }
+
+    /// Nothing more will run: what is known stays, and no file is held open for it.
+    pub(crate) fn rest(&self) -> io::Result<()> {
+        self.compact()
+    }
+
     /// Everything that runs is lost: its sandbox is gone.
     pub(crate) fn lose_all(self: &Arc<Self>) {
         for exec in self.running() {

@@ -171,14 +171,23 @@ impl Sessions {
         }
     }
 
+    /// An image that is on this node, whatever it may be used for.
+    pub(crate) async fn any_image(&self, reference: &str) -> Result<Image, ApiError> {
+        let reference = self.image_name(reference);
+        self.runtime.image(&reference).await.map_err(|error| match error {
+            runtime::Error::NotFound(_) => Problem::new(ErrorCode::ImageNotFound, format!("the image {reference} is not on this node")).into(),
+            other => runtime_problem(&other).into(),
+        })
+    }
+
+    fn image_name(&self, reference: &str) -> String {
+        if reference == "default" { self.default_image.lock().clone() } else { reference.to_owned() }
+    }
+
     /// An image that sessions may use.
     pub(super) async fn image(&self, reference: &str) -> Result<Image, ApiError> {
-        let default_image = self.default_image.lock().clone();
-        let reference = if reference == "default" { default_image.as_str() } else { reference };
-        let image = self.runtime.image(reference).await.map_err(|error| match error {
-            runtime::Error::NotFound(_) => Problem::new(ErrorCode::ImageNotFound, format!("the image {reference} is not on this node")),
-            other => runtime_problem(&other),
-        })?;
+        let image = self.any_image(reference).await?;
+        let reference = self.image_name(reference);
         if image.labels.get(LABEL_AGENT_COMPATIBLE).is_none_or(|value| value != "true") {
             return Err(ApiError::new(ErrorCode::ImageNotCompatible, format!("the image {reference} does not carry the label {LABEL_AGENT_COMPATIBLE}=true")));
         }
@@ -266,7 +275,7 @@ impl Sessions {
 }
 
 /// The record of a session that has no workspace yet.
-fn new_record(request: SessionCreate, checked: &validate::Checked, image: Image, node_id: NodeId) -> SessionRecord {
+pub(super) fn new_record(request: SessionCreate, checked: &validate::Checked, image: Image, node_id: NodeId) -> SessionRecord {
     let now = OffsetDateTime::now_utc();
     SessionRecord {
         session: Session {
@@ -300,5 +309,6 @@ fn new_record(request: SessionCreate, checked: &validate::Checked, image: Image,
         init: None,
         disposal: None,
         resumed: false,
+        job_id: None,
     }
 }

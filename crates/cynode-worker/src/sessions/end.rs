@@ -85,7 +85,9 @@ impl Sessions {
             WorkspaceDisposal::Delete => self.delete_workspace(record.session.workspace_id).await,
             WorkspaceDisposal::Keep => self.release_workspace(record.session.workspace_id).await,
         };
-        disposed.and_then(|()| entry.execs.forget_all()).map_err(|error| journal_error(&error))?;
+        // A job's output is kept until somebody has it.
+        let disposed = disposed.and_then(|()| if entry.is_jobs() { entry.execs.rest() } else { entry.execs.forget_all() });
+        disposed.map_err(|error| journal_error(&error))?;
         self.update(entry, |record| {
             record.session.state = SessionState::Ended;
             record.session.ended_at = Some(OffsetDateTime::now_utc());
@@ -103,7 +105,8 @@ impl Sessions {
         let mut ending = tokio::task::JoinSet::new();
         for entry in entries {
             let (sessions, reason) = (Arc::clone(self), reason.to_owned());
-            ending.spawn(async move { sessions.end_entry(&entry, Ending { reason, workspace: Disposal::KeepForAWhile }).await });
+            let workspace = if entry.is_jobs() { Disposal::Delete } else { Disposal::KeepForAWhile };
+            ending.spawn(async move { sessions.end_entry(&entry, Ending { reason, workspace }).await });
         }
         ending.join_all().await.into_iter().flatten().count()
     }
@@ -139,18 +142,8 @@ impl Sessions {
 
     /// Deletes what was thrown away, in the background.
     pub(crate) fn empty_trash(&self) -> tokio::task::JoinHandle<()> {
-        let trash = self.journal.trash();
-        tokio::task::spawn_blocking(move || {
-            let Ok(entries) = fs_err::read_dir(&trash) else { return };
-            for entry in entries.flatten() {
-                // Two at once may work on the same tree; what the other took is gone.
-                if let Err(error) = crate::tree::remove(&entry.path())
-                    && error.kind() != std::io::ErrorKind::NotFound
-                {
-                    tracing::warn!(path = %entry.path().display(), %error, "Emptying the trash failed; it is tried again.");
-                }
-            }
-        })
+        let journal = self.journal.clone();
+        tokio::task::spawn_blocking(move || journal.empty_trash())
     }
 
     /// Watches a live container: when it goes away by itself, the session is lost.

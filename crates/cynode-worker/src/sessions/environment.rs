@@ -70,7 +70,10 @@ pub(crate) fn exec_environment(record: &SessionRecord, own: &BTreeMap<String, St
     env.extend(own.clone());
     env.extend([
         ("CYNODE_TASK_ID".to_owned(), record.session.task_id.to_string()),
-        ("CYNODE_SESSION_ID".to_owned(), record.session.session_id.to_string()),
+        match record.job_id {
+            Some(job_id) => ("CYNODE_JOB_ID".to_owned(), job_id.to_string()),
+            None => ("CYNODE_SESSION_ID".to_owned(), record.session.session_id.to_string()),
+        },
         ("CYNODE_WORKSPACE_DIR".to_owned(), WORKSPACE.to_owned()),
     ]);
     env.into_iter().collect()

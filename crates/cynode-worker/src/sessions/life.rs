@@ -9,7 +9,7 @@ use cynode_api::SessionState;
 use time::OffsetDateTime;
 use tokio_util::sync::CancellationToken;
 
-use super::{Ending, Entry, Sessions, blocking, end::Disposal};
+use super::{Disposal, Ending, Entry, Sessions, blocking};
 use crate::{journal::SessionRecord, process};
 
 const TICK: Duration = Duration::from_secs(1);
@@ -29,7 +29,7 @@ impl Sessions {
         let mut ticks: u64 = 0;
         while stop.run_until_cancelled(tokio::time::sleep(TICK)).await.is_some() {
             let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
-            let running = entries.iter().filter(|entry| entry.state() == SessionState::Running).count();
+            let running = entries.iter().filter(|entry| entry.state() == SessionState::Running && !entry.is_jobs()).count();
             #[expect(clippy::cast_precision_loss, reason = "a few hundred")]
             {
                 metrics::gauge!("cynode_sessions_running").set(running as f64);
@@ -61,6 +61,10 @@ impl Sessions {
             // An end that could not be finished, the runtime being away, is taken up again.
             SessionState::Ending if entry.step.try_lock().is_ok() => return Some("ended"),
             _ => return None,
+        }
+        // A job has a deadline of its own, and its sandbox ends with it.
+        if record.job_id.is_some() {
+            return None;
         }
         if OffsetDateTime::now_utc() >= record.session.expires_at {
             return Some("expired");
@@ -100,6 +104,8 @@ impl Sessions {
                 deleted = true;
             }
         }
+        // The sandbox of a job is forgotten with its job.
+        ended.retain(|record| record.job_id.is_none());
         ended.sort_by_key(|record| record.session.ended_at);
         let excess = ended.len().saturating_sub(MAX_REMEMBERED);
         let remember = REMEMBER.max(time::Duration::seconds(i64::try_from(self.config.workspace_grace_seconds).unwrap_or(i64::MAX)));

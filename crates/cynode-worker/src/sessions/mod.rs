@@ -6,6 +6,7 @@
 mod create;
 mod end;
 mod environment;
+mod job;
 mod life;
 mod live;
 mod pool;
@@ -38,10 +39,11 @@ use crate::{
 };
 
 pub(crate) use create::Created;
-pub(crate) use end::Ending;
+pub(crate) use end::{Disposal, Ending};
 pub(crate) use environment::exec_environment;
+pub(crate) use job::Room;
 pub(crate) use live::{Activity, Live};
-pub(crate) use validate::{check_env, check_labels, check_version};
+pub(crate) use validate::{check_argv, check_env, check_labels, check_version};
 
 /// How long a caller waits for a worker that still takes up what an earlier one left.
 const SETTLE_WAIT: Duration = Duration::from_secs(10);
@@ -116,6 +118,11 @@ impl Entry {
         })
     }
 
+    /// Whether only its job knows of it.
+    fn is_jobs(&self) -> bool {
+        self.record.lock().job_id.is_some()
+    }
+
     pub(crate) fn record(&self) -> SessionRecord {
         self.record.lock().clone()
     }
@@ -173,9 +180,10 @@ impl Sessions {
         }))
     }
 
-    /// The session, whatever its state.
+    /// The session, whatever its state. The sandbox of a job looks like none.
     pub(crate) fn get(&self, id: SessionId) -> Result<Arc<Entry>, ApiError> {
-        self.known.lock().get(&id).cloned().ok_or_else(|| ApiError::new(ErrorCode::SessionNotFound, format!("no session {id} on this node")))
+        let found = self.known.lock().get(&id).cloned().filter(|entry| !entry.is_jobs());
+        found.ok_or_else(|| ApiError::new(ErrorCode::SessionNotFound, format!("no session {id} on this node")))
     }
 
     /// The session with its container, for a call into it.
@@ -196,7 +204,7 @@ impl Sessions {
     }
 
     pub(crate) fn list(&self) -> Vec<Session> {
-        let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
+        let entries: Vec<Arc<Entry>> = self.known.lock().values().filter(|entry| !entry.is_jobs()).cloned().collect();
         let mut sessions: Vec<Session> = entries.iter().map(|entry| entry.object()).collect();
         sessions.sort_by_key(|session| (session.created_at, session.session_id));
         sessions
@@ -207,7 +215,7 @@ impl Sessions {
     }
 
     /// Waits until new work can be taken, for as long as a caller can be made to wait.
-    async fn wait_until_settled(&self) -> Result<(), ApiError> {
+    pub(crate) async fn wait_until_settled(&self) -> Result<(), ApiError> {
         let mut unsettled = self.unsettled.subscribe();
         match tokio::time::timeout(SETTLE_WAIT, unsettled.wait_for(Option::is_none)).await {
             Ok(_) => Ok(()),
@@ -216,7 +224,7 @@ impl Sessions {
     }
 
     /// Waits until everything that an earlier worker left is seen to.
-    async fn settled(&self) {
+    pub(crate) async fn settled(&self) {
         drop(self.unsettled.subscribe().wait_for(Option::is_none).await);
     }
 
@@ -271,7 +279,7 @@ impl Sessions {
     }
 }
 
-fn journal_error(error: &std::io::Error) -> ApiError {
+pub(crate) fn journal_error(error: &std::io::Error) -> ApiError {
     let code = if error.kind() == std::io::ErrorKind::StorageFull { ErrorCode::NoSpace } else { ErrorCode::Internal };
     ApiError::new(code, format!("writing the journal: {error}"))
 }

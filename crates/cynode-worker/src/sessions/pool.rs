@@ -145,6 +145,10 @@ impl Sessions {
         Ok(entry)
     }
 
+    pub(super) fn is_spare(&self, id: SandboxId) -> bool {
+        self.pool.spares.lock().iter().any(|spare| spare.sandbox.sandbox_id == id)
+    }
+
     /// Makes room for a sandbox that somebody wants now.
     pub(super) fn give_up_a_spare(self: &Arc<Self>) {
         if let Some(spare) = self.pool.spares.lock().pop() {

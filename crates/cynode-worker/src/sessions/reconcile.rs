@@ -83,7 +83,7 @@ impl Sessions {
                 live.kill_container().await;
                 return self.lose(entry, "its agent did not come back").await;
             }
-            if let Err(error) = adopt_by_agent(Arc::clone(&live), Arc::clone(&entry.execs)).await {
+            if let Err(error) = adopt_by_agent(Arc::clone(&live), Arc::clone(&entry.execs), record.job_id.is_some()).await {
                 tracing::error!(error = %error.0, "Taking up a session's execs failed.");
                 entry.execs.lose_all();
             }
@@ -92,6 +92,8 @@ impl Sessions {
         }
         *entry.live.lock() = Some(Arc::clone(&live));
         entry.touch();
+        // Its job waits for the container and not for a change of state.
+        entry.state.send_modify(|_| {});
         self.watch(entry, live);
         tracing::info!(session_id = %record.session.session_id, "Adopted a session.");
     }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use cynode_api::{
     API_VERSION, ErrorCode, Limits, LimitsRequest, SessionCreate,
+    exec_limits::{MAX_ARGV, MAX_ARGV_BYTES},
     session_limits::{
         DEFAULT_IDLE_SECONDS, DEFAULT_LIFETIME_SECONDS, MAX_ENV, MAX_ENV_BYTES, MAX_LABEL_BYTES, MAX_LABELS, MAX_LIFETIME_SECONDS, MIN_DISK_BYTES,
         MIN_MEMORY_BYTES, MIN_NOFILE, MIN_PIDS,
@@ -82,6 +83,20 @@ fn limits(request: LimitsRequest, max_nofile: u64) -> Result<Limits, ApiError> {
         disk_bytes: bound("disk_bytes", at_least("disk_bytes", request.disk_bytes.unwrap_or(default.disk_bytes), MIN_DISK_BYTES)?)?,
         nofile,
     })
+}
+
+/// A command that can be passed to a process; `field` is its name in the request.
+pub(crate) fn check_argv(field: &str, argv: &[String]) -> Result<(), ApiError> {
+    if argv.first().is_none_or(String::is_empty) {
+        return Err(ApiError::invalid(format!("{field}: must hold the command's name first")));
+    }
+    if argv.len() > MAX_ARGV || argv.iter().map(|argument| argument.len() + 1).sum::<usize>() > MAX_ARGV_BYTES {
+        return Err(ApiError::new(ErrorCode::TooLarge, format!("{field}: more than {MAX_ARGV} arguments or {MAX_ARGV_BYTES} bytes")));
+    }
+    match argv.iter().position(|argument| argument.contains('\0')) {
+        Some(index) => Err(ApiError::invalid(format!("{field}[{index}]: holds a NUL character"))),
+        None => Ok(()),
+    }
 }
 
 /// Names and values that a process's environment can hold. `CYNODE_` belongs to the system.

@@ -311,3 +311,53 @@ async fn only_process_one_may_speak_for_the_sandbox() -> Result<()> {
     assert_eq!(client.exec(id, &sh("echo still here")).await?.stdout, "still here\n");
     Ok(())
 }
+
+/// A worker that dies after it asked asks again when it is back; the first request may still be on its way.
+#[tokio::test]
+async fn an_exec_id_is_started_once_however_often_it_is_asked_for() -> Result<()> {
+    let agent = Agent::start()?;
+    let request = start(&["/bin/sh", "-c", "echo $$"]);
+    let mut started = Vec::new();
+    let mut peers = Vec::new();
+    for _ in 0..4 {
+        let mut peer = agent.parked().await?;
+        peer.send(&request).await?;
+        peers.push(peer);
+    }
+    for mut peer in peers {
+        match peer.reply().await? {
+            Reply::Started { .. } => started.push(peer),
+            Reply::Error(error) => assert_eq!(error.code, ErrorCode::ExecIdInUse),
+            other => anyhow::bail!("{other:?}"),
+        }
+    }
+    assert_eq!(started.len(), 1, "one of them starts it");
+    let mut peer = started.remove(0);
+    loop {
+        match peer.frame().await?.context("a frame")? {
+            Frame::Output { seq, .. } => {
+                let mut acknowledged = Vec::new();
+                encode(&Frame::Ack(seq), &mut acknowledged);
+                peer.stream.write_all(&acknowledged).await?;
+            }
+            Frame::Json(_) => break,
+            other => anyhow::bail!("{other:?}"),
+        }
+    }
+    let mut acknowledged = Vec::new();
+    encode(&Frame::ACK_EXIT, &mut acknowledged);
+    peer.stream.write_all(&acknowledged).await?;
+    while peer.frame().await?.is_some() {}
+    // It has ended and the worker has said that it knows; the id stays used.
+    let mut late = agent.parked().await?;
+    late.send(&request).await?;
+    ensure!(matches!(late.reply().await?, Reply::Error(error) if error.code == ErrorCode::ExecIdInUse));
+    // What could not be started can be tried again.
+    let failing = start(&["/none"]);
+    for _ in 0..2 {
+        let mut peer = agent.parked().await?;
+        peer.send(&failing).await?;
+        ensure!(matches!(peer.reply().await?, Reply::Error(error) if error.code == ErrorCode::ExecFailed));
+    }
+    Ok(())
+}

@@ -22,7 +22,7 @@ fn routes() -> Result<Vec<(Method, String)>> {
     let mut routes = Vec::new();
     for (path, operations) in paths {
         for method in operations.as_object().context("operations")?.keys() {
-            let address = path.replace("{id}", SOME_ID).replace("{exec_id}", SOME_ID);
+            let address = path.replace("{id}", SOME_ID).replace("{exec_id}", SOME_ID).replace("{job_id}", SOME_ID);
             assert!(!address.contains('{'), "{address} has a parameter that this test does not know");
             routes.push((Method::from_bytes(method.to_uppercase().as_bytes())?, address));
         }
@@ -50,7 +50,7 @@ async fn every_route_refuses_callers_without_the_token() -> Result<()> {
     let worker = world.worker(&Options::default()).await?;
     let http = Http::new(&worker)?;
     let routes = routes()?;
-    assert!(routes.len() >= 24, "{routes:?}");
+    assert!(routes.len() >= 30, "{routes:?}");
     let token = worker.token()?;
     let wrong = [
         None,
@@ -175,6 +175,14 @@ async fn every_refusal_is_a_whole_problem_under_its_requests_id() -> Result<()> 
         (http.anonymous(Method::POST, "/healthz"), "method_not_allowed"),
         (http.anonymous(Method::DELETE, "/openapi.json"), "method_not_allowed"),
         (get(&of(&SOME_ID, "")), "session_not_found"),
+        (get("/v1/worker/jobs/nonsense"), "job_not_found"),
+        (get(&format!("/v1/worker/jobs/{SOME_ID}/output")), "job_not_found"),
+        (post(&format!("/v1/worker/jobs/{SOME_ID}/ack"), json!({})), "job_not_found"),
+        (post("/v1/worker/jobs:stop", json!({"task_id": SOME_ID, "job_id": SOME_ID})), "job_not_found"),
+        (post("/v1/worker/jobs:run", json!({"task_id": SOME_ID, "job_id": SOME_ID, "sandbox": {"image_ref": "default"}})), "invalid_request"),
+        (post("/v1/worker/jobs:run", json!({"task_id": SOME_ID, "job_id": SOME_ID, "sandbox": {"image_ref": "default"}, "job": {}})), "job_kind_unsupported"),
+        (get("/v1/worker/jobs:run"), "method_not_allowed"),
+        (get("/v1/worker/jobs?state=odd"), "invalid_request"),
         (get(&of(&running, &format!("/execs/{SOME_ID}"))), "exec_not_found"),
         (get(&of(&running, "/execs/nonsense/output")), "exec_not_found"),
         (get(&of(&ended, "/execs")), "session_ended"),

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use cynode_api::{ErrorCode, ExecRequest, ExecState, ExecVia, ListRequest, SessionEnd, SignalName};
+use cynode_api::{ErrorCode, ExecRequest, ExecState, ExecVia, JobState, ListRequest, SessionEnd, SignalName};
 use cynode_client::{Error, OutputQuery, WorkerClient};
-use cynode_tests::{Options, RunningWorker, World, eventually, exec, on_every_runtime, session, sh};
+use cynode_tests::{Options, RunningWorker, World, eventually, exec, job, on_every_runtime, session, sh};
 
 on_every_runtime!(
     create_exec_stop_and_kill_work_with_the_agent_off,
@@ -71,6 +71,29 @@ async fn a_session_by_the_runtime_survives_the_worker_and_its_execs_are_accounte
     let left = client.exec(id, &sh("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).await?.stdout;
     assert!(!left.contains("sleep 999"), "{left}");
     Ok(())
+}
+
+#[tokio::test]
+async fn a_job_by_the_runtime_ends_and_one_whose_end_nobody_saw_is_not_run_again() -> Result<()> {
+    let world = World::new()?;
+    let options = Options::default().set("exec_via", "\"runtime\"");
+    let mut worker = world.worker(&options).await?;
+    let client = worker.client()?;
+    let done = client.run_job(&job("echo out; exit 3")).await?;
+    assert_eq!((done.state, done.exit_code, done.output.stdout.as_str()), (JobState::Failed, Some(3), "out\n"));
+    let stubborn = job("trap '' TERM; echo begun; while :; do sleep 1; done");
+    client.run_job_async(&stubborn).await?;
+    eventually("it runs", Duration::from_secs(60), async || Ok(client.job(stubborn.job_id).await?.state == JobState::InProgress)).await?;
+    assert_eq!(client.stop_job(stubborn.task_id, stubborn.job_id).await?.state, JobState::Canceled);
+    let cut = job("echo begun; exec sleep 999");
+    client.run_job_async(&cut).await?;
+    eventually("it runs", Duration::from_secs(60), async || Ok(client.job(cut.job_id).await?.state == JobState::InProgress)).await?;
+    worker.kill()?;
+    let mut worker = world.worker(&options).await?;
+    let cut = worker.client()?.run_job(&cut).await?;
+    assert_eq!((cut.state, cut.error.map(|error| error.code).as_deref()), (JobState::Failed, Some("runner_interrupted")));
+    worker.shut_down().await?;
+    world.assert_clean().await
 }
 
 #[tokio::test]

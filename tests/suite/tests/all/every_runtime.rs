@@ -3,9 +3,9 @@
 use std::{path::Path, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::{ErrorCode, ExecRequest, ExecState, SessionEnd, SessionState, Unenforced, WorkspaceDisposal};
+use cynode_api::{ErrorCode, ExecRequest, ExecState, JobState, SessionEnd, SessionState, Unenforced, WorkspaceDisposal};
 use cynode_client::{PtyMessage, PtyOpen, PutOptions};
-use cynode_tests::{Engine, HOSTILE, Options, World, eventually, exec, on_every_runtime, session, sh};
+use cynode_tests::{Engine, HOSTILE, Options, World, eventually, exec, job, on_every_runtime, session, sh};
 
 on_every_runtime!(
     a_session_runs_commands_keeps_files_and_ends,
@@ -14,6 +14,7 @@ on_every_runtime!(
     an_images_config_decides_nothing,
     a_terminal_opens_and_takes_input,
     what_is_unenforced_is_said,
+    a_job_runs_and_its_result_waits,
 );
 
 async fn a_session_runs_commands_keeps_files_and_ends(world: World) -> Result<()> {
@@ -59,6 +60,26 @@ async fn a_session_survives_the_death_of_the_worker(world: World) -> Result<()> 
     assert_eq!(client.exec(second, &exec(["cat", "file"])).await?.stdout, "kept\n");
     assert_eq!(world.containers()?.len(), 2);
     client.end_session(first, &SessionEnd::default()).await?;
+    worker.shut_down().await?;
+    world.assert_clean().await
+}
+
+async fn a_job_runs_and_its_result_waits(world: World) -> Result<()> {
+    let mut worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let request = job("echo $CYNODE_JOB_ID; id -u; exec sleep 2; exit 9");
+    let waiting = job("echo begun; until [ -e go ]; do sleep 0.1; done");
+    let done = client.run_job(&request).await?;
+    assert_eq!((done.state, done.exit_code, done.output.stdout), (JobState::Completed, Some(0), format!("{}\n1000\n", request.job_id)));
+    client.run_job_async(&waiting).await?;
+    eventually("the second runs", Duration::from_secs(60), async || Ok(client.job(waiting.job_id).await?.state == JobState::InProgress)).await?;
+    worker.kill()?;
+    let mut worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    assert_eq!(client.run_job(&request).await?.state, JobState::Completed);
+    let stopped = client.stop_job(waiting.task_id, waiting.job_id).await?;
+    assert_eq!((stopped.state, stopped.output.stdout.as_str()), (JobState::Canceled, "begun\n"));
+    client.ack_job(request.job_id).await?;
     worker.shut_down().await?;
     world.assert_clean().await
 }

@@ -11,6 +11,7 @@ mod escape;
 mod every_runtime;
 mod execs;
 mod files;
+mod jobs;
 mod pool;
 mod rootless;
 mod runtime;
