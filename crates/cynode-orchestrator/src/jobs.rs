@@ -49,6 +49,8 @@ impl Orchestrator {
             task_id,
             state: JobState::Accepted,
             exit_code: None,
+            signal: None,
+            acknowledged: false,
             output: JobOutput { encoding: "utf-8".to_owned(), ..JobOutput::default() },
             started_at: None,
             ended_at: None,

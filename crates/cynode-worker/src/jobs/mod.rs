@@ -266,7 +266,8 @@ impl Jobs {
             let changed = blocking(move || journal.write_job(changed.job.job_id, &changed).map(|()| changed)).await?;
             let id = changed.job.job_id;
             entry.set(changed);
-            drop(news.try_send(id));
+            // Full, or nobody listens: then it is found out by asking.
+            news.try_send(id).ok();
             Ok(())
         });
         updated.await.unwrap_or_else(|_| Err(interrupted()))
