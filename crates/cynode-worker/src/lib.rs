@@ -173,10 +173,12 @@ pub async fn run(config: Config) -> Result<(), Error> {
         async move { sessions.reconcile().await }
     });
     let pool = tokio::spawn(Arc::clone(&sessions).keep_pool(stop.clone()));
+    let disk_watcher = tokio::spawn(Arc::clone(&sessions).watch_disk(stop.clone()));
     let timekeeper = tokio::spawn(Arc::clone(&sessions).keep_time(stop.clone()));
     tracing::info!(%url, %node_id, "The worker serves.");
     listen::serve(bound, router, stop).await.map_err(state("serving"))?;
     drop(timekeeper.await);
+    drop(disk_watcher.await);
     drop(pool.await);
     if end_sandboxes.load(Ordering::SeqCst) {
         let ended = sessions.end_all("the worker was stopped").await;
