@@ -143,6 +143,11 @@ impl IdBlocks {
         Some(block)
     }
 
+    /// How many blocks there are; absent when all share one.
+    pub(crate) fn count(&self) -> Option<usize> {
+        (!matches!(self.space, IdSpace::Shared(_) | IdSpace::Host)).then_some(self.count as usize)
+    }
+
     pub(crate) fn give_back(&self, block: u32) {
         self.used.lock().remove(&block);
     }
