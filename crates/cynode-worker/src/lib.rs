@@ -75,12 +75,22 @@ struct Held {
     _lock: fs_err::File,
 }
 
+/// How long a state directory must be held by another before it counts as that one's.
+const HOLD: Duration = Duration::from_secs(1);
+
 fn hold(config: &Config) -> Result<Held, Error> {
     let directory = config.directory();
     fs_err::create_dir_all(&directory).map_err(state("making the state directory"))?;
     fs_err::set_permissions(&directory, std::os::unix::fs::PermissionsExt::from_mode(0o700)).map_err(state("closing the state directory"))?;
     let lock = fs_err::OpenOptions::new().create(true).truncate(false).write(true).open(directory.join("lock")).map_err(state("opening the lock"))?;
-    flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|_| Error::Locked(config.state_dir.clone()))?;
+    // Somebody who looks whether a worker runs here has the lock for a moment (`idrange`): one that runs keeps it.
+    let deadline = std::time::Instant::now() + HOLD;
+    while flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        if std::time::Instant::now() >= deadline {
+            return Err(Error::Locked(config.state_dir.clone()));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let journal = Journal::open(directory).map_err(state("opening the journal"))?;
     Ok(Held { journal, _lock: lock })
 }
