@@ -15,6 +15,7 @@ mod idrange;
 mod journal;
 mod limits;
 mod process;
+mod readiness;
 mod rootless;
 pub mod runtime;
 mod sandbox;
@@ -171,10 +172,10 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let api = api::Api { sessions: Arc::clone(&sessions), stop: stop.clone(), end_sandboxes: Arc::default() };
     let end_sandboxes = Arc::clone(&api.end_sandboxes);
     let readiness: admin::Readiness = {
-        let sessions = Arc::clone(&sessions);
+        let readiness = Arc::new(readiness::Readiness::new(Arc::clone(&sessions)));
         Arc::new(move || {
-            let sessions = Arc::clone(&sessions);
-            Box::pin(async move { readiness(&sessions).await })
+            let readiness = Arc::clone(&readiness);
+            Box::pin(async move { readiness.check().await })
         })
     };
     let router = api::router(api, auth::Token::new(&token), readiness);
@@ -198,18 +199,6 @@ pub async fn run(config: Config) -> Result<(), Error> {
     }
     runtime.close().await;
     Ok(())
-}
-
-async fn readiness(sessions: &Sessions) -> Result<(), String> {
-    if let Some(reason) = sessions.unsettled() {
-        return Err(reason);
-    }
-    sessions.check_room().map_err(|error| error.0.detail)?;
-    match tokio::time::timeout(Duration::from_secs(5), sessions.runtime.version()).await {
-        Ok(Ok(_)) => Ok(()),
-        Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err("the container runtime does not answer".to_owned()),
-    }
 }
 
 /// Copies the agent's binary into this worker's own store, by its hash: a build beside a running worker changes nothing,
