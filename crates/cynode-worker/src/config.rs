@@ -49,6 +49,8 @@ pub struct Config {
     pub pool_size: usize,
     /// New work is refused while less than this is free where the state directory lies.
     pub min_free_bytes: u64,
+    /// A terminal whose client is not heard of for this long, though it is asked, is ended.
+    pub pty_timeout_seconds: u64,
 }
 
 /// What runs the containers.
@@ -92,6 +94,7 @@ impl Default for Config {
             allow_unenforced: BTreeSet::new(),
             pool_size: 10,
             min_free_bytes: 1 << 30,
+            pty_timeout_seconds: 120,
         }
     }
 }
@@ -110,6 +113,9 @@ impl Config {
         }
         if read.runtime_timeout_seconds == 0 {
             return Err(ConfigError::Value { key: "worker.runtime_timeout_seconds".to_owned(), message: "must be at least 1".to_owned() });
+        }
+        if read.pty_timeout_seconds == 0 {
+            return Err(ConfigError::Value { key: "worker.pty_timeout_seconds".to_owned(), message: "must be at least 1".to_owned() });
         }
         Ok(read)
     }

@@ -15,6 +15,7 @@ mod idrange;
 mod journal;
 mod limits;
 mod process;
+mod readiness;
 mod rootless;
 pub mod runtime;
 mod sandbox;
@@ -75,12 +76,22 @@ struct Held {
     _lock: fs_err::File,
 }
 
+/// How long a state directory must be held by another before it counts as that one's.
+const HOLD: Duration = Duration::from_secs(1);
+
 fn hold(config: &Config) -> Result<Held, Error> {
     let directory = config.directory();
     fs_err::create_dir_all(&directory).map_err(state("making the state directory"))?;
     fs_err::set_permissions(&directory, std::os::unix::fs::PermissionsExt::from_mode(0o700)).map_err(state("closing the state directory"))?;
     let lock = fs_err::OpenOptions::new().create(true).truncate(false).write(true).open(directory.join("lock")).map_err(state("opening the lock"))?;
-    flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|_| Error::Locked(config.state_dir.clone()))?;
+    // Somebody who looks whether a worker runs here has the lock for a moment (`idrange`): one that runs keeps it.
+    let deadline = std::time::Instant::now() + HOLD;
+    while flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        if std::time::Instant::now() >= deadline {
+            return Err(Error::Locked(config.state_dir.clone()));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let journal = Journal::open(directory).map_err(state("opening the journal"))?;
     Ok(Held { journal, _lock: lock })
 }
@@ -161,10 +172,10 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let api = api::Api { sessions: Arc::clone(&sessions), stop: stop.clone(), end_sandboxes: Arc::default() };
     let end_sandboxes = Arc::clone(&api.end_sandboxes);
     let readiness: admin::Readiness = {
-        let sessions = Arc::clone(&sessions);
+        let readiness = Arc::new(readiness::Readiness::new(Arc::clone(&sessions)));
         Arc::new(move || {
-            let sessions = Arc::clone(&sessions);
-            Box::pin(async move { readiness(&sessions).await })
+            let readiness = Arc::clone(&readiness);
+            Box::pin(async move { readiness.check().await })
         })
     };
     let router = api::router(api, auth::Token::new(&token), readiness);
@@ -173,10 +184,12 @@ pub async fn run(config: Config) -> Result<(), Error> {
         async move { sessions.reconcile().await }
     });
     let pool = tokio::spawn(Arc::clone(&sessions).keep_pool(stop.clone()));
+    let disk_watcher = tokio::spawn(Arc::clone(&sessions).watch_disk(stop.clone()));
     let timekeeper = tokio::spawn(Arc::clone(&sessions).keep_time(stop.clone()));
     tracing::info!(%url, %node_id, "The worker serves.");
     listen::serve(bound, router, stop).await.map_err(state("serving"))?;
     drop(timekeeper.await);
+    drop(disk_watcher.await);
     drop(pool.await);
     if end_sandboxes.load(Ordering::SeqCst) {
         let ended = sessions.end_all("the worker was stopped").await;
@@ -186,18 +199,6 @@ pub async fn run(config: Config) -> Result<(), Error> {
     }
     runtime.close().await;
     Ok(())
-}
-
-async fn readiness(sessions: &Sessions) -> Result<(), String> {
-    if let Some(reason) = sessions.unsettled() {
-        return Err(reason);
-    }
-    sessions.check_room().map_err(|error| error.0.detail)?;
-    match tokio::time::timeout(Duration::from_secs(5), sessions.runtime.version()).await {
-        Ok(Ok(_)) => Ok(()),
-        Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err("the container runtime does not answer".to_owned()),
-    }
 }
 
 /// Copies the agent's binary into this worker's own store, by its hash: a build beside a running worker changes nothing,

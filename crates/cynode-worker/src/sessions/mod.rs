@@ -9,6 +9,7 @@ mod environment;
 mod life;
 mod live;
 mod pool;
+mod pressure;
 mod reconcile;
 mod recover;
 mod start;

@@ -15,3 +15,4 @@ mod pool;
 mod rootless;
 mod runtime;
 mod sessions;
+mod soak;
