@@ -4,27 +4,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
 use cynode_api::{ExecRequest, LimitsRequest, SessionCreate};
-use cynode_tests::{session, sh};
+use cynode_tests::{BOMBS, session, sh};
 
 use crate::{
     Plan,
     ours::Ours,
     samples::{Samples, timed},
 };
-
-/// What each of the ten does, without end.
-const BOMBS: [&str; 10] = [
-    "bomb() { bomb | bomb & }; while :; do bomb; wait; done",
-    "while :; do setsid sh -c 'sleep 1000' & done",
-    "while :; do tail /dev/zero; done",
-    "while :; do dd if=/dev/zero of=/tmp/big bs=1M; rm -f /tmp/big; done",
-    "while :; do dd if=/dev/zero of=big bs=1M; rm -f big; done",
-    "while :; do i=0; while [ $i -lt 5000 ]; do echo > f$i; i=$((i+1)); done; rm -f f*; done",
-    "yes flood & yes flood >&2",
-    "while :; do kill -STOP -1; done",
-    "while :; do :; done & while :; do :; done & while :; do :; done",
-    "while :; do cd /tmp; i=0; while [ $i -lt 2000 ]; do mkdir d && cd d; i=$((i+1)); done; rm -rf /tmp/d; done",
-];
 
 #[derive(Debug, Default)]
 pub(crate) struct Neighbour {

@@ -103,6 +103,9 @@ pub struct ExecExit {
     /// True when the end was not seen: the process that watched it was killed from inside, or the sandbox went away.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub lost: bool,
+    /// True when it was killed because its sandbox filled the node's disk, of which little was left.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub no_space: bool,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -344,6 +347,7 @@ mod tests {
                 duration_ms: 1,
                 via: ExecVia::Agent,
                 lost: false,
+                no_space: false,
             },
             stdout: "hi".into(),
             stderr: String::new(),

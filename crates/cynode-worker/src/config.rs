@@ -58,6 +58,8 @@ pub struct Config {
     /// Where orchestrators reach the Worker API; the address that it listens on when absent.
     pub api_url: Option<String>,
     pub labels: BTreeMap<String, String>,
+    /// A terminal whose client is not heard of for this long, though it is asked, is ended.
+    pub pty_timeout_seconds: u64,
 }
 
 /// What runs the containers.
@@ -106,6 +108,7 @@ impl Default for Config {
             name: None,
             api_url: None,
             labels: BTreeMap::new(),
+            pty_timeout_seconds: 120,
         }
     }
 }
@@ -124,6 +127,9 @@ impl Config {
         }
         if read.runtime_timeout_seconds == 0 {
             return Err(ConfigError::Value { key: "worker.runtime_timeout_seconds".to_owned(), message: "must be at least 1".to_owned() });
+        }
+        if read.pty_timeout_seconds == 0 {
+            return Err(ConfigError::Value { key: "worker.pty_timeout_seconds".to_owned(), message: "must be at least 1".to_owned() });
         }
         Ok(read)
     }

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use crate::{Config, Engine, sessions::Sessions};
+use crate::{Config, Engine, readiness::Readiness, sessions::Sessions};
 
 const CALL: Duration = Duration::from_secs(20);
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
@@ -32,6 +32,7 @@ struct Registration {
 #[derive(Debug)]
 pub(crate) struct Node {
     sessions: Arc<Sessions>,
+    ready: Arc<Readiness>,
     http: reqwest::Client,
     api_url: String,
     path: PathBuf,
@@ -58,7 +59,7 @@ fn other(error: impl std::fmt::Display) -> Failed {
 
 impl Node {
     /// Reads what is known from before: its tokens are good at once.
-    pub(crate) fn new(sessions: &Arc<Sessions>, url: &str, own_token: auth::Token, accepted: auth::Tokens) -> io::Result<Self> {
+    pub(crate) fn new(sessions: &Arc<Sessions>, ready: Arc<Readiness>, url: &str, own_token: auth::Token, accepted: auth::Tokens) -> io::Result<Self> {
         let config = &sessions.config;
         let path = config.directory().join("registration.json");
         let api_url = config.api_url.clone().unwrap_or_else(|| url.to_owned());
@@ -79,6 +80,7 @@ impl Node {
         let http = builder.build().map_err(io::Error::other)?;
         let node = Self {
             sessions: Arc::clone(sessions),
+            ready,
             http,
             api_url,
             path,
@@ -154,7 +156,7 @@ impl Node {
         let Some(known) = self.registration.clone() else { return Err(Failed::Unknown) };
         let capability = self.capability().await;
         let not_ready = match &capability {
-            Ok(_) => crate::readiness(&self.sessions).await.err(),
+            Ok(_) => self.ready.check().await.err(),
             Err(error) => Some(error.to_string()),
         };
         let capability = capability.ok().filter(|capability| self.said.as_ref() != Some(capability));

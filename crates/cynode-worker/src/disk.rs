@@ -238,6 +238,25 @@ pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
+/// What a mounted disk has of the host's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Claim {
+    /// Bytes that its image takes on the host.
+    pub(crate) written: u64,
+    /// Bytes that programs inside have written and that are only in memory so far. They come, whoever is killed meanwhile.
+    pub(crate) promised: u64,
+}
+
+/// What the disk of `image`, mounted at `target`, has of the host's. Looks at the file system, not at anything in it.
+pub(crate) fn claim(image: &Path, target: &Path) -> io::Result<Claim> {
+    let written = fs_err::metadata(image)?.blocks() * 512;
+    let device = fs_err::symlink_metadata(target)?.dev();
+    let device = fs_err::read_link(format!("/sys/dev/block/{}:{}", rustix::fs::major(device), rustix::fs::minor(device)))?;
+    let waiting = Path::new("/sys/fs/ext4").join(device.file_name().unwrap_or_default()).join("delayed_allocation_blocks");
+    let waiting: u64 = fs_err::read_to_string(waiting)?.trim().parse().map_err(io::Error::other)?;
+    Ok(Claim { written, promised: waiting.saturating_mul(rustix::fs::statvfs(target)?.f_frsize) })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -74,7 +74,8 @@ pub(crate) fn sandboxes_within(ids: u32) -> u32 {
 /// Whether no worker runs on this directory and no file of a sandbox is in it.
 fn is_unused(directory: &Path) -> bool {
     let holds_none = |name: &str| fs_err::read_dir(directory.join(name)).is_ok_and(|mut entries| entries.next().is_none());
-    let runs = || fs_err::File::open(directory.join("lock")).is_ok_and(|lock| flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err());
+    // Shared, so that two who look do not take one another for a worker. A worker that starts in this moment tries again.
+    let runs = || fs_err::File::open(directory.join("lock")).is_ok_and(|lock| flock(&lock, FlockOperation::NonBlockingLockShared).is_err());
     !directory.is_dir() || (holds_none("workspaces") && holds_none("trash") && !runs())
 }
 
@@ -143,6 +144,11 @@ impl IdBlocks {
         Some(block)
     }
 
+    /// How many blocks there are; absent when all share one.
+    pub(crate) fn count(&self) -> Option<usize> {
+        (!matches!(self.space, IdSpace::Shared(_) | IdSpace::Host)).then_some(self.count as usize)
+    }
+
     pub(crate) fn give_back(&self, block: u32) {
         self.used.lock().remove(&block);
     }
@@ -171,6 +177,27 @@ mod tests {
         drop(one);
         let third = tempfile::tempdir().expect("a directory");
         assert_eq!(IdBlocks::on(IdSpace::Own, registry.path(), third.path()).expect("the freed range").first, first.first);
+    }
+
+    #[test]
+    fn who_looks_for_a_free_range_stops_no_worker_that_starts() {
+        let state = tempfile::tempdir().expect("a directory");
+        let config = crate::Config { state_dir: state.path().to_owned(), ..Default::default() };
+        drop(crate::hold(&config).expect("a first time"));
+        let over = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(std::sync::atomic::Ordering::SeqCst) {
+                    is_unused(&config.directory());
+                }
+            });
+            let held = (0..50).map(|_| crate::hold(&config).map(drop)).collect::<Result<Vec<_>, _>>();
+            over.store(true, std::sync::atomic::Ordering::SeqCst);
+            held.expect("nobody else runs");
+        });
+        let _held = crate::hold(&config).expect("holds");
+        assert!(!is_unused(&config.directory()), "one that runs is seen");
+        assert!(crate::hold(&config).is_err(), "and has no second beside it");
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use cynode_api::{JobId, NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId, WorkspaceDisposal, WorkspaceId};
+use cynode_api::{JobId, NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId, WorkspaceId};
 use cynode_service::files;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -30,13 +30,25 @@ pub(crate) struct SessionRecord {
     pub(crate) idle_timeout_seconds: u64,
     pub(crate) init: Option<InitProcess>,
     /// Set when it is to end: how the workspace is disposed of.
-    pub(crate) disposal: Option<WorkspaceDisposal>,
+    pub(crate) disposal: Option<Disposal>,
     /// It had a container before: its workspace holds files, which a failure to start again must not cost.
     #[serde(default)]
     pub(crate) resumed: bool,
     /// The job whose sandbox this is. Only the job knows of such a session.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) job_id: Option<JobId>,
+}
+
+/// What becomes of a workspace when its session ends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Disposal {
+    #[default]
+    Delete,
+    /// Until it is asked for.
+    Keep,
+    /// For the grace period, so that the session can be resumed.
+    KeepForAWhile,
 }
 
 impl SessionRecord {

@@ -17,6 +17,7 @@ mod jobs;
 mod journal;
 mod limits;
 mod process;
+mod readiness;
 mod rootless;
 pub mod runtime;
 mod sandbox;
@@ -78,12 +79,22 @@ struct Held {
     _lock: fs_err::File,
 }
 
+/// How long a state directory must be held by another before it counts as that one's.
+const HOLD: Duration = Duration::from_secs(1);
+
 fn hold(config: &Config) -> Result<Held, Error> {
     let directory = config.directory();
     fs_err::create_dir_all(&directory).map_err(state("making the state directory"))?;
     fs_err::set_permissions(&directory, std::os::unix::fs::PermissionsExt::from_mode(0o700)).map_err(state("closing the state directory"))?;
     let lock = fs_err::OpenOptions::new().create(true).truncate(false).write(true).open(directory.join("lock")).map_err(state("opening the lock"))?;
-    flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|_| Error::Locked(config.state_dir.clone()))?;
+    // Somebody who looks whether a worker runs here has the lock for a moment (`idrange`): one that runs keeps it.
+    let deadline = std::time::Instant::now() + HOLD;
+    while flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        if std::time::Instant::now() >= deadline {
+            return Err(Error::Locked(config.state_dir.clone()));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let journal = Journal::open(directory).map_err(state("opening the journal"))?;
     Ok(Held { journal, _lock: lock })
 }
@@ -165,16 +176,17 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let jobs = Jobs::open(Arc::clone(&sessions), held.journal.clone(), job_news).map_err(state("reading the journal of jobs"))?;
     let api = api::Api { sessions: Arc::clone(&sessions), jobs: Arc::clone(&jobs), stop: stop.clone(), end_sandboxes: Arc::default() };
     let end_sandboxes = Arc::clone(&api.end_sandboxes);
+    let ready = Arc::new(readiness::Readiness::new(Arc::clone(&sessions)));
     let readiness: admin::Readiness = {
-        let sessions = Arc::clone(&sessions);
+        let readiness = Arc::clone(&ready);
         Arc::new(move || {
-            let sessions = Arc::clone(&sessions);
-            Box::pin(async move { readiness(&sessions).await })
+            let readiness = Arc::clone(&readiness);
+            Box::pin(async move { readiness.check().await })
         })
     };
     let tokens = auth::Tokens::new(vec![auth::Token::new(&token)]);
     let router = api::router(api, tokens.clone(), readiness);
-    let control = control::Node::new(&sessions, &url, auth::Token::new(&token), tokens).map_err(state("reading the registration"))?;
+    let control = control::Node::new(&sessions, ready, &url, auth::Token::new(&token), tokens).map_err(state("reading the registration"))?;
     jobs.take_up();
     tokio::spawn({
         let sessions = Arc::clone(&sessions);
@@ -182,12 +194,14 @@ pub async fn run(config: Config) -> Result<(), Error> {
     });
     let pool = tokio::spawn(Arc::clone(&sessions).keep_pool(stop.clone()));
     let control = tokio::spawn(control::keep(control, jobs_told, stop.clone()));
+    let disk_watcher = tokio::spawn(Arc::clone(&sessions).watch_disk(stop.clone()));
     let timekeeper = tokio::spawn(Arc::clone(&sessions).keep_time(stop.clone()));
     let jobs_timekeeper = tokio::spawn(Arc::clone(&jobs).keep_time(stop.clone()));
     tracing::info!(%url, %node_id, "The worker serves.");
     listen::serve(bound, router, stop).await.map_err(state("serving"))?;
     drop(timekeeper.await);
     drop(jobs_timekeeper.await);
+    drop(disk_watcher.await);
     drop(pool.await);
     drop(control.await);
     if end_sandboxes.load(Ordering::SeqCst) {
@@ -199,18 +213,6 @@ pub async fn run(config: Config) -> Result<(), Error> {
     }
     runtime.close().await;
     Ok(())
-}
-
-async fn readiness(sessions: &Sessions) -> Result<(), String> {
-    if let Some(reason) = sessions.unsettled() {
-        return Err(reason);
-    }
-    sessions.check_room().map_err(|error| error.0.detail)?;
-    match tokio::time::timeout(Duration::from_secs(5), sessions.runtime.version()).await {
-        Ok(Ok(_)) => Ok(()),
-        Ok(Err(error)) => Err(error.to_string()),
-        Err(_) => Err("the container runtime does not answer".to_owned()),
-    }
 }
 
 /// Copies the agent's binary into this worker's own store, by its hash: a build beside a running worker changes nothing,

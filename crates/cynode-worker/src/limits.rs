@@ -1,6 +1,9 @@
 //! What the kernel really enforces on a sandbox, read back: a runtime may take a limit and not keep it.
 
-use std::{io, path::PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 use cynode_api::{Limits, Unenforced};
 
@@ -17,7 +20,7 @@ pub(crate) fn missing(pid: i32, limits: &Limits, ids: IdMap) -> Vec<Unenforced> 
     };
     check(memory_holds(&cgroups, limits.memory_bytes), Unenforced::Memory);
     check(cgroups.cpus().map(|cpus| cpus <= limits.cpus.max(0.01) * 1.001), Unenforced::Cpus);
-    check(cgroups.number("pids", "pids.max", "pids.max").map(|most| most <= u64::from(limits.pids)), Unenforced::Pids);
+    check(cgroups.limit("pids", "pids.max", "pids.max").map(|most| most <= u64::from(limits.pids)), Unenforced::Pids);
     check(open_files(pid).map(|most| most <= limits.nofile), Unenforced::Nofile);
     let owner = outside_of(pid, AGENT_ID);
     check(owner.map(|owner| owner != AGENT_ID), Unenforced::Userns);
@@ -27,10 +30,10 @@ pub(crate) fn missing(pid: i32, limits: &Limits, ids: IdMap) -> Vec<Unenforced> 
 
 /// Memory and swap together: a sandbox that may swap has more than it was given.
 fn memory_holds(cgroups: &Cgroups, bytes: u64) -> Option<bool> {
-    let memory = cgroups.number("memory", "memory.limit_in_bytes", "memory.max")?;
-    let swap = match cgroups.version("memory")? {
-        Version::One => cgroups.number("memory", "memory.memsw.limit_in_bytes", "").map(|both| both <= bytes),
-        Version::Two => cgroups.number("memory", "", "memory.swap.max").map(|swap| swap == 0),
+    let memory = cgroups.limit("memory", "memory.limit_in_bytes", "memory.max")?;
+    let swap = match cgroups.group("memory")?.version() {
+        Version::One => cgroups.limit("memory", "memory.memsw.limit_in_bytes", "").map(|both| both <= bytes),
+        Version::Two => cgroups.limit("memory", "", "memory.swap.max").map(|swap| swap == 0),
     };
     Some(memory <= bytes && swap.unwrap_or_else(|| !host_swaps()))
 }
@@ -61,10 +64,43 @@ enum Version {
 }
 
 /// Where a process's cgroups lie: with version 1 one for each controller, with version 2 one for all, on hybrid hosts both.
+///
+/// What binds a process is the least of its own group's limits and those of all groups above it. Runtimes differ in where
+/// they put theirs: crun with systemd runs a container in a group below the one that has the limits.
 #[derive(Debug, Default)]
 pub(crate) struct Cgroups {
-    /// Controllers (none for version 2) and the directory.
-    found: Vec<(Vec<String>, PathBuf)>,
+    found: Vec<Group>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct Group {
+    /// None for version 2.
+    controllers: Vec<String>,
+    /// Where the tree is mounted; what is above that can't be seen.
+    top: PathBuf,
+    own: PathBuf,
+}
+
+impl Group {
+    fn version(&self) -> Version {
+        if self.controllers.is_empty() { Version::Two } else { Version::One }
+    }
+
+    /// The process's own directory, then those above it.
+    fn upwards(&self) -> impl Iterator<Item = &Path> {
+        self.own.ancestors().take_while(|directory| directory.starts_with(&self.top))
+    }
+
+    /// A file's texts where they bind the process: its own first, then upwards.
+    fn texts(&self, name: &str) -> impl Iterator<Item = String> {
+        // The memory of version 1 could be told that a group does not bind those below it.
+        let binds = |directory: &&Path| *directory == self.own || read(&directory.join("memory.use_hierarchy")).is_none_or(|text| text.trim() != "0");
+        self.upwards().filter(binds).filter_map(move |directory| read(&directory.join(name)))
+    }
+}
+
+fn read(path: &Path) -> Option<String> {
+    path.is_file().then(|| fs_err::read_to_string(path).ok()).flatten()
 }
 
 impl Cgroups {
@@ -93,45 +129,43 @@ impl Cgroups {
             if let Some((root, target)) = mounted {
                 // A mount may show only a part of the tree, from its root on.
                 let below = path.strip_prefix(root.trim_end_matches('/')).unwrap_or(path);
-                found.push((controllers, PathBuf::from(format!("{target}{below}"))));
+                let own = PathBuf::from(format!("{target}{below}").trim_end_matches('/'));
+                found.push(Group { controllers, top: PathBuf::from(target), own });
             }
         }
         Self { found }
     }
 
-    fn version(&self, controller: &str) -> Option<Version> {
-        if self.found.iter().any(|(names, _)| names.iter().any(|name| name == controller)) {
-            return Some(Version::One);
-        }
-        self.found.iter().any(|(names, _)| names.is_empty()).then_some(Version::Two)
+    /// The group that a controller keeps the process in.
+    fn group(&self, controller: &str) -> Option<&Group> {
+        let named = self.found.iter().find(|group| group.controllers.iter().any(|name| name == controller));
+        named.or_else(|| self.found.iter().find(|group| group.controllers.is_empty()))
     }
 
-    /// The text of a controller's file, by its name in either version.
+    /// The text of a controller's file, by its name in either version, in the nearest group that has it.
     pub(crate) fn text(&self, controller: &str, one: &str, two: &str) -> Option<String> {
-        let named = self.found.iter().find(|(names, _)| names.iter().any(|name| name == controller)).map(|(_, directory)| directory.join(one));
-        let path = match named {
-            Some(path) => path,
-            None => self.found.iter().find(|(names, _)| names.is_empty())?.1.join(two),
-        };
-        path.is_file().then(|| fs_err::read_to_string(path).ok()).flatten()
+        let group = self.group(controller)?;
+        group.texts(if group.version() == Version::One { one } else { two }).next()
     }
 
-    /// A limit; `max` is none, and so is what version 1 says for it.
-    fn number(&self, controller: &str, one: &str, two: &str) -> Option<u64> {
-        self.text(controller, one, two)?.trim().parse().ok()
+    /// The limit that binds. `max` is none, and so is what version 1 says for it.
+    fn limit(&self, controller: &str, one: &str, two: &str) -> Option<u64> {
+        let group = self.group(controller)?;
+        group.texts(if group.version() == Version::One { one } else { two }).filter_map(|text| text.trim().parse().ok()).min()
     }
 
     fn cpus(&self) -> Option<f64> {
-        let (quota, period) = match self.version("cpu")? {
-            Version::One => (self.number("cpu", "cpu.cfs_quota_us", "")?, self.number("cpu", "cpu.cfs_period_us", "")?),
-            Version::Two => {
-                let text = self.text("cpu", "", "cpu.max")?;
-                let mut numbers = text.split_whitespace().map(|text| text.parse::<u64>().ok());
-                (numbers.next()??, numbers.next()??)
-            }
+        let group = self.group("cpu")?;
+        let share = |directory: &Path| {
+            let text = match group.version() {
+                Version::One => format!("{} {}", read(&directory.join("cpu.cfs_quota_us"))?.trim(), read(&directory.join("cpu.cfs_period_us"))?),
+                Version::Two => read(&directory.join("cpu.max"))?,
+            };
+            let mut numbers = text.split_whitespace().map(|text| text.parse::<u32>().ok());
+            let (quota, period) = (numbers.next()??, numbers.next()??);
+            Some(f64::from(quota) / f64::from(period.max(1)))
         };
-        #[expect(clippy::cast_precision_loss, reason = "microseconds of a period")]
-        Some(quota as f64 / period.max(1) as f64)
+        group.upwards().filter_map(share).min_by(f64::total_cmp)
     }
 }
 
@@ -149,7 +183,11 @@ mod tests {
 ";
 
     fn directory(cgroups: &Cgroups, controller: &str) -> Option<PathBuf> {
-        cgroups.found.iter().find(|(names, _)| names.iter().any(|name| name == controller)).map(|(_, path)| path.clone())
+        cgroups.group(controller).map(|group| group.own.clone())
+    }
+
+    fn version(cgroups: &Cgroups, controller: &str) -> Option<Version> {
+        cgroups.group(controller).map(Group::version)
     }
 
     #[test]
@@ -157,16 +195,90 @@ mod tests {
         let hybrid = Cgroups::parse(HYBRID, HYBRID_MOUNTS);
         assert_eq!(directory(&hybrid, "memory"), Some("/sys/fs/cgroup/memory/libpod_parent/libpod-ab".into()));
         assert_eq!(directory(&hybrid, "cpu"), Some("/sys/fs/cgroup/cpu,cpuacct/libpod_parent/libpod-ab".into()));
-        assert_eq!((hybrid.version("pids"), hybrid.version("io")), (Some(Version::One), Some(Version::Two)));
+        assert_eq!((version(&hybrid, "pids"), version(&hybrid, "io")), (Some(Version::One), Some(Version::Two)));
 
         let unified = Cgroups::parse("0::/user.slice/libpod-ab\n", "31 25 0:27 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw,nsdelegate\n");
-        assert_eq!(unified.version("memory"), Some(Version::Two));
-        assert_eq!(unified.found, [(Vec::new(), PathBuf::from("/sys/fs/cgroup/user.slice/libpod-ab"))]);
+        assert_eq!(version(&unified, "memory"), Some(Version::Two));
+        assert_eq!(directory(&unified, "memory"), Some("/sys/fs/cgroup/user.slice/libpod-ab".into()));
 
         // Seen from within a container that was given a part of the tree.
         let part = Cgroups::parse("4:pids:/outer/inner\n", "35 30 0:31 /outer /sys/fs/cgroup/pids ro - cgroup cgroup rw,pids\n");
         assert_eq!(directory(&part, "pids"), Some("/sys/fs/cgroup/pids/inner".into()));
-        assert_eq!(Cgroups::parse("garbage", "").version("memory"), None);
+        assert_eq!(version(&Cgroups::parse("garbage", ""), "memory"), None);
+    }
+
+    /// A made-up tree: files by their path, with their text.
+    fn tree(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().expect("a directory");
+        for (path, text) in files {
+            let path = root.path().join(path);
+            fs_err::create_dir_all(path.parent().expect("a parent")).expect("directories");
+            fs_err::write(path, format!("{text}\n")).expect("a file");
+        }
+        root
+    }
+
+    fn unified(root: &Path, group: &str) -> Cgroups {
+        Cgroups::parse(&format!("0::{group}\n"), &format!("31 25 0:27 / {} rw - cgroup2 cgroup2 rw\n", root.display()))
+    }
+
+    fn limits(cgroups: &Cgroups) -> (Option<u64>, Option<f64>, Option<u64>) {
+        (cgroups.limit("memory", "memory.limit_in_bytes", "memory.max"), cgroups.cpus(), cgroups.limit("pids", "pids.max", "pids.max"))
+    }
+
+    #[test]
+    fn the_least_limit_of_all_groups_above_binds() {
+        // As crun with systemd makes them: the limits are the scope's, the process is in a group below it.
+        let root = tree(&[
+            ("machine.slice/memory.max", "max"),
+            ("machine.slice/pids.max", "5000"),
+            ("machine.slice/ab.scope/memory.max", "1000"),
+            ("machine.slice/ab.scope/memory.swap.max", "0"),
+            ("machine.slice/ab.scope/cpu.max", "50000 100000"),
+            ("machine.slice/ab.scope/pids.max", "100"),
+            ("machine.slice/ab.scope/memory.events", "oom 0\noom_kill 3"),
+            ("machine.slice/ab.scope/container/memory.max", "max"),
+            ("machine.slice/ab.scope/container/cpu.max", "max 100000"),
+            ("machine.slice/ab.scope/container/pids.max", "max"),
+        ]);
+        let scope = unified(root.path(), "/machine.slice/ab.scope/container");
+        assert_eq!(limits(&scope), (Some(1_000), Some(0.5), Some(100)));
+        assert_eq!((memory_holds(&scope, 1_000), memory_holds(&scope, 999)), (Some(true), Some(false)));
+        assert!(scope.text("memory", "memory.oom_control", "memory.events").is_some_and(|text| text.contains("oom_kill 3")));
+        // Nothing of it binds a neighbour.
+        let other = unified(root.path(), "/machine.slice/cd.scope");
+        assert_eq!(limits(&other), (None, None, Some(5_000)));
+
+        // Its own may be the least, and what is above the mount is nobody's limit.
+        let root = tree(&[("pids.max", "7"), ("part/pids.max", "50"), ("part/a/pids.max", "20"), ("part/a/memory.max", "10"), ("part/a/b/memory.max", "5")]);
+        let part = Cgroups::parse("0::/a/b\n", &format!("31 25 0:27 / {} rw - cgroup2 cgroup2 rw\n", root.path().join("part").display()));
+        assert_eq!(limits(&part), (Some(5), None, Some(20)));
+    }
+
+    #[test]
+    fn so_it_is_with_version_1() {
+        let unlimited = "9223372036854771712";
+        let root = tree(&[
+            ("memory/parent/memory.limit_in_bytes", "1000"),
+            ("memory/parent/memory.memsw.limit_in_bytes", "1000"),
+            ("memory/parent/memory.use_hierarchy", "1"),
+            ("memory/parent/ab/memory.limit_in_bytes", unlimited),
+            ("memory/parent/ab/memory.memsw.limit_in_bytes", unlimited),
+            ("cpu/parent/cpu.cfs_quota_us", "50000"),
+            ("cpu/parent/cpu.cfs_period_us", "100000"),
+            ("cpu/parent/ab/cpu.cfs_quota_us", "-1"),
+            ("cpu/parent/ab/cpu.cfs_period_us", "100000"),
+            ("pids/parent/pids.max", "100"),
+            ("pids/parent/ab/pids.max", "max"),
+        ]);
+        let mounts: String =
+            ["memory", "cpu", "pids"].map(|name| format!("34 30 0:30 / {} rw - cgroup cgroup rw,{name}\n", root.path().join(name).display())).concat();
+        let found = Cgroups::parse("3:memory:/parent/ab\n4:cpu:/parent/ab\n5:pids:/parent/ab\n", &mounts);
+        assert_eq!(limits(&found), (Some(1_000), Some(0.5), Some(100)));
+        assert_eq!(memory_holds(&found, 1_000), Some(true));
+        // Groups that do not bind what is below them, as old kernels have them.
+        fs_err::write(root.path().join("memory/parent/memory.use_hierarchy"), "0\n").expect("a file");
+        assert_eq!(memory_holds(&found, 1_000), Some(false));
     }
 
     #[test]

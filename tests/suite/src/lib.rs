@@ -44,6 +44,20 @@ pub const UNLABELLED: &str = "localhost/cynode/test-unlabelled:latest";
 pub const HOSTILE: &str = "localhost/cynode/test-hostile:latest";
 pub const RUNNER: &str = "localhost/cynode/sba-runner:latest";
 
+/// What sandboxes do that burn something, each without end.
+pub const BOMBS: [&str; 10] = [
+    "bomb() { bomb | bomb & }; while :; do bomb; wait; done",
+    "while :; do setsid sh -c 'sleep 1000' & done",
+    "while :; do tail /dev/zero; done",
+    "while :; do dd if=/dev/zero of=/tmp/big bs=1M; rm -f /tmp/big; done",
+    "while :; do dd if=/dev/zero of=big bs=1M; rm -f big; done",
+    "while :; do i=0; while [ $i -lt 5000 ]; do echo > f$i; i=$((i+1)); done; rm -f f*; done",
+    "yes flood & yes flood >&2",
+    "while :; do kill -STOP -1; done",
+    "while :; do :; done & while :; do :; done & while :; do :; done",
+    "while :; do cd /tmp; i=0; while [ $i -lt 2000 ]; do mkdir d && cd d; i=$((i+1)); done; rm -rf /tmp/d; done",
+];
+
 /// A session with small limits on the busybox image.
 #[must_use]
 pub fn session() -> SessionCreate {

@@ -4,7 +4,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Numbers that look random and follow from a seed (SplitMix64).
 #[derive(Clone, Debug)]
-pub struct Random(u64);
+pub struct Random {
+    seed: u64,
+    state: u64,
+}
 
 impl Random {
     /// From `CYNODE_SEED`, or from the clock. The seed is printed, so that a run can be repeated.
@@ -17,12 +20,25 @@ impl Random {
         {
             println!("seed: CYNODE_SEED={seed}");
         }
-        Self(seed)
+        Self { seed, state: seed }
+    }
+
+    /// What it began with.
+    #[must_use]
+    pub const fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// Another, which follows from this one and from then on goes its own way: for somebody who runs beside others.
+    #[must_use]
+    pub fn fork(&mut self) -> Self {
+        let seed = self.number();
+        Self { seed, state: seed }
     }
 
     pub fn number(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.state;
         mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         mixed ^ (mixed >> 31)

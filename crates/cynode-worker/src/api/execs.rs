@@ -82,7 +82,7 @@ pub(super) async fn start(
     let begun = std::time::Instant::now();
     check(&request)?;
     let (entry, live) = api.sessions.live(id)?;
-    api.sessions.check_room_for_exec()?;
+    api.sessions.check_room_for_work()?;
     let background = request.background;
     let exec = run(&api, &entry, live, request).await?;
     if background && !accepts_events(&headers) {

@@ -77,6 +77,9 @@ fn check_range(value: Option<u32>, range: RangeInclusive<u32>, field: &str) -> R
 /// Opens an operation on a session. The session counts as active while the guard lives.
 async fn open(api: &Api, id: SessionId, op: FileOp) -> Result<(Channel, Activity), ApiError> {
     let (_, live) = api.sessions.live(id)?;
+    if matches!(op, FileOp::Write { .. } | FileOp::Patch { dry_run: false, .. } | FileOp::Import { .. }) {
+        api.sessions.check_room_for_work()?;
+    }
     let activity = live.activity();
     let channel = live.link()?.open(&Request::File { op }).await.map_err(unavailable)?;
     Ok((channel, activity))

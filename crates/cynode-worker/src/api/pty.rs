@@ -2,7 +2,7 @@
 //!
 //! What must stay true: the ways in and out are apart, so that a program that does not read its terminal holds up what is typed
 //! and nothing else, and a client that does not read holds up what is shown and nothing else. Whoever goes away, the terminal's
-//! processes are hung up.
+//! processes are hung up; a client that vanishes without a word is found out by asking.
 
 use std::{collections::BTreeMap, pin::Pin, sync::Arc, time::Duration};
 
@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 use tokio::{
     io::{AsyncWrite, AsyncWriteExt as _},
     sync::{mpsc, watch},
+    time::Instant,
 };
 use tokio_util::sync::CancellationToken;
 
@@ -40,6 +41,8 @@ const MAX_MESSAGE: usize = 64 * 1024;
 const TYPED_AHEAD: usize = 16;
 /// While nothing is taken from the client, how often it is asked whether it is still there.
 const ASK: Duration = Duration::from_secs(1);
+/// How often a client that says nothing is asked before patience with it ends.
+const ASKED: u32 = 4;
 /// How long a client may take to hear the end of a terminal whose sandbox is gone.
 const FAREWELL: Duration = Duration::from_secs(10);
 const SHELL: &str = "command -v bash >/dev/null 2>&1 && exec bash -l; exec sh -l";
@@ -114,7 +117,8 @@ pub(super) async fn open(
     let spec = ExecSpec { argv, env, cwd: WORKSPACE.to_owned(), stdin: true, tty: Some(size) };
     // Started only when the socket is there: a client that vanishes before leaves nothing running, and what runs here is not
     // dropped in the middle of a start when the client goes.
-    Ok(upgrade.max_message_size(MAX_MESSAGE).max_frame_size(MAX_MESSAGE).on_upgrade(move |socket| serve(socket, live, spec, api.stop)))
+    let patience = Duration::from_secs(api.sessions.config.pty_timeout_seconds);
+    Ok(upgrade.max_message_size(MAX_MESSAGE).max_frame_size(MAX_MESSAGE).on_upgrade(move |socket| serve(socket, live, spec, patience, api.stop)))
 }
 
 /// Why a terminal ended.
@@ -127,7 +131,7 @@ enum End {
     Stop,
 }
 
-async fn serve(mut socket: WebSocket, live: Arc<Live>, spec: ExecSpec, stop: CancellationToken) {
+async fn serve(mut socket: WebSocket, live: Arc<Live>, spec: ExecSpec, patience: Duration, stop: CancellationToken) {
     let _activity = live.activity();
     let exec = match live.runtime.exec(&live.container, &spec).await {
         Ok(exec) => exec,
@@ -149,7 +153,7 @@ async fn serve(mut socket: WebSocket, live: Arc<Live>, spec: ExecSpec, stop: Can
     let (size, sizes) = watch::channel(None);
     let end = tokio::select! {
         end = show(&mut to_client, &mut output, &mut to_say) => end,
-        end = listen(from_client, &typed, &say, &size) => end,
+        end = listen(from_client, &typed, &say, &size, patience) => end,
         end = write(input, to_write) => end,
         end = resize(&live, &id, sizes) => end,
         () = gone(&live) => End::Output,
@@ -209,10 +213,26 @@ async fn show(to_client: &mut SplitSink<WebSocket, Message>, output: &mut ExecOu
     }
 }
 
-/// Takes what the client sends, as far as there is room for it, until it is gone.
-async fn listen(mut from_client: SplitStream<WebSocket>, typed: &mpsc::Sender<Bytes>, say: &mpsc::Sender<Message>, size: &watch::Sender<Option<Size>>) -> End {
+/// Takes what the client sends, as far as there is room for it, until it is gone. One that says nothing is asked, and is gone
+/// when it has not answered for as long as our patience lasts.
+async fn listen(
+    mut from_client: SplitStream<WebSocket>,
+    typed: &mpsc::Sender<Bytes>,
+    say: &mpsc::Sender<Message>,
+    size: &watch::Sender<Option<Size>>,
+    patience: Duration,
+) -> End {
+    let mut heard = Instant::now();
     loop {
-        match from_client.next().await {
+        let Ok(message) = tokio::time::timeout(patience / ASKED, from_client.next()).await else {
+            if heard.elapsed() >= patience {
+                tracing::info!("A terminal's client does not answer any more; ending the terminal.");
+                return End::Client;
+            }
+            drop(say.try_send(Message::Ping(Bytes::new())));
+            continue;
+        };
+        match message {
             Some(Ok(Message::Binary(data))) => {
                 // A client that vanished is only noticed by reading or by asking.
                 while let Err(_elapsed) = tokio::time::timeout(ASK, typed.reserve()).await.map(|room| room.map(|room| room.send(data.clone()))) {
@@ -231,6 +251,7 @@ async fn listen(mut from_client: SplitStream<WebSocket>, typed: &mpsc::Sender<By
             Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
             Some(Ok(Message::Close(_)) | Err(_)) | None => return End::Client,
         }
+        heard = Instant::now();
     }
 }
 

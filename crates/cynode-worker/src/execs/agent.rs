@@ -129,7 +129,7 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, mut 
         };
         match pump(&live, &exec, &mut current, &mut stdin).await {
             Ok(report) => {
-                let exit = translate(&live, &report);
+                let exit = translate(&live, &exec, &report);
                 // As with output: what can't be recorded stays with the agent until it can.
                 while let Err(error) = execs.try_finish(&exec, exit.clone()) {
                     if live.is_gone() {
@@ -188,6 +188,7 @@ async fn pump(live: &Live, exec: &Exec, channel: &mut Channel, stdin: &mut Optio
                     return Err(LinkError::Protocol(format!("output {seq} where {expected} was due")));
                 }
                 exec.make_room().await;
+                live.room_for_output().await;
                 // A full disk on the node: the output can't be kept, so the agent keeps it and the program waits.
                 while let Err(error) = exec.keep(&Piece { seq, at_ms, stream, data: data.clone() }) {
                     if live.is_gone() {
@@ -228,7 +229,7 @@ async fn next_stdin(stdin: &mut Option<mpsc::Receiver<Stdin>>) -> Option<Stdin> 
     }
 }
 
-fn translate(live: &Live, report: &ExitReport) -> ExecExit {
+fn translate(live: &Live, exec: &Exec, report: &ExitReport) -> ExecExit {
     let killed = report.signal == Some(9) || report.code == Some(137);
     ExecExit {
         exit_code: report.code,
@@ -239,6 +240,7 @@ fn translate(live: &Live, report: &ExitReport) -> ExecExit {
         duration_ms: report.duration_ms,
         via: ExecVia::Agent,
         lost: report.lost,
+        no_space: killed && !report.timed_out && live.was_stopped_after(exec.record.started_at),
     }
 }
 

@@ -386,5 +386,6 @@ pub(super) fn lost_exit(exec: &Exec) -> ExecExit {
         duration_ms: u64::try_from(elapsed.whole_milliseconds()).unwrap_or(0),
         via: cynode_api::ExecVia::Agent,
         lost: true,
+        no_space: false,
     }
 }

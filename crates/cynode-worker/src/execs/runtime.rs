@@ -112,7 +112,7 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, star
     let counts = Counts::default();
     let mut timed_out = false;
     let deadline = (exec.record.timeout_ms > 0).then(|| begun + Duration::from_millis(exec.record.timeout_ms));
-    let reading = read(&exec, output, &counts);
+    let reading = read(&live, &exec, output, &counts);
     let ended = async {
         // The stream ends with the last writer; the process may end before that.
         let mut reading = std::pin::pin!(reading);
@@ -152,6 +152,7 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, star
         duration_ms: u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX),
         via: ExecVia::Runtime,
         lost: code.is_none() && !timed_out,
+        no_space: code == Some(137) && !timed_out && live.was_stopped_after(exec.record.started_at),
     };
     execs.finish(&exec, exit);
 }
@@ -183,7 +184,7 @@ struct Counts {
     stderr: AtomicU64,
 }
 
-async fn read(exec: &Exec, mut output: ExecOutput, counts: &Counts) {
+async fn read(live: &Live, exec: &Exec, mut output: ExecOutput, counts: &Counts) {
     while let Some(Ok((stream, data))) = output.next().await {
         match stream {
             Stream::Stdout => counts.stdout.fetch_add(data.len() as u64, Ordering::Relaxed),
@@ -191,6 +192,7 @@ async fn read(exec: &Exec, mut output: ExecOutput, counts: &Counts) {
         };
         for part in data.chunks(MAX_DATA) {
             exec.make_room().await;
+            live.room_for_output().await;
             let at_ms = u64::try_from(OffsetDateTime::now_utc().unix_timestamp_nanos() / 1_000_000).unwrap_or(0);
             if let Err(error) = exec.keep(&Piece { seq: exec.last_seq() + 1, at_ms, stream, data: part.to_vec() }) {
                 tracing::error!(%error, exec_id = %exec.id(), "Keeping output failed.");

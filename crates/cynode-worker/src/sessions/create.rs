@@ -89,9 +89,10 @@ impl Sessions {
         self.check_free(self.config.min_free_bytes, "new sessions wait until there is room")
     }
 
-    /// Commands of sessions that are there may use what new sessions may not, down to what the records of their end need.
-    pub(crate) fn check_room_for_exec(&self) -> Result<(), ApiError> {
-        self.check_free(self.config.min_free_bytes / 4, "commands wait until there is room")
+    /// Commands and files of sessions that are there may use what new sessions may not, down to what the records of their
+    /// end need.
+    pub(crate) fn check_room_for_work(&self) -> Result<(), ApiError> {
+        self.check_free(self.config.min_free_bytes / 4, "commands and files wait until there is room")
     }
 
     fn check_free(&self, least: u64, consequence: &str) -> Result<(), ApiError> {

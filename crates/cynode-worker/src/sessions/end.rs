@@ -8,22 +8,13 @@ use time::OffsetDateTime;
 
 use super::{Created, Entry, Live, Sessions, check_version, journal_error, validate, workspace::AskedDisk};
 
-use crate::process;
+use crate::{journal::Disposal, process};
 
 /// Why and how a session ends.
 #[derive(Clone, Debug)]
 pub(crate) struct Ending {
     pub(crate) reason: String,
     pub(crate) workspace: Disposal,
-}
-
-/// What becomes of the workspace.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Disposal {
-    Delete,
-    Keep,
-    /// For the grace period, so that the session can be resumed.
-    KeepForAWhile,
 }
 
 impl Sessions {
@@ -66,7 +57,7 @@ impl Sessions {
         self.update(entry, move |record| {
             record.session.state = SessionState::Ending;
             record.session.end_reason.get_or_insert(ending.reason);
-            record.disposal = Some(if ending.workspace == Disposal::Delete { WorkspaceDisposal::Delete } else { WorkspaceDisposal::Keep });
+            record.disposal = Some(ending.workspace);
         })
         .await
         .map_err(|error| journal_error(&error))?;
@@ -82,8 +73,8 @@ impl Sessions {
         self.remove_sandbox(record.sandbox_id, record.id_block).await?;
         entry.execs.lose_all();
         let disposed = match record.disposal.unwrap_or_default() {
-            WorkspaceDisposal::Delete => self.delete_workspace(record.session.workspace_id).await,
-            WorkspaceDisposal::Keep => self.release_workspace(record.session.workspace_id).await,
+            Disposal::Delete => self.delete_workspace(record.session.workspace_id).await,
+            Disposal::Keep | Disposal::KeepForAWhile => self.release_workspace(record.session.workspace_id).await,
         };
         // A job's output is kept until somebody has it.
         let disposed = disposed.and_then(|()| if entry.is_jobs() { entry.execs.rest() } else { entry.execs.forget_all() });

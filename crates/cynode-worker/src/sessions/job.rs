@@ -9,9 +9,9 @@ use cynode_api::{ErrorCode, JobId, JobRun, SandboxId, SessionCreate, SessionId, 
 use cynode_service::ApiError;
 use tokio::sync::MutexGuard;
 
-use super::{Disposal, Ending, Entry, Live, Sessions, create::new_record, validate, workspace::AskedDisk};
+use super::{Ending, Entry, Live, Sessions, create::new_record, validate, workspace::AskedDisk};
 use crate::{
-    journal::{SessionRecord, WorkspaceRecord},
+    journal::{Disposal, SessionRecord, WorkspaceRecord},
     runtime::Image,
 };
 

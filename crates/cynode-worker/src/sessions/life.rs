@@ -9,8 +9,11 @@ use cynode_api::SessionState;
 use time::OffsetDateTime;
 use tokio_util::sync::CancellationToken;
 
-use super::{Disposal, Ending, Entry, Sessions, blocking};
-use crate::{journal::SessionRecord, process};
+use super::{Ending, Entry, Sessions, blocking};
+use crate::{
+    journal::{Disposal, SessionRecord},
+    process,
+};
 
 const TICK: Duration = Duration::from_secs(1);
 /// Kept workspaces and old records are looked at every so many ticks.

@@ -5,18 +5,23 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use cynode_api::ErrorCode;
 use cynode_service::ApiError;
 use parking_lot::Mutex;
+use time::OffsetDateTime;
+use tokio::sync::watch;
 
 use crate::{
     process,
     runtime::Runtime,
     sandbox::{AgentLink, InitProcess},
 };
+
+/// How often something that waits looks whether the sandbox is still there.
+const LOOK: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(crate) struct Live {
@@ -30,6 +35,10 @@ pub(crate) struct Live {
     active: AtomicUsize,
     last_active: Mutex<Instant>,
     oom_kills: AtomicU64,
+    /// When everything in it was last killed to save the node's disk.
+    stopped: Mutex<Option<OffsetDateTime>>,
+    /// Whether so little is left of the node's disk that output has to wait.
+    no_room: watch::Sender<bool>,
 }
 
 impl Live {
@@ -43,6 +52,8 @@ impl Live {
             active: AtomicUsize::new(0),
             last_active: Mutex::new(Instant::now()),
             oom_kills: AtomicU64::new(process::oom_kills(init.pid).unwrap_or(0)),
+            stopped: Mutex::new(None),
+            no_room: watch::Sender::new(false),
         })
     }
 
@@ -84,6 +95,28 @@ impl Live {
     /// Whether the kernel has killed something for memory since the last look.
     pub(crate) fn saw_oom_kill(&self) -> bool {
         process::oom_kills(self.init.pid).is_some_and(|count| self.oom_kills.swap(count, Ordering::SeqCst) < count)
+    }
+
+    /// Everything in it is about to be killed because it fills the node's disk.
+    pub(super) fn set_stopped(&self) {
+        *self.stopped.lock() = Some(OffsetDateTime::now_utc());
+    }
+
+    /// Whether everything in it was killed for that after this moment.
+    pub(crate) fn was_stopped_after(&self, moment: OffsetDateTime) -> bool {
+        self.stopped.lock().is_some_and(|stopped| stopped >= moment)
+    }
+
+    pub(super) fn set_no_room(&self, no_room: bool) {
+        self.no_room.send_if_modified(|now| std::mem::replace(now, no_room) != no_room);
+    }
+
+    /// Waits while the last of the node's disk is kept for records: what a command says stays with its agent.
+    pub(crate) async fn room_for_output(&self) {
+        if *self.no_room.borrow() {
+            let mut no_room = self.no_room.subscribe();
+            while !self.is_gone() && tokio::time::timeout(LOOK, no_room.wait_for(|no_room| !*no_room)).await.is_err() {}
+        }
     }
 
     /// The last means against a sandbox that does not obey.

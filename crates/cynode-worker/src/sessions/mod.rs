@@ -10,6 +10,7 @@ mod job;
 mod life;
 mod live;
 mod pool;
+mod pressure;
 mod reconcile;
 mod recover;
 mod start;
@@ -39,7 +40,7 @@ use crate::{
 };
 
 pub(crate) use create::Created;
-pub(crate) use end::{Disposal, Ending};
+pub(crate) use end::Ending;
 pub(crate) use environment::exec_environment;
 pub(crate) use job::Room;
 pub(crate) use live::{Activity, Live};

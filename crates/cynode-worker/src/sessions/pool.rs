@@ -6,10 +6,7 @@
 //! one removes them. So what a spare depends on (profile, agent, OCI runtime) never outlives the worker that chose it.
 
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -38,6 +35,10 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// How often the record of a claimed workspace is tried; when all fail, the next start makes it from the session's.
 const RECORD_TRIES: u32 = 10;
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// The pool has at most this part of the blocks of ids: kept workspaces hold theirs, and an ordinary user has few.
+const PART_OF_IDS: usize = 4;
+/// How long somebody who needs a spare's ids waits for its removal.
+const GIVING_UP: Duration = Duration::from_secs(30);
 
 /// What a spare must have in common with a request to serve it.
 #[derive(Clone, Debug, PartialEq)]
@@ -56,37 +57,108 @@ pub(super) struct Spare {
 
 #[derive(Debug, Default)]
 pub(super) struct Pool {
-    spares: Mutex<Vec<Spare>>,
-    making: AtomicUsize,
+    places: Mutex<Places<Spare>>,
     /// A spare was claimed or given up.
     changed: Notify,
+    /// A spare is gone, and its ids may be free.
+    gone: Notify,
     /// Spares on their way out.
     leaving: TaskTracker,
+}
+
+/// Spares by what is to become of them.
+#[derive(Debug)]
+struct Places<S> {
+    ready: Vec<S>,
+    making: usize,
+    /// Of those that are being made, so many are no longer wanted. A start is not cut off in the middle: they go when they are
+    /// there.
+    unwanted: usize,
+    /// Being removed.
+    leaving: usize,
+}
+
+impl<S> Default for Places<S> {
+    fn default() -> Self {
+        Self { ready: Vec::new(), making: 0, unwanted: 0, leaving: 0 }
+    }
+}
+
+/// Which spare was given up.
+#[derive(Debug, PartialEq, Eq)]
+enum GivenUp<S> {
+    Ready(S),
+    /// One that is being made.
+    Coming,
+    /// There is none.
+    None,
+}
+
+impl<S> Places<S> {
+    /// Spares that are there or being made, and wanted.
+    fn count(&self) -> usize {
+        self.ready.len() + self.making - self.unwanted
+    }
+
+    /// One was made. It is given back when it is no longer wanted, to be removed.
+    fn made(&mut self, spare: S) -> Option<S> {
+        self.making -= 1;
+        if self.unwanted == 0 {
+            self.ready.push(spare);
+            return None;
+        }
+        self.unwanted -= 1;
+        self.leaving += 1;
+        Some(spare)
+    }
+
+    /// One could not be made.
+    fn failed(&mut self) {
+        self.making -= 1;
+        self.unwanted = self.unwanted.min(self.making);
+    }
+
+    fn give_up(&mut self) -> GivenUp<S> {
+        if let Some(spare) = self.ready.pop() {
+            self.leaving += 1;
+            return GivenUp::Ready(spare);
+        }
+        if self.unwanted < self.making {
+            self.unwanted += 1;
+            return GivenUp::Coming;
+        }
+        GivenUp::None
+    }
 }
 
 impl Pool {
     /// Spares that are there or being made.
     pub(super) fn count(&self) -> usize {
-        self.spares.lock().len() + self.making.load(Ordering::SeqCst)
+        self.places.lock().count()
     }
 
     #[expect(clippy::cast_precision_loss, reason = "a few")]
     fn measure(&self) {
-        metrics::gauge!("cynode_pool_ready").set(self.spares.lock().len() as f64);
+        metrics::gauge!("cynode_pool_ready").set(self.places.lock().ready.len() as f64);
     }
 }
 
 impl Sessions {
+    /// How many spares are kept.
+    fn pool_size(&self) -> usize {
+        self.config.pool_size.min(self.ids.count().map_or(usize::MAX, |blocks| blocks / PART_OF_IDS))
+    }
+
     /// Takes a spare that fits. One whose process is gone serves nobody.
     pub(super) fn claim(self: &Arc<Self>, key: &Key) -> Option<Spare> {
-        if self.config.pool_size == 0 {
+        if self.pool_size() == 0 {
             return None;
         }
         let found = loop {
             let found = {
-                let mut spares = self.pool.spares.lock();
-                let position = spares.iter().position(|spare| spare.key == *key);
-                position.map(|position| spares.remove(position))
+                let ready = &mut self.pool.places.lock().ready;
+                let position = ready.iter().position(|spare| spare.key == *key);
+                position.map(|position| ready.remove(position))
             };
             match found {
                 Some(spare) if !spare.started.live.init.is_alive() => self.throw_away(spare),
@@ -146,19 +218,56 @@ impl Sessions {
     }
 
     pub(super) fn is_spare(&self, id: SandboxId) -> bool {
-        self.pool.spares.lock().iter().any(|spare| spare.sandbox.sandbox_id == id)
+        self.pool.places.lock().ready.iter().any(|spare| spare.sandbox.sandbox_id == id)
     }
 
-    /// Makes room for a sandbox that somebody wants now.
-    pub(super) fn give_up_a_spare(self: &Arc<Self>) {
-        if let Some(spare) = self.pool.spares.lock().pop() {
-            self.throw_away(spare);
+    /// Makes room for a sandbox that somebody wants now. False when no spare is left to be given up.
+    pub(super) fn give_up_a_spare(self: &Arc<Self>) -> bool {
+        // A place of its own: the lock must be free when the removal begins.
+        let given_up = self.pool.places.lock().give_up();
+        match given_up {
+            GivenUp::Ready(spare) => self.spawn_removal(spare),
+            GivenUp::Coming => {}
+            GivenUp::None => return false,
+        }
+        self.pool.measure();
+        true
+    }
+
+    /// A block of ids for somebody who wants it now. When all are used, spares give up theirs. The gate is held: no new spare
+    /// takes what comes free.
+    pub(super) async fn take_ids(self: &Arc<Self>) -> Option<u32> {
+        let deadline = tokio::time::Instant::now() + GIVING_UP;
+        loop {
+            let mut gone = std::pin::pin!(self.pool.gone.notified());
+            gone.as_mut().enable();
+            if let Some(block) = self.ids.take() {
+                return Some(block);
+            }
+            let coming = {
+                let places = self.pool.places.lock();
+                places.leaving + places.unwanted
+            };
+            if coming == 0 && !self.give_up_a_spare() {
+                return None;
+            }
+            tokio::time::timeout_at(deadline, gone).await.ok()?;
         }
     }
 
     fn throw_away(self: &Arc<Self>, spare: Spare) {
+        self.pool.places.lock().leaving += 1;
+        self.spawn_removal(spare);
+    }
+
+    /// Removes a spare that is counted as leaving.
+    fn spawn_removal(self: &Arc<Self>, spare: Spare) {
         let sessions = Arc::clone(self);
-        self.pool.leaving.spawn(async move { sessions.remove_spare(&spare.sandbox, Some(&spare.started)).await });
+        self.pool.leaving.spawn(async move {
+            sessions.remove_spare(&spare.sandbox, Some(&spare.started)).await;
+            sessions.pool.places.lock().leaving -= 1;
+            sessions.pool.gone.notify_waiters();
+        });
     }
 
     async fn remove_spare(&self, sandbox: &Sandbox, started: Option<&Started>) {
@@ -181,8 +290,11 @@ impl Sessions {
 
     /// Keeps the pool full until it is told to stop; then empties it.
     pub(crate) async fn keep_pool(self: Arc<Self>, stop: CancellationToken) {
-        if self.config.pool_size == 0 || self.config.exec_via != ExecVia::Agent {
+        if self.pool_size() == 0 || self.config.exec_via != ExecVia::Agent {
             return;
+        }
+        if self.pool_size() < self.config.pool_size {
+            tracing::warn!(pool_size = self.pool_size(), "There are few ids for sandboxes here; the pool is kept smaller than worker.pool_size.");
         }
         if stop.run_until_cancelled(self.settled()).await.is_none() {
             return;
@@ -208,7 +320,7 @@ impl Sessions {
                 () = tokio::time::sleep(wait) => {}
             }
         }
-        let spares = std::mem::take(&mut *self.pool.spares.lock());
+        let spares = std::mem::take(&mut self.pool.places.lock().ready);
         for spare in spares {
             self.throw_away(spare);
         }
@@ -221,9 +333,9 @@ impl Sessions {
         let image_id = self.image("default").await?.id;
         let key = Key { image_id, limits: Limits::default(), network_policy: NetworkPolicy::default() };
         let stale: Vec<Spare> = {
-            let mut spares = self.pool.spares.lock();
-            let (good, stale) = std::mem::take(&mut *spares).into_iter().partition(|spare| spare.key == key && spare.started.live.init.is_alive());
-            *spares = good;
+            let ready = &mut self.pool.places.lock().ready;
+            let (good, stale) = std::mem::take(ready).into_iter().partition(|spare| spare.key == key && spare.started.live.init.is_alive());
+            *ready = good;
             stale
         };
         for spare in stale {
@@ -232,13 +344,10 @@ impl Sessions {
         let mut making = tokio::task::JoinSet::new();
         let mut failed = None;
         loop {
-            while failed.is_none() && making.len() < AT_ONCE && !stop.is_cancelled() && self.reserve_spare().await {
+            while failed.is_none() && making.len() < AT_ONCE && !stop.is_cancelled() {
+                let Some(id_block) = self.reserve_spare().await else { break };
                 let (sessions, key) = (Arc::clone(self), key.clone());
-                making.spawn(async move {
-                    let made = sessions.make_spare(key).await;
-                    sessions.pool.making.fetch_sub(1, Ordering::SeqCst);
-                    made
-                });
+                making.spawn(async move { sessions.make_spare(key, id_block).await });
             }
             match making.join_next().await {
                 None => return failed.map_or(Ok(()), Err),
@@ -249,20 +358,20 @@ impl Sessions {
         }
     }
 
-    /// Counts one more spare, when there is room for it.
-    async fn reserve_spare(&self) -> bool {
+    /// Counts one more spare, when there is room and a block of ids for it.
+    async fn reserve_spare(&self) -> Option<u32> {
         // Nobody who is being admitted may find his place taken.
         let _gate = self.gate.lock().await;
         let count = self.pool.count();
-        let wanted = count < self.config.pool_size && self.live_count() + count < self.config.max_sandboxes && self.check_room().is_ok();
-        if wanted {
-            self.pool.making.fetch_add(1, Ordering::SeqCst);
+        if count >= self.pool_size() || self.live_count() + count >= self.config.max_sandboxes || self.check_room().is_err() {
+            return None;
         }
-        wanted
+        let id_block = self.ids.take()?;
+        self.pool.places.lock().making += 1;
+        Some(id_block)
     }
 
-    async fn make_spare(self: &Arc<Self>, key: Key) -> Result<(), ApiError> {
-        let Some(id_block) = self.ids.take() else { return Ok(()) };
+    async fn make_spare(self: &Arc<Self>, key: Key, id_block: u32) -> Result<(), ApiError> {
         tracing::debug!("Making a spare sandbox.");
         let sandbox = Sandbox {
             sandbox_id: SandboxId::generate(),
@@ -281,13 +390,21 @@ impl Sessions {
         };
         match made {
             Ok(started) => {
-                self.pool.spares.lock().push(Spare { key, sandbox, started });
+                let unwanted = self.pool.places.lock().made(Spare { key, sandbox, started });
+                match unwanted {
+                    Some(spare) => {
+                        tracing::debug!("A spare sandbox is no longer wanted.");
+                        self.spawn_removal(spare);
+                    }
+                    None => tracing::debug!("A spare sandbox is ready."),
+                }
                 self.pool.measure();
-                tracing::debug!("A spare sandbox is ready.");
                 Ok(())
             }
             Err(error) => {
                 self.remove_spare(&sandbox, None).await;
+                self.pool.places.lock().failed();
+                self.pool.gone.notify_waiters();
                 Err(error)
             }
         }
@@ -325,4 +442,27 @@ async fn prove(started: &Started) -> Result<(), ApiError> {
         }
     };
     tokio::time::timeout(ANSWER, ended).await.map_err(|_| failed("did not end"))?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spares_are_given_up_whether_they_are_there_or_come() {
+        let mut places = Places::default();
+        places.making = 3;
+        assert_eq!(places.made("first"), None);
+        assert_eq!(places.count(), 3);
+        assert_eq!([places.give_up(), places.give_up()], [GivenUp::Ready("first"), GivenUp::Coming]);
+        assert_eq!((places.count(), places.leaving), (1, 1));
+        // Whichever comes first goes; the other stays.
+        assert_eq!((places.made("second"), places.made("third")), (Some("second"), None));
+        assert_eq!((places.count(), places.leaving), (1, 2));
+        // One that was given up and failed is not missed.
+        places.making = 1;
+        assert_eq!([places.give_up(), places.give_up(), places.give_up()], [GivenUp::Ready("third"), GivenUp::Coming, GivenUp::None]);
+        places.failed();
+        assert_eq!((places.count(), places.unwanted), (0, 0));
+    }
 }

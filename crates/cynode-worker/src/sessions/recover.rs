@@ -8,7 +8,7 @@ use time::OffsetDateTime;
 use super::validate;
 use crate::{
     idrange::{AGENT_ID, IdBlocks},
-    journal::{Journal, SessionRecord, WorkspaceRecord},
+    journal::{Disposal, Journal, SessionRecord, WorkspaceRecord},
 };
 
 /// Reads the sessions and reserves every block of ids that something may still use. Runs before anything is made.
@@ -43,7 +43,7 @@ fn recover_workspace(journal: &Journal, ids: &IdBlocks, sessions: &[SessionRecor
             workspace_id: record.session.workspace_id,
             task_id: record.session.task_id,
             id_block: record.id_block,
-            delete_at: (!record.is_live()).then(|| validate::after(OffsetDateTime::now_utc(), grace_seconds)),
+            delete_at: is_for_a_while(record).then(|| validate::after(OffsetDateTime::now_utc(), grace_seconds)),
             disk_bytes: fs_err::metadata(directory.join("disk.img")).ok().map(|image| image.len()),
         });
     }
@@ -55,4 +55,95 @@ fn recover_workspace(journal: &Journal, ids: &IdBlocks, sessions: &[SessionRecor
         return Ok(());
     }
     journal.discard(directory)
+}
+
+/// Whether a session's workspace has a date: one that was kept on purpose has none, however far its end came, and one that is
+/// in use has none yet.
+fn is_for_a_while(record: &SessionRecord) -> bool {
+    match record.disposal {
+        Some(Disposal::Keep) => false,
+        Some(Disposal::KeepForAWhile) => true,
+        Some(Disposal::Delete) | None => !record.is_live(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cynode_api::{Limits, NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId};
+
+    use super::*;
+    use crate::runtime::IdSpace;
+
+    fn record(state: SessionState, disposal: Option<Disposal>) -> SessionRecord {
+        let request = SessionCreate::new(TaskId::generate(), SessionId::generate(), "default");
+        let now = OffsetDateTime::now_utc();
+        SessionRecord {
+            session: Session {
+                session_id: request.session_id,
+                task_id: request.task_id,
+                state,
+                end_reason: None,
+                image_ref: request.image_ref.clone(),
+                image_digest: None,
+                workspace_id: WorkspaceId::generate(),
+                node_id: NodeId::generate(),
+                warm: false,
+                limits: Limits::default(),
+                unenforced: Vec::new(),
+                network_policy: cynode_api::NetworkPolicy::default(),
+                pty_allowed: false,
+                labels: std::collections::BTreeMap::new(),
+                created_at: now,
+                expires_at: now,
+                idle_expires_at: now,
+                ended_at: None,
+                create_duration_ms: None,
+                running_execs: 0,
+            },
+            request,
+            sandbox_id: SandboxId::generate(),
+            image_id: String::new(),
+            image_env: Vec::new(),
+            id_block: 65_536,
+            idle_timeout_seconds: 1,
+            init: None,
+            disposal,
+            resumed: false,
+        }
+    }
+
+    #[test]
+    fn a_workspace_kept_on_purpose_gets_no_date_however_far_its_end_came() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let journal = Journal::open(directory.path().join("worker")).expect("a journal");
+        let ids = IdBlocks::on(IdSpace::Own, &directory.path().join("ids"), directory.path()).expect("a range");
+        let cases = [
+            (SessionState::Running, None, false),
+            (SessionState::Lost, None, true),
+            (SessionState::Ending, Some(Disposal::Keep), false),
+            (SessionState::Ended, Some(Disposal::Keep), false),
+            (SessionState::Ending, Some(Disposal::KeepForAWhile), true),
+            (SessionState::Ended, Some(Disposal::KeepForAWhile), true),
+        ]
+        .map(|(state, disposal, dated)| (record(state, disposal), dated));
+        for (record, _) in &cases {
+            journal.write_session(record).expect("a session");
+            let workspace = journal.workspace_directory(record.session.workspace_id);
+            fs_err::create_dir_all(&workspace).expect("a directory");
+            // Its own record never came, or was lost.
+            fs_err::write(workspace.join("disk.img"), "files").expect("a disk");
+        }
+        recover(&journal, &ids, 60).expect("recovers");
+        for (record, dated) in cases {
+            let found = journal.workspace(record.session.workspace_id).expect("readable").expect("there");
+            assert_eq!(found.delete_at.is_some(), dated, "{:?} {:?}", record.session.state, record.disposal);
+        }
+    }
+
+    #[test]
+    fn records_of_earlier_workers_are_understood() {
+        for (text, disposal) in [("\"keep\"", Disposal::Keep), ("\"delete\"", Disposal::Delete)] {
+            assert_eq!(serde_json::from_str::<Disposal>(text).expect("known"), disposal);
+        }
+    }
 }

@@ -5,6 +5,7 @@
 use std::{
     io,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use cynode_api::{ErrorCode, SessionId, TaskId, Unenforced, WorkspaceId, WorkspaceRef};
@@ -25,7 +26,7 @@ pub(super) struct AskedDisk {
 impl Sessions {
     /// The workspace that a request names, or a new one, with its block of ids.
     pub(super) async fn workspace(
-        &self,
+        self: &Arc<Self>,
         reference: &WorkspaceRef,
         task_id: TaskId,
         for_session: SessionId,
@@ -34,7 +35,7 @@ impl Sessions {
         match reference {
             WorkspaceRef::New => {
                 let id_block =
-                    self.ids.take().ok_or_else(|| ApiError::new(ErrorCode::NoCapacity, "every block of ids is used by a session or a kept workspace"))?;
+                    self.take_ids().await.ok_or_else(|| ApiError::new(ErrorCode::NoCapacity, "every block of ids is used by a session or a kept workspace"))?;
                 let record = WorkspaceRecord {
                     workspace_id: WorkspaceId::generate(),
                     task_id,

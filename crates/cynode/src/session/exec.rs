@@ -186,6 +186,9 @@ fn ended(exit: &ExecExit) -> Result<ExitCode, Failure> {
     if exit.oom_killed {
         output::note("cynode: the sandbox ran out of memory and the command was killed; give the session more with --memory");
     }
+    if exit.no_space {
+        output::note("cynode: the node's disk is nearly full and the sandbox was filling it, so its commands were killed; its files are there");
+    }
     if exit.timed_out {
         output::note(&format!("cynode: the command was ended at its deadline, after {} ms", exit.duration_ms));
         return Ok(ExitCode::from(TIMED_OUT));
@@ -257,6 +260,7 @@ mod tests {
             duration_ms: 1,
             via: ExecVia::Agent,
             lost: false,
+            no_space: false,
         }
     }
 

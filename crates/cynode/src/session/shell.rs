@@ -3,6 +3,7 @@
 use std::{
     io::{self, IsTerminal, stdin, stdout},
     process::ExitCode,
+    time::Duration,
 };
 
 use cynode_api::ErrorCode;
@@ -92,6 +93,7 @@ async fn connect(pty: &mut Pty) -> Result<Outcome, Failure> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut buffer = vec![0; 16 * 1024];
     let mut open = true;
+    let mut end_of_input = None;
     loop {
         tokio::select! {
             message = pty.next() => match message? {
@@ -108,10 +110,14 @@ async fn connect(pty: &mut Pty) -> Result<Outcome, Failure> {
                 // The end of a pipe is the end of input, which a terminal says with Ctrl-D.
                 0 => {
                     open = false;
-                    pty.write(vec![0x04]).await?;
+                    end_of_input = Some(tokio::time::Instant::now() + END_OF_INPUT);
                 }
                 count => pty.write(buffer[..count].to_vec()).await?,
             },
+            () = tokio::time::sleep_until(end_of_input.unwrap_or_else(tokio::time::Instant::now)), if end_of_input.is_some() => {
+                end_of_input = None;
+                pty.write(vec![0x04]).await?;
+            }
             _ = resized.recv() => {
                 let (cols, rows) = size();
                 pty.resize(cols, rows).await?;
@@ -123,6 +129,10 @@ async fn connect(pty: &mut Pty) -> Result<Outcome, Failure> {
         }
     }
 }
+
+/// Podman drops what a program said last when input comes for it in the moment of its end. One that takes no input is given time
+/// to end without any.
+const END_OF_INPUT: Duration = Duration::from_millis(200);
 
 /// What the API takes.
 const MAX_SIZE: u16 = 1_000;

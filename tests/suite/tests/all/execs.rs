@@ -407,7 +407,7 @@ async fn a_reader_may_stall_past_the_commands_deadline_and_costs_nothing_but_tim
     let world = World::new()?;
     let (worker, client, id) = one_session(&world).await?;
     // More than the node keeps, then silence until the deadline: the exit waits behind the output.
-    let request = ExecRequest { timeout_ms: 500, ..sh("head -c 60000000 /dev/zero; exec sleep 1000") };
+    let request = ExecRequest { timeout_ms: 3_000, ..sh("head -c 60000000 /dev/zero; exec sleep 1000") };
     let mut events = client.exec_stream(id, &request).await?;
     client.exec_background(id, &background("exec sleep 4321")).await?;
     let log = worker.log();

@@ -16,3 +16,4 @@ mod pool;
 mod rootless;
 mod runtime;
 mod sessions;
+mod soak;

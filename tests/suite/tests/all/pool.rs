@@ -2,14 +2,20 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
-use cynode_api::{LimitsRequest, Session, SessionCreate, SessionEnd, SessionId, TaskId, WorkspaceDisposal, WorkspaceRef};
+use anyhow::{Context as _, Result, ensure};
+use cynode_api::{ErrorCode, LimitsRequest, Session, SessionCreate, SessionEnd, SessionId, TaskId, WorkspaceDisposal, WorkspaceRef};
 use cynode_client::WorkerClient;
 use cynode_tests::{IMAGE, Options, RunningWorker, World, eventually, sh};
+use serde_json::Value;
 
 /// What a pool is made for: the default image with default limits.
 fn usual() -> SessionCreate {
     SessionCreate::new(TaskId::generate(), SessionId::generate(), "default")
+}
+
+/// What no pool is made for.
+fn unusual() -> SessionCreate {
+    SessionCreate { limits: Some(LimitsRequest { pids: Some(100), ..Default::default() }), ..usual() }
 }
 
 async fn metric(worker: &RunningWorker, line: &str) -> Result<u64> {
@@ -55,7 +61,7 @@ async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
     assert_eq!(metric(&worker, "cynode_pool_claims_total{result=\"hit\"}").await?, 3);
 
     // Other limits and kept workspaces take the cold way.
-    let cold = client.create_session(&SessionCreate { limits: Some(LimitsRequest { pids: Some(100), ..Default::default() }), ..usual() }).await?;
+    let cold = client.create_session(&unusual()).await?;
     assert!(!cold.warm);
     client.end_session(two.session_id, &SessionEnd { workspace: Some(WorkspaceDisposal::Keep), ..Default::default() }).await?;
     let mut again = usual();
@@ -154,8 +160,83 @@ async fn spares_give_way_when_a_node_is_full() -> Result<()> {
     let worker = world.worker(&Options::default().set("pool_size", "1").set("max_sandboxes", "1")).await?;
     let client = worker.client()?;
     wait_for_spares(&worker, 1).await?;
-    let made = client.create_session(&SessionCreate { limits: Some(LimitsRequest { pids: Some(100), ..Default::default() }), ..usual() }).await?;
+    let made = client.create_session(&unusual()).await?;
     eventually("only the session is left", Duration::from_secs(20), async || Ok(world.containers()?.len() == 1)).await?;
     assert_eq!(out(&client, &made, "echo here").await?, "here\n");
     Ok(())
+}
+
+/// An OCI runtime that starts nothing while the file `hold` is there.
+fn holding(world: &World) -> Result<Options> {
+    let (path, hold) = (world.directory().join("holding-runc"), world.directory().join("hold"));
+    fs_err::write(
+        &path,
+        format!("#!/bin/sh\ncase \" $* \" in *' create '*) while [ -e '{}' ]; do sleep 0.02; done;; esac\nexec runc \"$@\"\n", hold.display()),
+    )?;
+    fs_err::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+    Ok(Options::default().set("oci_runtime", &format!("{:?}", path.display().to_string())))
+}
+
+#[tokio::test]
+async fn a_spare_that_is_still_being_made_gives_way_too() -> Result<()> {
+    let world = World::new()?;
+    let options = holding(&world)?;
+    // What this host can do is found out before anything is held up.
+    world.worker(&options).await?.shut_down().await?;
+    fs_err::write(world.directory().join("hold"), "")?;
+    let mut worker = world.start_worker(&options.set("pool_size", "1").set("max_sandboxes", "1"))?;
+    let log = worker.log();
+    let says = |text: &str| -> Result<bool> { Ok(fs_err::read_to_string(&log)?.contains(text)) };
+    eventually("a spare is being made", Duration::from_secs(30), async || says("Making a spare sandbox.")).await?;
+    let client = worker.client()?;
+    let request = unusual();
+    let admitted = async {
+        eventually("the session is admitted", Duration::from_secs(30), async || Ok(client.get_session(request.session_id).await.is_ok())).await?;
+        Ok(fs_err::remove_file(world.directory().join("hold"))?)
+    };
+    let (made, admitted): (_, Result<()>) = tokio::join!(client.create_session(&request), admitted);
+    admitted?;
+    let made = made?;
+    eventually("it is made", Duration::from_secs(30), async || Ok(says("A spare sandbox is ready.")? || says("A spare sandbox is no longer wanted.")?)).await?;
+    eventually("only the session is left", Duration::from_secs(20), async || Ok(world.containers()?.len() == 1)).await?;
+    assert_eq!(out(&client, &made, "echo here").await?, "here\n");
+    // Once there is room, there is a spare again.
+    client.end_session(made.session_id, &SessionEnd::default()).await?;
+    wait_for_spares(&worker, 1).await?;
+    worker.shut_down().await?;
+    world.assert_clean().await
+}
+
+#[tokio::test]
+async fn spares_give_their_ids_to_who_needs_them() -> Result<()> {
+    let world = World::new()?;
+    let mut worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let kept = client.create_session(&usual()).await?;
+    client.end_session(kept.session_id, &SessionEnd { workspace: Some(WorkspaceDisposal::Keep), ..Default::default() }).await?;
+    worker.shut_down().await?;
+    // As if all blocks of ids but the last were those of kept workspaces.
+    let workspaces = world.state_dir().join("worker/workspaces");
+    let mut record: Value = serde_json::from_slice(&fs_err::read(workspaces.join(kept.workspace_id.to_string()).join("workspace.json"))?)?;
+    let first = record["id_block"].as_u64().context("a block")?;
+    for number in 1..511 {
+        let id = cynode_api::WorkspaceId::generate().to_string();
+        fs_err::create_dir_all(workspaces.join(&id).join("data"))?;
+        (record["id_block"], record["workspace_id"]) = ((first + number * 65_536).into(), id.clone().into());
+        fs_err::write(workspaces.join(id).join("workspace.json"), record.to_string())?;
+    }
+    let mut worker = world.worker(&Options::default().set("pool_size", "1")).await?;
+    let client = worker.client()?;
+    wait_for_spares(&worker, 1).await?;
+    let last = client.create_session(&unusual()).await?;
+    assert_eq!(out(&client, &last, "echo here").await?, "here\n");
+    // One that has its ids needs no others; for one more there are none, and nothing is left that could give them up.
+    client.resume_session(kept.session_id).await?;
+    let error = client.create_session(&unusual()).await.expect_err("no ids");
+    assert!(error.is(ErrorCode::NoCapacity), "{error}");
+    // Whoever needs them gets them before the pool does.
+    client.end_session(last.session_id, &SessionEnd::default()).await?;
+    client.create_session(&unusual()).await?;
+    worker.shut_down().await?;
+    world.assert_clean().await
 }

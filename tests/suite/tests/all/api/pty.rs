@@ -18,8 +18,12 @@ struct Terminals {
 
 impl Terminals {
     async fn new() -> Result<Self> {
+        Self::with(&Options::default()).await
+    }
+
+    async fn with(options: &Options) -> Result<Self> {
         let world = World::new()?;
-        let worker = world.worker(&Options::default()).await?;
+        let worker = world.worker(options).await?;
         let client = worker.client()?;
         let id = client.create_session(&SessionCreate { pty_allowed: Some(true), ..session() }).await?.session_id;
         Ok(Self { client, id, worker, _world: world })
@@ -30,12 +34,13 @@ impl Terminals {
         Ok(self.client.open_pty(self.id, &PtyOpen { cols: 101, rows: 33, argv }).await?)
     }
 
+    async fn runs(&self, command: &str) -> Result<bool> {
+        let inside = self.client.exec(self.id, &sh("for d in /proc/[0-9]*; do tr '\\0' ' ' < $d/cmdline 2>/dev/null; echo; done")).await?.stdout;
+        Ok(inside.lines().any(|line| line.trim() == command))
+    }
+
     async fn ends(&self, command: &str) -> Result<()> {
-        eventually("the terminal's processes end", LIMIT, async || {
-            let inside = self.client.exec(self.id, &sh("for d in /proc/[0-9]*; do tr '\\0' ' ' < $d/cmdline 2>/dev/null; echo; done")).await?.stdout;
-            Ok(!inside.lines().any(|line| line.trim() == command))
-        })
-        .await
+        eventually("the terminal's processes end", LIMIT, async || Ok(!self.runs(command).await?)).await
     }
 }
 
@@ -124,4 +129,24 @@ async fn a_terminal_whose_program_does_not_read_can_be_left_at_once() -> Result<
     assert!(written.is_err(), "{written:?}");
     drop(pty);
     terminals.ends(&format!("sh -c {DEAF}")).await
+}
+
+#[tokio::test]
+async fn a_client_that_stops_answering_is_missed_and_a_quiet_one_is_not() -> Result<()> {
+    let terminals = Terminals::with(&Options::default().set("pty_timeout_seconds", "2")).await?;
+    let mut quiet = terminals.open(&["sh"]).await?;
+    // Its connection stays open, and nobody reads from it: so it is when a machine vanishes.
+    let silent = terminals.open(&["sleep", "7778"]).await?;
+    let missed = async {
+        eventually("the terminal runs", LIMIT, async || terminals.runs("sleep 7778").await).await?;
+        terminals.ends("sleep 7778").await
+    };
+    tokio::select! {
+        missed = missed => missed?,
+        ended = shown(&mut quiet, Some("nothing says this")) => anyhow::bail!("the quiet one ended: {ended:?}"),
+    }
+    quiet.write("echo al''ive\n").await?;
+    shown(&mut quiet, Some("alive")).await?;
+    drop(silent);
+    Ok(())
 }

@@ -1,11 +1,11 @@
 //! Limits that hold, limits that this host can't keep, and a host whose disk is nearly full.
 
-use std::{os::unix::fs::PermissionsExt as _, process::Command};
+use std::{os::unix::fs::PermissionsExt as _, path::Path, process::Command, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::{ErrorCode, LimitsRequest, Session, SessionCreate, SessionEnd, Unenforced, WorkspaceDisposal, WorkspaceRef};
+use cynode_api::{ErrorCode, ExecRequest, ExecState, LimitsRequest, Session, SessionCreate, SessionEnd, Unenforced, WorkspaceDisposal, WorkspaceRef};
 use cynode_client::{PutOptions, WorkerClient};
-use cynode_tests::{Options, World, session, sh};
+use cynode_tests::{Options, World, eventually, session, sh};
 
 const MIB: u64 = 1 << 20;
 
@@ -126,26 +126,33 @@ async fn a_limit_that_can_not_be_kept_is_refused_unless_it_is_allowed_by_name() 
     Ok(())
 }
 
+/// A disk of its own for the state directory, of this size. What is on it is in memory.
+fn small_disk(world: &World, bytes: u64) -> Result<std::path::PathBuf> {
+    let state = world.state_dir();
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={bytes}"), "tmpfs"]).arg(&state).status()?;
+    ensure!(mounted.success(), "mounting a small disk failed");
+    Ok(state)
+}
+
+fn free(directory: &Path) -> Result<u64> {
+    let stat = rustix::fs::statvfs(directory)?;
+    Ok(stat.f_bavail * stat.f_frsize)
+}
+
 #[tokio::test]
 async fn a_node_whose_disk_is_nearly_full_refuses_new_work_and_loses_nothing() -> Result<()> {
     let world = World::new()?;
-    let state = world.state_dir();
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=400m", "tmpfs"]).arg(&state).status()?;
-    ensure!(mounted.success(), "mounting a small disk failed");
+    let state = small_disk(&world, 400 * MIB)?;
     let worker = world.worker(&Options::default().set("min_free_bytes", &(200 * MIB).to_string())).await?;
     let client = worker.client()?;
     let made = client.create_session(&with_disk(64 * MIB)).await?;
     out(&client, &made, "echo precious > note").await?;
 
     let filler = state.join("filler");
-    let free = || -> Result<u64> {
-        let stat = rustix::fs::statvfs(&state)?;
-        Ok(stat.f_bavail * stat.f_frsize)
-    };
     let fill_to = |left: u64| -> Result<()> {
         let file = fs_err::OpenOptions::new().create(true).append(true).open(&filler)?;
         let have = file.metadata()?.len();
-        let more = free()?.checked_sub(left).context("less is free already")?;
+        let more = free(&state)?.checked_sub(left).context("less is free already")?;
         Ok(rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::empty(), have, more)?)
     };
     fill_to(100 * MIB)?;
@@ -156,9 +163,88 @@ async fn a_node_whose_disk_is_nearly_full_refuses_new_work_and_loses_nothing() -
     fill_to(20 * MIB)?;
     let error = client.exec(made.session_id, &sh("true")).await.expect_err("no room for commands");
     assert!(error.is(ErrorCode::NoSpace), "{error}");
+    let error = client.put_file(made.session_id, "more".as_ref(), "more", &PutOptions::default()).await.expect_err("nor for files");
+    assert!(error.is(ErrorCode::NoSpace) && error.to_string().contains("min_free_bytes"), "{error}");
     // Ending needs no room, and gives some back.
     fs_err::remove_file(&filler)?;
     assert_eq!(out(&client, &made, "cat note second").await?, "precious\nmore\n");
     client.create_session(&with_disk(64 * MIB)).await?;
     Ok(())
+}
+
+#[tokio::test]
+async fn sandboxes_that_fill_the_nodes_disk_are_stopped_before_it_is_full() -> Result<()> {
+    let world = World::new()?;
+    let state = small_disk(&world, 2_048 * MIB)?;
+    let worker = world.worker(&Options::default().set("min_free_bytes", &(1_200 * MIB).to_string())).await?;
+    let client = worker.client()?;
+    // More than the node has, each.
+    let (one, two) = (client.create_session(&with_disk(8_192 * MIB)).await?, client.create_session(&with_disk(8_192 * MIB)).await?);
+    let quiet = client.create_session(&with_disk(64 * MIB)).await?;
+    let until_told = ExecRequest { background: true, timeout_ms: 0, ..sh("while :; do date >> log; sleep 0.1; done") };
+    let until_told = client.exec_background(quiet.session_id, &until_told).await?.exec_id;
+    let least = async {
+        let mut least = u64::MAX;
+        loop {
+            least = least.min(free(&state)?);
+            tokio::time::sleep(Duration::from_millis(2)).await;
+            if least == 0 {
+                return anyhow::Ok(());
+            }
+        }
+    };
+    let fill = sh("echo precious > note; sync; dd if=/dev/zero of=big bs=1M");
+    let filled = async { tokio::try_join!(client.exec(one.session_id, &fill), client.exec(two.session_id, &fill)) };
+    let filled = tokio::select! {
+        full = least => anyhow::bail!("the node's disk was full: {full:?}"),
+        filled = filled => filled?,
+    };
+    for exit in [filled.0.exit, filled.1.exit] {
+        assert!(exit.no_space && exit.signal.as_deref() == Some("KILL") && !exit.lost, "{exit:?}");
+    }
+    // What was said to be written is on the disk, once it is there; the files and the sessions are as they were.
+    rustix::fs::sync();
+    assert!(free(&state)? > 100 * MIB, "{} bytes are left", free(&state)?);
+    assert_eq!(client.get_exec(quiet.session_id, until_told).await?.state, ExecState::Running);
+    let metrics = reqwest::get(format!("{}/metrics", worker.url()?)).await?.text().await?;
+    assert!(metrics.contains("cynode_disk_stops_total"), "{metrics}");
+    for made in [&one, &two] {
+        // Deleting makes room, and then it goes on.
+        client.delete_file(made.session_id, "big".as_ref(), false).await?;
+    }
+    eventually("there is room again", Duration::from_secs(60), async || Ok(free(&state)? > 1_300 * MIB)).await?;
+    for made in [&one, &two] {
+        assert_eq!(out(&client, made, "cat note; dd if=/dev/zero of=some bs=1M count=50 2>/dev/null && sync && echo room").await?, "precious\nroom\n");
+    }
+    assert_eq!(client.get_exec(quiet.session_id, until_told).await?.state, ExecState::Running);
+    Ok(())
+}
+
+#[tokio::test]
+async fn disks_of_many_sizes_can_be_asked_for_at_once() -> Result<()> {
+    let world = World::new()?;
+    let mut worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    let mut creating = tokio::task::JoinSet::new();
+    // More sizes than are kept ready.
+    for number in 0..20_u64 {
+        let client = client.clone();
+        creating.spawn(async move {
+            let bytes = (32 + number) * MIB;
+            let made = client.create_session(&with_disk(bytes)).await?;
+            ensure!(made.limits.disk_bytes == bytes, "{made:?}");
+            let blocks = out(&client, &made, "df -k /workspace | tail -n 1 | tr -s ' ' | cut -d ' ' -f 2").await?;
+            let size = blocks.trim().parse::<u64>()? << 10;
+            // What the file system itself needs is not in it.
+            ensure!(size <= bytes && size > bytes * 3 / 4, "{size} of {bytes}");
+            Ok(())
+        });
+    }
+    for made in creating.join_all().await {
+        made?;
+    }
+    let kept = fs_err::read_dir(world.state_dir().join("worker/disks"))?.count();
+    assert!(kept <= 8, "{kept} templates are kept");
+    worker.shut_down().await?;
+    world.assert_clean().await
 }

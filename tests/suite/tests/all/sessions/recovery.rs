@@ -4,7 +4,7 @@ use std::{os::unix::fs::PermissionsExt as _, time::Duration};
 
 use anyhow::{Context as _, Result};
 use cynode_api::{ErrorCode, Session, SessionEnd, SessionState, WorkspaceDisposal, WorkspaceRef};
-use cynode_client::{PutOptions, WorkerClient};
+use cynode_client::{PutOptions, Readiness, WorkerClient};
 use cynode_tests::{Options, RunningWorker, World, eventually, session, sh};
 use serde_json::Value;
 
@@ -33,13 +33,17 @@ fn breakable(world: &World) -> Result<Options> {
     let broken = world.directory().join("broken");
     fs_err::write(&path, format!("#!/bin/sh\ncase \"$*\" in *'system service'*) [ ! -e '{}' ] || exit 1;; esac\nexec podman \"$@\"\n", broken.display()))?;
     fs_err::set_permissions(&path, std::fs::Permissions::from_mode(0o755))?;
-    Ok(Options::default().set("podman", &format!("{:?}", path.display().to_string())).set("runtime_timeout_seconds", "3"))
+    Ok(Options::default().set("podman", &format!("{:?}", path.display().to_string())))
+}
+
+fn signal_service(world: &World, signal: rustix::process::Signal) -> Result<()> {
+    let recorded: Value = serde_json::from_slice(&fs_err::read(world.state_dir().join("worker/podman/service.json"))?)?;
+    let pid = i32::try_from(recorded["pid"].as_i64().context("a process id")?)?;
+    Ok(rustix::process::kill_process(rustix::process::Pid::from_raw(pid).context("a process id")?, signal)?)
 }
 
 fn kill_service(world: &World) -> Result<()> {
-    let recorded: Value = serde_json::from_slice(&fs_err::read(world.state_dir().join("worker/podman/service.json"))?)?;
-    let pid = i32::try_from(recorded["pid"].as_i64().context("a process id")?)?;
-    Ok(rustix::process::kill_process(rustix::process::Pid::from_raw(pid).context("a process id")?, rustix::process::Signal::KILL)?)
+    signal_service(world, rustix::process::Signal::KILL)
 }
 
 #[tokio::test]
@@ -78,7 +82,7 @@ async fn of_two_that_want_one_workspace_at_once_one_gets_it() -> Result<()> {
 #[tokio::test]
 async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()> {
     let world = World::new()?;
-    let worker = world.worker(&breakable(&world)?).await?;
+    let worker = world.worker(&breakable(&world)?.set("runtime_timeout_seconds", "3")).await?;
     let client = worker.client()?;
     let made = client.create_session(&session()).await?;
     // By the file call alone: no command ever ran in it.
@@ -103,13 +107,13 @@ async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()
 #[tokio::test]
 async fn a_worker_whose_runtime_is_away_says_why_and_takes_no_work() -> Result<()> {
     let world = World::new()?;
-    let options = breakable(&world)?;
+    let options = breakable(&world)?.set("runtime_timeout_seconds", "3");
     let mut worker = world.worker(&options).await?;
     let made = worker.client()?.create_session(&session()).await?;
     worker.kill()?;
     kill_service(&world)?;
     fs_err::write(world.directory().join("broken"), "")?;
-    let worker = world.start_worker(&options)?;
+    let mut worker = world.start_worker(&options)?;
     eventually("the worker says what it waits for", Duration::from_secs(20), async || {
         let Ok(client) = worker.client() else { return Ok(false) };
         Ok(client.readyz().await.is_ok_and(|readiness| format!("{readiness:?}").contains("podman's service")))
@@ -120,6 +124,34 @@ async fn a_worker_whose_runtime_is_away_says_why_and_takes_no_work() -> Result<(
     assert_eq!(client.exec(made.session_id, &sh("echo here")).await?.stdout, "here\n");
     let error = client.create_session(&session()).await.expect_err("no runtime");
     assert!(error.is(ErrorCode::RuntimeUnavailable), "{error}");
+    // Told to stop meanwhile, it does not wait for the runtime; the next one finds everything.
+    worker.signal(rustix::process::Signal::TERM)?;
+    assert!(worker.wait(Duration::from_secs(30)).await?.success());
+    fs_err::remove_file(world.directory().join("broken"))?;
+    let mut worker = world.worker(&options).await?;
+    let client = worker.client()?;
+    assert_eq!(client.exec(made.session_id, &sh("echo here")).await?.stdout, "here\n");
+    client.create_session(&session()).await?;
+    worker.shut_down().await?;
+    world.assert_clean().await
+}
+
+#[tokio::test]
+async fn a_worker_is_ready_while_its_runtime_is_slow_and_not_when_it_is_gone() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&breakable(&world)?.set("runtime_timeout_seconds", "25")).await?;
+    let client = worker.client()?;
+    signal_service(&world, rustix::process::Signal::STOP)?;
+    for _ in 0..3 {
+        let readiness = client.readyz().await?;
+        assert!(matches!(readiness, Readiness::Ready), "{readiness:?}");
+    }
+    signal_service(&world, rustix::process::Signal::CONT)?;
+    client.create_session(&session()).await?;
+    // One that is gone and can't be had again is said to be so at once.
+    fs_err::write(world.directory().join("broken"), "")?;
+    kill_service(&world)?;
+    eventually("the worker says so", Duration::from_secs(60), async || Ok(!matches!(client.readyz().await?, Readiness::Ready))).await?;
     fs_err::remove_file(world.directory().join("broken"))?;
     worker.wait_until_ready().await
 }
