@@ -190,6 +190,16 @@ fn source_text(error: &dyn std::error::Error) -> String {
     deepest.to_string()
 }
 
+/// Times every request by its route.
+pub async fn measure(request: Request, next: Next) -> Response {
+    let route = request.extensions().get::<axum::extract::MatchedPath>().map_or_else(|| "unknown".to_owned(), |path| path.as_str().to_owned());
+    let method = request.method().as_str().to_owned();
+    let started = std::time::Instant::now();
+    let response = next.run(request).await;
+    metrics::histogram!("cynode_http_request_seconds", "route" => route, "method" => method).record(started.elapsed().as_secs_f64());
+    response
+}
+
 /// The answer to an address that does not exist.
 pub fn not_found() -> std::future::Ready<ApiError> {
     std::future::ready(ApiError(Box::new(Problem::new(ErrorCode::NotFound, "no such address").with_remedy("See /openapi.json for the addresses."))))

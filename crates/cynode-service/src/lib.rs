@@ -8,6 +8,7 @@ pub mod body;
 pub mod config;
 pub mod edge;
 pub mod files;
+pub mod linger;
 pub mod listen;
 mod serve;
 pub mod shutdown;

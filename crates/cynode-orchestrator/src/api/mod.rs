@@ -21,7 +21,7 @@ use axum::{
     routing::get,
 };
 use cynode_api::{ErrorCode, Problem, text_limits};
-use cynode_service::{ApiError, admin, body, edge};
+use cynode_service::{ApiError, admin, body, edge, linger};
 use http::request::Parts;
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
@@ -124,6 +124,7 @@ pub(crate) fn router(orchestrator: Orchestrator, readiness: admin::Readiness) ->
     let routes = routes
         .method_not_allowed_fallback(edge::method_not_allowed)
         .fallback(edge::not_found)
+        .layer(middleware::from_fn(edge::measure))
         .layer(middleware::from_fn_with_state(orchestrator.clone(), caller::authenticate));
     finished(
         routes
@@ -139,7 +140,7 @@ pub(crate) fn control_router(orchestrator: Orchestrator, readiness: admin::Readi
 }
 
 fn finished(router: Router) -> Router {
-    router.layer(middleware::from_fn(body::limit_pauses)).layer(middleware::from_fn(edge::request_id))
+    router.layer(middleware::from_fn(edge::request_id)).layer(middleware::from_fn(body::limit_pauses)).layer(middleware::from_fn(linger::read_away))
 }
 
 /// A JSON body, read strictly. PostgreSQL has no NUL in texts, so neither have we.

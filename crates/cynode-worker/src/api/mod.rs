@@ -3,7 +3,6 @@
 mod execs;
 mod files;
 mod jobs;
-mod linger;
 mod output;
 mod pty;
 mod sessions;
@@ -21,7 +20,7 @@ use cynode_api::ErrorCode;
 use cynode_service::{
     ApiError, JsonBody, admin,
     auth::{self, Tokens},
-    body, edge,
+    body, edge, linger,
 };
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
@@ -111,7 +110,7 @@ pub(crate) fn router(api: Api, tokens: Tokens, readiness: admin::Readiness) -> R
     let document = serde_json::to_vec(&document).unwrap_or_default();
     let stopping = api.stop.clone();
     routes
-        .layer(middleware::from_fn(measure))
+        .layer(middleware::from_fn(edge::measure))
         .layer(middleware::from_fn_with_state(stopping, refuse_when_stopping))
         .layer(middleware::from_fn_with_state(tokens, auth::require))
         .route("/openapi.json", get(move || std::future::ready(([(http::header::CONTENT_TYPE, "application/json")], document.clone()))))
@@ -129,15 +128,6 @@ async fn gone(live: &Live) {
     while !live.is_gone() {
         tokio::time::sleep(std::time::Duration::from_millis(250)).await;
     }
-}
-
-async fn measure(request: Request, next: Next) -> Response {
-    let route = request.extensions().get::<axum::extract::MatchedPath>().map_or_else(|| "unknown".to_owned(), |path| path.as_str().to_owned());
-    let method = request.method().as_str().to_owned();
-    let started = std::time::Instant::now();
-    let response = next.run(request).await;
-    metrics::histogram!("cynode_http_request_seconds", "route" => route, "method" => method).record(started.elapsed().as_secs_f64());
-    response
 }
 
 async fn refuse_when_stopping(State(stop): State<CancellationToken>, request: Request, next: Next) -> Response {

@@ -19,7 +19,7 @@ use http::header;
 const MOST_BYTES: usize = 128 * 1024 * 1024;
 const LONGEST: Duration = Duration::from_secs(10);
 
-pub(super) async fn read_away(request: Request, next: Next) -> Response {
+pub async fn read_away(request: Request, next: Next) -> Response {
     let waits = request.headers().contains_key(header::EXPECT);
     let request = request.map(|body| if body.is_end_stream() { body } else { Body::from_stream(Lingering { rest: Some(body.into_data_stream()), waits }) });
     next.run(request).await
