@@ -48,4 +48,14 @@ impl Random {
     pub fn below(&mut self, bound: u64) -> u64 {
         self.number() % bound
     }
+
+    /// The same in another order.
+    #[must_use]
+    pub fn shuffled<T, const N: usize>(&mut self, mut items: [T; N]) -> [T; N] {
+        for last in (1..N).rev() {
+            let chosen = self.below(last as u64 + 1);
+            items.swap(last, usize::try_from(chosen).unwrap_or(0));
+        }
+        items
+    }
 }
