@@ -57,9 +57,12 @@ fn part(text: &str) -> String {
     text.bytes().map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
 }
 
-/// A path whose slashes stay.
-fn parts(path: &str) -> String {
-    path.split('/').map(part).collect::<Vec<_>>().join("/")
+/// A path whose slashes stay. Steps would be taken by whoever reads the address, however they are written.
+fn parts(path: &str) -> Result<String> {
+    if path.split('/').any(|part| matches!(part, "" | "." | "..")) {
+        return Err(Error::Setup(format!("'{path}' is not a path within a task: it must be relative, without '.' and '..'")));
+    }
+    Ok(path.split('/').map(part).collect::<Vec<_>>().join("/"))
 }
 
 impl UserClient {
@@ -208,7 +211,7 @@ impl UserClient {
     pub async fn put_artifact(&self, task: TaskId, path: &str, media_type: Option<&str>, body: impl Into<Body>) -> Result<Artifact> {
         let request = self
             .0
-            .request(Method::PUT, &format!("/v1/tasks/{task}/artifacts/{}", parts(path)))
+            .request(Method::PUT, &format!("/v1/tasks/{task}/artifacts/{}", parts(path)?))
             .header(header::CONTENT_TYPE, media_type.unwrap_or("application/octet-stream"))
             .body(body);
         json(send(request).await?).await
@@ -216,7 +219,7 @@ impl UserClient {
 
     /// The bytes of a path's newest version, or of the one that is asked for.
     pub async fn get_artifact(&self, task: TaskId, path: &str, version: Option<i64>) -> Result<ArtifactBody> {
-        let request = self.0.request(Method::GET, &format!("/v1/tasks/{task}/artifacts/{}", parts(path)));
+        let request = self.0.request(Method::GET, &format!("/v1/tasks/{task}/artifacts/{}", parts(path)?));
         let request = request.query(&query([("version", version.map(|version| version.to_string()))]));
         Ok(ArtifactBody::new(accept(send(request).await?).await?))
     }
@@ -249,6 +252,9 @@ mod tests {
     #[test]
     fn what_people_name_stays_in_its_part_of_the_path() {
         assert_eq!(part("a/b?c#d é"), "a%2Fb%3Fc%23d%20%C3%A9");
-        assert_eq!(parts("dir/my file"), "dir/my%20file");
+        assert_eq!(parts("dir/my file").expect("a path"), "dir/my%20file");
+        for path in ["../up", "a/../b", "/etc", "a//b", ".", ""] {
+            assert!(parts(path).is_err(), "{path}");
+        }
     }
 }
