@@ -11,6 +11,7 @@ mod escape;
 mod every_runtime;
 mod execs;
 mod files;
+mod plane;
 mod pool;
 mod rootless;
 mod runtime;

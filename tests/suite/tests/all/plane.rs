@@ -1,0 +1,7 @@
+//! The control plane: what `up` runs besides the worker, the user API, and the commands that speak with it.
+
+mod backup;
+mod commands;
+mod description;
+mod postgres;
+mod stack;
