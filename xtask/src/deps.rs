@@ -21,7 +21,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("cynode-worker", &["cynode-api", "cynode-sba-proto", "cynode-service"]),
     ("cynode", &["cynode-api", "cynode-client", "cynode-orchestrator", "cynode-service", "cynode-worker"]),
     ("xtask", &[]),
-    ("cynode-tests", &["cynode-api", "cynode-client", "cynode-sba-proto", "cynode-service", "cynode-worker"]),
+    ("cynode-tests", &["cynode-api", "cynode-client", "cynode-orchestrator", "cynode-sba-proto", "cynode-service", "cynode-worker"]),
     ("cynode-bench", &["cynode-api", "cynode-client", "cynode-tests"]),
 ];
 

@@ -34,7 +34,10 @@ pub use identity::{DEFAULT_TOKEN_SECONDS, Group, GroupCreate, MAX_TOKEN_SECONDS,
 pub use ids::{ArtifactId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId, SandboxId, SessionId, TaskId, TokenId, UserId, WorkspaceId};
 pub use image::{Image, ImageCreate, ImagePatch, ImageVersion};
 pub use job::{Job, JobAck, JobCreate, JobError, JobOutput, JobRun, JobSandbox, JobState, JobStop, Retry, job_limits};
-pub use node::{Capability, Heartbeat, HeartbeatAnswer, LocalImage, NewTokens, Node, NodeConfig, NodeDrain, NodeRegister, NodeRegistered, NodeState};
+pub use node::{
+    Capability, Heartbeat, HeartbeatAnswer, LocalImage, NewTokens, Node, NodeConfig, NodeDrain, NodeKeyCreate, NodeKeyCreated, NodeRegister, NodeRegistered,
+    NodeState,
+};
 pub use problem::{ErrorCode, Problem};
 pub use session::{
     Limits, LimitsRequest, NetworkPolicy, Page, Session, SessionCreate, SessionEnd, SessionPatch, SessionState, Unenforced, UserSessionCreate,

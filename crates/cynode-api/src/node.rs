@@ -151,3 +151,26 @@ pub struct NodeDrain {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub drain: Option<bool>,
 }
+
+/// Asks for a key by which a node registers.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NodeKeyCreate {
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u32>,
+    /// Good for more than one node.
+    #[serde(default)]
+    pub reusable: bool,
+    /// A day when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expires_in_seconds: Option<u64>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct NodeKeyCreated {
+    pub id: uuid::Uuid,
+    /// What the node registers with. It is shown once.
+    pub psk: String,
+    #[serde(with = "time::serde::rfc3339")]
+    pub expires_at: OffsetDateTime,
+}

@@ -90,6 +90,19 @@ impl WorkerClient {
         Ok(Self { http, base, surface })
     }
 
+    /// Which side of CyNode answers at an address that is known to be one of the two.
+    pub async fn find_surface(base: &str, token: &str) -> Result<Surface> {
+        let client = Self::for_surface(base, token, Surface::Worker)?;
+        // Only a worker has this path. Who is refused for another reason finds out by the call itself.
+        let answer = send(client.request(Method::GET, "/v1/worker/sessions?limit=1").timeout(CALL)).await?;
+        Ok(if answer.status().as_u16() == 404 { Surface::User } else { Surface::Worker })
+    }
+
+    #[must_use]
+    pub const fn surface(&self) -> Surface {
+        self.surface
+    }
+
     /// The address without a trailing slash.
     #[must_use]
     pub fn base(&self) -> &str {

@@ -1,6 +1,6 @@
 //! A typed HTTP client over `cynode-api`.
 //!
-//! One constructor, [`WorkerClient::new`]: a connect timeout, no redirects (a bearer token must not follow one), and no
+//! One constructor, [`WorkerClient::new`], of which [`UserClient`] is made too: a connect timeout, no redirects (a bearer token must not follow one), and no
 //! overall timeout on streams. Everything that the other side sends is bounded before it is kept. A rustls provider must
 //! be installed before an `https` address is used.
 #![forbid(unsafe_code)]
@@ -11,6 +11,7 @@ mod events;
 mod execs;
 mod files;
 mod jobs;
+mod plane;
 mod pty;
 mod sessions;
 pub mod sse;
@@ -21,6 +22,7 @@ pub use events::{ExecEvent, ExecEvents};
 pub use execs::OutputQuery;
 pub use files::{FileBody, FileInfo, PutOptions};
 pub use jobs::JobFilter;
+pub use plane::{ArtifactBody, UserClient};
 pub use pty::{Pty, PtyMessage, PtyOpen};
 pub use reqwest::Body;
 pub use sessions::SessionFilter;

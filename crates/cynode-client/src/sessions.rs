@@ -1,6 +1,6 @@
 //! Sessions: create, find, extend, end, resume.
 
-use cynode_api::{Page, Session, SessionCreate, SessionEnd, SessionId, SessionPatch, SessionState, SignalName, SignalSession, TaskId};
+use cynode_api::{Page, Session, SessionCreate, SessionEnd, SessionId, SessionPatch, SessionState, SignalName, SignalSession, TaskId, UserSessionCreate};
 use http::Method;
 
 use crate::{Error, Result, WorkerClient};
@@ -36,6 +36,11 @@ impl SessionFilter {
 impl WorkerClient {
     /// The session may still be `creating` when its image or the node is slow: ask again with [`Self::get_session`].
     pub async fn create_session(&self, request: &SessionCreate) -> Result<Session> {
+        self.call(Method::POST, self.sessions(), request).await
+    }
+
+    /// The same of an orchestrator, which has a default for everything.
+    pub async fn create_user_session(&self, request: &UserSessionCreate) -> Result<Session> {
         self.call(Method::POST, self.sessions(), request).await
     }
 

@@ -1,9 +1,13 @@
 //! The command line.
 
+mod plane;
+
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use cynode_api::{NetworkPolicy, SessionId, SessionState, TaskId, WorkspaceRef};
+
+pub use plane::{Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageName, Job, Node, NodeKey, Preference, Run, Setting, Task, Token};
 
 use crate::parse;
 
@@ -45,40 +49,130 @@ pub enum Command {
     /// Say whether CyNode runs here and how it is
     Status,
     /// Check what this machine can do
-    Doctor(Settings),
+    Doctor(Doctor),
+    /// Save the whole state of the control plane to a file, or bring it back
+    Backup(Backup),
+    /// Run one command in a sandbox of its own and end as it ends
+    Run(Run),
     /// Work with sandboxes that stay
     Session {
         #[command(subcommand)]
         command: Session,
     },
+    /// Work with jobs: commands that run to an end
+    Job {
+        #[command(subcommand)]
+        command: Job,
+    },
+    /// Work with tasks, to which jobs, sessions and artifacts belong
+    Task {
+        #[command(subcommand)]
+        command: Task,
+    },
+    /// Say which images may be used
+    Image {
+        #[command(subcommand)]
+        command: Image,
+    },
+    /// See and drain the machines that run sandboxes
+    Node {
+        #[command(subcommand)]
+        command: Node,
+    },
+    /// Make and revoke tokens
+    Token {
+        #[command(subcommand)]
+        command: Token,
+    },
+    /// Read and change the system's settings
+    Setting {
+        #[command(subcommand)]
+        command: Setting,
+    },
+    /// Read and change preferences of tasks, projects, users, groups and the system
+    Preference {
+        #[command(subcommand)]
+        command: Preference,
+    },
+    /// Files that tasks produced or were given
+    Artifact {
+        #[command(subcommand)]
+        command: Artifact,
+    },
+    /// What happened to jobs and sessions
+    Event {
+        #[command(subcommand)]
+        command: Event,
+    },
     /// Print a completion script for a shell
     Completions { shell: clap_complete::Shell },
     /// Run the worker role; `up` starts it
     #[command(hide = true)]
-    Worker(Worker),
+    Worker(RoleArgs),
+    /// Run the orchestrator role; `up` starts it
+    #[command(hide = true)]
+    Orchestrator(RoleArgs),
+    /// Become the private PostgreSQL; `up` starts it
+    #[command(hide = true)]
+    Postgres {
+        #[arg(long, value_name = "PID")]
+        parent: Option<i32>,
+    },
 }
 
-/// Settings of the worker that a flag can give.
+/// A section of the configuration, and the role that has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Section {
+    Orchestrator,
+    Worker,
+}
+
+impl Section {
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Orchestrator => "orchestrator",
+            Self::Worker => "worker",
+        }
+    }
+}
+
+/// Settings of the roles that a flag can give.
 #[derive(Clone, Debug, Default, Args)]
 pub struct Settings {
+    /// Address of the user API [default: 127.0.0.1:12080]
+    #[arg(long, value_name = "ADDR")]
+    pub api_listen: Option<String>,
+    /// Address at which nodes reach the orchestrator [default: 127.0.0.1:12082]
+    #[arg(long, value_name = "ADDR")]
+    pub control_listen: Option<String>,
     /// Address of the Worker API [default: 127.0.0.1:12090]
     #[arg(long, value_name = "ADDR")]
     pub worker_listen: Option<String>,
     /// Listen beyond loopback without TLS
     #[arg(long)]
     pub insecure_listen: bool,
-    /// Any other worker setting, as in the configuration file; may be repeated
+    /// Any other setting, as in the configuration file: worker.KEY (or KEY) and orchestrator.KEY; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = parse::key_value)]
     pub set: Vec<(String, String)>,
 }
 
 impl Settings {
-    /// As the configuration takes them.
+    /// Those of one section, as the configuration takes them.
     #[must_use]
-    pub fn overrides(&self) -> Vec<(String, String)> {
-        let own = |(key, value): &(String, String)| (key.strip_prefix("worker.").unwrap_or(key).to_owned(), value.clone());
-        let mut overrides: Vec<_> = self.set.iter().map(own).collect();
-        overrides.extend(self.worker_listen.iter().map(|address| ("listen".to_owned(), address.clone())));
+    pub fn overrides(&self, section: Section) -> Vec<(String, String)> {
+        let own = |(key, value): &(String, String)| {
+            let (name, key) = match key.split_once('.') {
+                Some((name @ ("worker" | "orchestrator"), key)) => (name, key),
+                _ => ("worker", key.as_str()),
+            };
+            (name == section.name()).then(|| (key.to_owned(), value.clone()))
+        };
+        let mut overrides: Vec<_> = self.set.iter().filter_map(own).collect();
+        let addresses: &[(&str, &Option<String>)] = match section {
+            Section::Worker => &[("listen", &self.worker_listen)],
+            Section::Orchestrator => &[("listen", &self.api_listen), ("control_listen", &self.control_listen)],
+        };
+        overrides.extend(addresses.iter().filter_map(|(key, address)| Some(((*key).to_owned(), address.as_ref()?.clone()))));
         overrides.extend(self.insecure_listen.then(|| ("insecure_listen".to_owned(), "true".to_owned())));
         overrides
     }
@@ -89,6 +183,9 @@ pub struct Up {
     /// Start in the background and return when it is ready
     #[arg(long, short)]
     pub detach: bool,
+    /// Run the worker alone: a node that joins an orchestrator elsewhere, or a machine that needs none
+    #[arg(long)]
+    pub worker_only: bool,
     #[command(flatten)]
     pub settings: Settings,
     /// This is the background process of `--detach`
@@ -106,7 +203,17 @@ pub struct Down {
 }
 
 #[derive(Clone, Debug, Args)]
-pub struct Worker {
+pub struct Doctor {
+    /// Check for what a worker needs, and not for what an orchestrator needs
+    #[arg(long)]
+    pub worker_only: bool,
+    #[command(flatten)]
+    pub settings: Settings,
+}
+
+/// Of a role that `up` starts.
+#[derive(Clone, Debug, Args)]
+pub struct RoleArgs {
     #[command(flatten)]
     pub settings: Settings,
     /// End with the process that has this id
@@ -136,7 +243,7 @@ pub enum Session {
 
 #[derive(Debug, Args)]
 pub struct Create {
-    /// Task that the session belongs to [default: a new id]
+    /// Task that the session belongs to [default: a new one]
     #[arg(long, value_name = "UUID")]
     pub task: Option<TaskId>,
     /// Id of the session; the same id with the same options is the same session [default: a new id]
@@ -319,8 +426,16 @@ mod tests {
 
     #[test]
     fn settings_become_overrides_without_their_section() {
-        let settings = Settings { worker_listen: Some("127.0.0.1:1".into()), insecure_listen: true, set: vec![("worker.pool_size".into(), "2".into())] };
-        let expected = [("pool_size", "2"), ("listen", "127.0.0.1:1"), ("insecure_listen", "true")].map(|(key, value)| (key.to_owned(), value.to_owned()));
-        assert_eq!(settings.overrides(), expected);
+        let set = [("worker.pool_size", "2"), ("tls.cert", "/c"), ("orchestrator.event_days", "3")].map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let settings = Settings {
+            api_listen: Some("127.0.0.1:3".into()),
+            worker_listen: Some("127.0.0.1:1".into()),
+            insecure_listen: true,
+            set: set.to_vec(),
+            ..Settings::default()
+        };
+        let own = |pairs: &[(&str, &str)]| pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect::<Vec<_>>();
+        assert_eq!(settings.overrides(Section::Worker), own(&[("pool_size", "2"), ("tls.cert", "/c"), ("listen", "127.0.0.1:1"), ("insecure_listen", "true")]));
+        assert_eq!(settings.overrides(Section::Orchestrator), own(&[("event_days", "3"), ("listen", "127.0.0.1:3"), ("insecure_listen", "true")]));
     }
 }

@@ -1,10 +1,10 @@
 //! Which CyNode a command talks to: `CYNODE_URL` and `CYNODE_TOKEN`, else the files of the state directory.
 
-use cynode_client::{Surface, WorkerClient};
+use cynode_client::{Surface, UserClient, WorkerClient};
 
 use crate::{
     cli::Globals,
-    failure::{Failure, UNREACHABLE},
+    failure::{Failure, UNREACHABLE, USAGE},
     state::{Endpoints, StateDir},
 };
 
@@ -12,21 +12,49 @@ use crate::{
 struct Target {
     url: String,
     token: String,
-    surface: Surface,
+    /// Unknown when the environment names an address that the files don't.
+    surface: Option<Surface>,
 }
 
-pub fn client(globals: &Globals) -> Result<WorkerClient, Failure> {
-    let state = StateDir::new(globals)?;
-    let environment = |name: &str| std::env::var(name).ok().filter(|value| !value.is_empty());
-    let target = find(environment("CYNODE_URL"), environment("CYNODE_TOKEN"), &state)?;
-    Ok(WorkerClient::for_surface(&target.url, &target.token, target.surface)?)
+/// For sessions, which orchestrator and worker both serve.
+pub async fn client(globals: &Globals) -> Result<WorkerClient, Failure> {
+    let target = target(globals)?;
+    let surface = match target.surface {
+        Some(surface) => surface,
+        None => WorkerClient::find_surface(&target.url, &target.token).await?,
+    };
+    Ok(WorkerClient::for_surface(&target.url, &target.token, surface)?)
+}
+
+/// For what only the orchestrator has.
+pub fn plane(globals: &Globals) -> Result<UserClient, Failure> {
+    let target = target(globals)?;
+    if target.surface == Some(Surface::Worker) {
+        return Err(Failure::new(USAGE, "no_orchestrator", format!("only a worker runs here, at {}", target.url))
+            .remedy("Start CyNode without --worker-only, or name an orchestrator by CYNODE_URL and CYNODE_TOKEN."));
+    }
+    Ok(UserClient::new(&target.url, &target.token)?)
+}
+
+/// Whether the environment says whom to talk to.
+pub fn is_elsewhere() -> bool {
+    environment("CYNODE_URL").is_some()
+}
+
+fn environment(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+fn target(globals: &Globals) -> Result<Target, Failure> {
+    find(environment("CYNODE_URL"), environment("CYNODE_TOKEN"), &StateDir::new(globals)?)
 }
 
 fn find(url: Option<String>, token: Option<String>, state: &StateDir) -> Result<Target, Failure> {
-    let local = state.endpoints()?.as_ref().and_then(preferred);
+    let endpoints = state.endpoints()?;
+    let local = endpoints.as_ref().and_then(preferred);
     match (url, token, local) {
-        (Some(url), Some(token), local) => {
-            let surface = local.filter(|local| local.url == url).map_or(Surface::Worker, |local| local.surface);
+        (Some(url), Some(token), _) => {
+            let surface = endpoints.as_ref().and_then(|endpoints| surface_of(endpoints, &url));
             Ok(Target { url, token, surface })
         }
         // The token on disk is for the address on disk, and goes nowhere else.
@@ -39,20 +67,28 @@ fn find(url: Option<String>, token: Option<String>, state: &StateDir) -> Result<
     }
 }
 
+fn surface_of(endpoints: &Endpoints, url: &str) -> Option<Surface> {
+    let is = |known: &Option<String>| known.as_ref().is_some_and(|known| same(known, url));
+    if is(&endpoints.api) {
+        return Some(Surface::User);
+    }
+    is(&endpoints.worker).then_some(Surface::Worker)
+}
+
 fn same(one: &str, other: &str) -> bool {
     one.trim_end_matches('/') == other.trim_end_matches('/')
 }
 
 /// The orchestrator when there is one, else the worker. The token comes later.
 fn preferred(endpoints: &Endpoints) -> Option<Target> {
-    let target = |url: &String, surface| Target { url: url.clone(), token: String::new(), surface };
+    let target = |url: &String, surface| Target { url: url.clone(), token: String::new(), surface: Some(surface) };
     endpoints.api.as_ref().map(|url| target(url, Surface::User)).or_else(|| endpoints.worker.as_ref().map(|url| target(url, Surface::Worker)))
 }
 
 fn on_disk(target: Target, state: &StateDir) -> Result<Target, Failure> {
     let name = match target.surface {
-        Surface::User => "admin.token",
-        Surface::Worker => "worker.token",
+        Some(Surface::User) => "admin.token",
+        _ => "worker.token",
     };
     let token = state.token(name)?.ok_or_else(|| {
         Failure::new(UNREACHABLE, "unreachable", format!("{} is missing", state.path().join(name).display()))
@@ -71,7 +107,8 @@ mod tests {
         let state = StateDir::new(&globals).expect("state");
         fs_err::write(directory.path().join("worker.token"), "w\n").expect("token");
         fs_err::write(directory.path().join("admin.token"), "a\n").expect("token");
-        let endpoints = Endpoints { version: 1, api: api.then(|| "http://api:1".into()), worker: Some("http://worker:1".into()), pid: 1 };
+        let endpoints =
+            Endpoints { version: 1, api: api.then(|| "http://api:1".into()), worker: Some("http://worker:1".into()), pid: 1, ..Endpoints::default() };
         state.write_endpoints(&endpoints).expect("endpoints");
         (directory, state)
     }

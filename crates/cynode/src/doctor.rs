@@ -3,12 +3,14 @@
 use std::process::ExitCode;
 
 use serde::Deserialize;
+use serde_json::{Value, json};
 
 use crate::{
-    cli::{Format, Globals, Settings},
+    cli::{Doctor, Format, Globals},
     failure::Failure,
     output::{self, Colour},
-    roles, sanitize,
+    postgres, roles, sanitize,
+    state::StateDir,
 };
 
 #[derive(Debug, Deserialize)]
@@ -31,15 +33,32 @@ impl Check {
     }
 }
 
-pub async fn run(globals: &Globals, settings: &Settings) -> Result<ExitCode, Failure> {
-    let config = roles::worker_config(globals, settings)?;
-    let value = roles::examine(&config).await?;
+pub async fn run(globals: &Globals, args: &Doctor) -> Result<ExitCode, Failure> {
+    let config = roles::worker_config(globals, &args.settings)?;
+    let mut value = roles::examine(&config).await?;
+    if !args.worker_only
+        && let Some(checks) = value.get_mut("checks").and_then(Value::as_array_mut)
+    {
+        checks.push(database(globals, args)?);
+    }
     let report = Report::deserialize(&value).map_err(|error| Failure::internal(format!("the report can't be read: {error}")))?;
     match globals.output {
         Format::Json => output::json(&value)?,
         Format::Table => print(&report)?,
     }
     Ok(if report.checks.iter().any(Check::is_problem) { ExitCode::from(1) } else { ExitCode::SUCCESS })
+}
+
+/// Where the orchestrator's data will be.
+fn database(globals: &Globals, args: &Doctor) -> Result<Value, Failure> {
+    let check = |status: &str, detail: String, fix: Option<&str>| json!({ "name": "PostgreSQL", "status": status, "detail": detail, "fix": fix });
+    if roles::orchestrator_config(globals, &args.settings)?.database_url.is_some() {
+        return Ok(check("ok", "another server's database is used, as configured".to_owned(), None));
+    }
+    Ok(match postgres::Programs::find(&postgres::Server::of(&StateDir::new(globals)?)) {
+        Ok(programs) => check("ok", format!("version {} in {}, for a private server", programs.major, programs.directory().display()), None),
+        Err(failure) => check("problem", failure.message().to_owned(), failure.remedy_text()),
+    })
 }
 
 fn print(report: &Report) -> Result<(), Failure> {

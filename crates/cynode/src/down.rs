@@ -1,7 +1,7 @@
 //! `down`: stops CyNode and leaves nothing running.
 //!
-//! The worker is asked over its API, because only it can end its sandboxes in order. When it does not answer, `up` is
-//! signalled and what the worker left is removed from here.
+//! The worker is asked over its API, because only it can end its sandboxes in order; `up` and the other roles end with it. When it
+//! does not answer, `up` is signalled and what the worker left is removed from here.
 
 use std::{process::ExitCode, time::Duration};
 
@@ -14,14 +14,15 @@ use crate::{
     cli::{Down, Format, Globals},
     failure::{Failure, INTERNAL},
     output::{self, Progress},
-    roles,
+    postgres, roles,
     state::{Lock, Locked, StateDir},
+    up,
 };
 
 /// Ending many sandboxes takes a while.
 const END: Duration = Duration::from_mins(2);
-/// `up` itself waits 30 s for its worker.
-const DRAIN: Duration = Duration::from_secs(45);
+/// `up` itself waits 30 s for worker and orchestrator, and then for PostgreSQL.
+const DRAIN: Duration = Duration::from_secs(75);
 const POLL: Duration = Duration::from_millis(50);
 
 #[derive(Debug, Serialize)]
@@ -57,6 +58,7 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
         progress.say("stopping the supervisor");
         stop_up(&state).await?;
     }
+    let left = end_roles(&state).await?;
     state.remove_endpoints();
     let cleanup = match (clean, sandboxes) {
         (false, Sandboxes::End) => {
@@ -66,7 +68,7 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
         _ => None,
     };
     drop(progress);
-    let was_running = supervised || asked;
+    let was_running = supervised || asked || left;
     match globals.output {
         Format::Json => output::json(&Outcome { was_running, sandboxes, cleanup })?,
         Format::Table => {
@@ -98,6 +100,27 @@ async fn ask_worker(state: &StateDir, configured: &str, sandboxes: Sandboxes) ->
             output::note(&format!("cynode: the worker refused to stop by itself: {}", error.chain()));
             Ok(false)
         }
+    }
+}
+
+/// Waits for the roles of an `up` that was killed, which end by themselves, and ends the PostgreSQL of one. Says whether there were any.
+async fn end_roles(state: &StateDir) -> Result<bool, Failure> {
+    let orchestrator = Lock::orchestrator_runs(state)?;
+    if orchestrator && !wait_until(DRAIN, || Ok(!Lock::orchestrator_runs(state)?)).await? {
+        output::note("cynode: an orchestrator that this command did not start still runs on this state directory");
+    }
+    let server = postgres::Server::of(state);
+    if !server.has_directory() {
+        return Ok(orchestrator);
+    }
+    // Nobody starts it meanwhile.
+    match up::acquire(state).await? {
+        Locked::Ours(lock) => {
+            let ended = server.end_leftovers()?;
+            drop(lock);
+            Ok(ended || orchestrator)
+        }
+        Locked::Theirs(_) => Err(Failure::new(INTERNAL, "still_running", "'cynode up' was started meanwhile")),
     }
 }
 

@@ -51,6 +51,14 @@ impl Failure {
         self
     }
 
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    pub fn remedy_text(&self) -> Option<&str> {
+        self.remedy.as_deref()
+    }
+
     pub fn report(&self) -> ExitCode {
         if !self.quiet {
             // Details may hold names that a sandbox chose.
@@ -84,12 +92,10 @@ impl From<Error> for Failure {
         match error {
             Error::Problem(problem) => of_problem(*problem),
             Error::Status { status: 401 | 403, .. } => {
-                Self::new(DENIED, "denied", message).remedy("Check the token: CYNODE_TOKEN, or worker.token in the state directory.")
+                Self::new(DENIED, "denied", message).remedy("Check the token: CYNODE_TOKEN, or admin.token and worker.token in the state directory.")
             }
             Error::Status { status: 502..=504, .. } => Self::new(UNREACHABLE, "unreachable", message),
-            Error::Status { .. } | Error::Answer { .. } => {
-                Self::internal(message).remedy("Is this address a CyNode worker of the same version? See 'cynode status'.")
-            }
+            Error::Status { .. } | Error::Answer { .. } => Self::internal(message).remedy("Is this address a CyNode of the same version? See 'cynode status'."),
             Error::Unreachable { .. } | Error::Broken { .. } => {
                 Self::new(UNREACHABLE, "unreachable", message).remedy("See 'cynode status'; start CyNode with 'cynode up'.")
             }

@@ -3,6 +3,7 @@
 #![allow(unreachable_pub, reason = "a binary has no outside")]
 
 mod archive;
+mod backup;
 mod cli;
 mod connect;
 mod doctor;
@@ -10,6 +11,8 @@ mod down;
 mod failure;
 mod output;
 mod parse;
+mod plane;
+mod postgres;
 mod roles;
 mod sanitize;
 mod session;
@@ -41,7 +44,7 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> Result<ExitCode, Failure> {
     let mut builder = match cli.command {
-        Command::Worker(_) => tokio::runtime::Builder::new_multi_thread(),
+        Command::Worker(_) | Command::Orchestrator(_) => tokio::runtime::Builder::new_multi_thread(),
         // The rest waits for others. `up` also needs its children started by the main thread: they end with that thread.
         _ => tokio::runtime::Builder::new_current_thread(),
     };
@@ -59,11 +62,24 @@ async fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Down(args) => down::run(&globals, &args).await,
         Command::Status => status::run(&globals).await,
         Command::Doctor(args) => doctor::run(&globals, &args).await,
+        Command::Backup(args) => backup::run(&globals, &args).await,
+        Command::Run(args) => plane::run::run(&globals, args).await,
+        Command::Job { command } => plane::job::run(&globals, command).await,
+        Command::Task { command } => plane::task::run(&globals, command).await,
+        Command::Image { command } => plane::image::run(&globals, command).await,
+        Command::Node { command } => plane::node::run(&globals, command).await,
+        Command::Token { command } => plane::token::run(&globals, command).await,
+        Command::Setting { command } => plane::setting::setting(&globals, command).await,
+        Command::Preference { command } => plane::setting::preference(&globals, command).await,
+        Command::Artifact { command } => plane::artifact::run(&globals, command).await,
+        Command::Event { command } => plane::event::run(&globals, command).await,
         Command::Session { command } => session::run(&globals, command).await,
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut <Cli as clap::CommandFactory>::command(), "cynode", &mut std::io::stdout());
             Ok(ExitCode::SUCCESS)
         }
         Command::Worker(args) => roles::run_worker(&globals, args).await,
+        Command::Orchestrator(args) => roles::run_orchestrator(&globals, args).await,
+        Command::Postgres { parent } => roles::run_postgres(&globals, parent),
     }
 }

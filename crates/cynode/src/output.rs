@@ -104,6 +104,11 @@ pub fn size(bytes: u64) -> String {
     if tenths == 0 { format!("{whole} {name}") } else { format!("{whole}.{tenths} {name}") }
 }
 
+/// Bytes in hexadecimal digits.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// A span of time in its largest unit: `3h`.
 pub fn span(seconds: i64) -> String {
     match seconds.max(0) {

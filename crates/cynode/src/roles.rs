@@ -1,41 +1,70 @@
 //! The one place where the binary meets the roles' own crates.
 
 use std::{
-    net::{Ipv4Addr, Ipv6Addr},
+    net::{Ipv4Addr, Ipv6Addr, SocketAddr},
     process::ExitCode,
 };
 
 use cynode_service::listen::ListenError;
-use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
+use rustix::{
+    fs::Mode,
+    process::{Pid, Signal, getppid, set_parent_process_death_signal},
+};
 
 use crate::{
-    cli::{Globals, Settings, Worker},
+    cli::{Globals, RoleArgs, Section, Settings},
     failure::{Failure, USAGE},
-    state::StateDir,
+    postgres,
+    state::{Lock, StateDir},
 };
 
 /// The worker's configuration, read whole before anything starts.
 pub fn worker_config(globals: &Globals, settings: &Settings) -> Result<cynode_worker::Config, Failure> {
     let state = StateDir::new(globals)?;
-    cynode_worker::Config::load(globals.config.as_deref(), Some(state.path().to_owned()), &settings.overrides())
-        .map_err(|error| Failure::new(USAGE, "config", chain(&error)).remedy("Correct the configuration: file, then CYNODE_WORKER_*, then flags."))
+    cynode_worker::Config::load(globals.config.as_deref(), Some(state.path().to_owned()), &settings.overrides(Section::Worker))
+        .map_err(|error| bad_config(&error, Section::Worker))
+}
+
+/// The orchestrator's, likewise.
+pub fn orchestrator_config(globals: &Globals, settings: &Settings) -> Result<cynode_orchestrator::Config, Failure> {
+    let state = StateDir::new(globals)?;
+    cynode_orchestrator::Config::load(globals.config.as_deref(), state.path(), std::env::vars(), settings.overrides(Section::Orchestrator))
+        .map_err(|error| bad_config(&error, Section::Orchestrator))
+}
+
+fn bad_config(error: &dyn std::error::Error, section: Section) -> Failure {
+    let remedy = format!("Correct the configuration: file, then CYNODE_{}_*, then flags.", section.name().to_uppercase());
+    Failure::new(USAGE, "config", chain(error)).remedy(remedy)
 }
 
 /// The worker's address for those on this machine.
 pub fn worker_url(config: &cynode_worker::Config) -> String {
-    let mut address = config.listen;
+    local_url(config.listen, config.tls.cert.is_some())
+}
+
+/// The user API's, likewise.
+pub fn api_url(config: &cynode_orchestrator::Config) -> String {
+    local_url(config.listen, config.tls.cert.is_some())
+}
+
+/// The control plane's, likewise.
+pub fn control_url(config: &cynode_orchestrator::Config) -> String {
+    local_url(config.control_listen, config.tls.cert.is_some())
+}
+
+fn local_url(mut address: SocketAddr, tls: bool) -> String {
     if address.ip().is_unspecified() {
         address.set_ip(if address.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
     }
-    format!("{}://{address}", if config.tls.cert.is_some() { "https" } else { "http" })
+    format!("{}://{address}", if tls { "https" } else { "http" })
 }
 
 const DOCTOR: &str = "Run 'cynode doctor' to see what this machine lacks.";
 
 /// The worker role, until it is told to stop.
-pub async fn run_worker(globals: &Globals, args: Worker) -> Result<ExitCode, Failure> {
+pub async fn run_worker(globals: &Globals, args: RoleArgs) -> Result<ExitCode, Failure> {
     if let Some(parent) = args.parent {
-        end_with(parent)?;
+        end_with(parent, Signal::TERM)?;
     }
     let config = worker_config(globals, &args.settings)?;
     cynode_service::telemetry::init();
@@ -45,6 +74,29 @@ pub async fn run_worker(globals: &Globals, args: Worker) -> Result<ExitCode, Fai
         Err(cynode_worker::Error::Listen(error)) if !matches!(error, ListenError::Bind { .. }) => Err(Failure::new(USAGE, "config", chain(&error))),
         Err(error) => Err(Failure::internal(chain(&error)).remedy(DOCTOR)),
     }
+}
+
+/// The orchestrator role, until it is told to stop.
+pub async fn run_orchestrator(globals: &Globals, args: RoleArgs) -> Result<ExitCode, Failure> {
+    if let Some(parent) = args.parent {
+        end_with(parent, Signal::TERM)?;
+    }
+    let config = orchestrator_config(globals, &args.settings)?;
+    cynode_service::telemetry::init();
+    // Others may get through the state directory: PostgreSQL's user does.
+    rustix::process::umask(Mode::RWXG | Mode::RWXO);
+    let _runs = Lock::mark_orchestrator(&StateDir::new(globals)?)?;
+    match cynode_orchestrator::run(config).await {
+        Ok(()) => Ok(ExitCode::SUCCESS),
+        Err(cynode_orchestrator::Error::Listen(error)) if !matches!(error, ListenError::Bind { .. }) => Err(Failure::new(USAGE, "config", chain(&error))),
+        Err(error @ cynode_orchestrator::Error::NoDatabase) => Err(Failure::new(USAGE, "config", chain(&error))),
+        Err(error) => Err(Failure::internal(chain(&error))),
+    }
+}
+
+/// The private PostgreSQL's role: this process becomes the server.
+pub fn run_postgres(globals: &Globals, parent: Option<i32>) -> Result<ExitCode, Failure> {
+    postgres::run(&StateDir::new(globals)?, parent).map(|never| match never {})
 }
 
 /// Moves an ordinary user's process to where workers of that user live, by running this program anew. For root nothing
@@ -66,11 +118,11 @@ pub async fn examine(config: &cynode_worker::Config) -> Result<serde_json::Value
     serde_json::to_value(report).map_err(|error| Failure::internal(error.to_string()))
 }
 
-/// Asks the kernel to send SIGTERM when the supervisor is gone, so that a killed `up` leaves no worker that nobody watches.
+/// Asks the kernel for this signal when the supervisor is gone, so that a killed `up` leaves no role that nobody watches.
 /// Sandboxes go on: the next worker adopts them.
-fn end_with(parent: i32) -> Result<(), Failure> {
-    set_parent_process_death_signal(Some(Signal::TERM)).map_err(std::io::Error::from)?;
-    if getppid().map(Pid::as_raw_pid) == Some(parent) { Ok(()) } else { Err(Failure::internal("the supervisor ended before its worker began")) }
+pub fn end_with(parent: i32, signal: Signal) -> Result<(), Failure> {
+    set_parent_process_death_signal(Some(signal)).map_err(std::io::Error::from)?;
+    if getppid().map(Pid::as_raw_pid) == Some(parent) { Ok(()) } else { Err(Failure::internal("the supervisor ended before its role began")) }
 }
 
 fn chain(error: &dyn std::error::Error) -> String {

@@ -10,7 +10,10 @@ use fs_err::os::unix::fs::OpenOptionsExt;
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
-use crate::{cli::Globals, failure::Failure};
+use crate::{
+    cli::Globals,
+    failure::{Failure, USAGE},
+};
 
 /// `endpoints.json`: there while everything is ready. Roles that don't run are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,6 +21,10 @@ pub struct Endpoints {
     pub version: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub api: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mcp: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub control: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worker: Option<String>,
     pub pid: u32,
@@ -82,6 +89,20 @@ impl StateDir {
         }
     }
 
+    /// Refuses a directory in which a restore was cut off: what is in it is not whole.
+    pub fn check_restored(&self) -> Result<(), Failure> {
+        if !self.unfinished_restore().exists() {
+            return Ok(());
+        }
+        let what = format!("a restore into {} was cut off, and what is there is not whole", self.0.display());
+        Err(Failure::new(USAGE, "restore_unfinished", what).remedy("Empty the directory and restore again."))
+    }
+
+    /// There while a restore goes on.
+    pub fn unfinished_restore(&self) -> PathBuf {
+        self.0.join("restore.unfinished")
+    }
+
     fn endpoints_path(&self) -> PathBuf {
         self.0.join("endpoints.json")
     }
@@ -121,22 +142,40 @@ impl Lock {
     /// Who holds it, without taking it for longer than the question.
     pub fn holder(state: &StateDir) -> io::Result<Option<Locked>> {
         let path = state.lock_path();
-        Ok(is_held(&path)?.then(|| Locked::Theirs(read_pid(&path))))
+        Ok(is_held(&path, FlockOperation::NonBlockingLockShared)?.then(|| Locked::Theirs(read_pid(&path))))
     }
 
     /// Whether a worker runs on this state directory, with or without `up`: it holds a lock of its own to its very end.
     pub fn worker_runs(state: &StateDir) -> io::Result<bool> {
-        is_held(&state.0.join("worker").join("lock"))
+        is_held(&state.0.join("worker").join("lock"), FlockOperation::NonBlockingLockShared)
+    }
+
+    /// Notes that an orchestrator runs on this state directory, for as long as it lives. There may be several.
+    pub fn mark_orchestrator(state: &StateDir) -> io::Result<Self> {
+        let path = orchestrator_lock(state);
+        fs_err::create_dir_all(state.0.join("orchestrator"))?;
+        let file = fs_err::OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
+        flock(&file, FlockOperation::LockShared)?;
+        Ok(Self { _file: file })
+    }
+
+    pub fn orchestrator_runs(state: &StateDir) -> io::Result<bool> {
+        is_held(&orchestrator_lock(state), FlockOperation::NonBlockingLockExclusive)
     }
 }
 
-fn is_held(path: &Path) -> io::Result<bool> {
+fn orchestrator_lock(state: &StateDir) -> PathBuf {
+    state.0.join("orchestrator").join("lock")
+}
+
+/// Whether this kind of lock can't be had.
+fn is_held(path: &Path, operation: FlockOperation) -> io::Result<bool> {
     let file = match fs_err::File::open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         Err(error) => return Err(error),
     };
-    match flock(&file, FlockOperation::NonBlockingLockShared) {
+    match flock(&file, operation) {
         Ok(()) => Ok(false),
         Err(rustix::io::Errno::WOULDBLOCK) => Ok(true),
         Err(error) => Err(error.into()),
@@ -177,7 +216,7 @@ mod tests {
         let directory = tempfile::tempdir().expect("temporary directory");
         let state = state(&directory);
         assert_eq!(state.endpoints().expect("absent"), None);
-        let endpoints = Endpoints { version: 1, api: None, worker: Some("http://127.0.0.1:1".into()), pid: 7 };
+        let endpoints = Endpoints { version: 1, worker: Some("http://127.0.0.1:1".into()), pid: 7, ..Endpoints::default() };
         state.write_endpoints(&endpoints).expect("written");
         assert_eq!(state.endpoints().expect("there"), Some(endpoints));
         assert_eq!(fs_err::metadata(state.endpoints_path()).expect("there").permissions().mode() & 0o777, 0o600);

@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use cynode_api::SessionState;
-use cynode_client::{Readiness, SessionFilter};
+use cynode_client::{Error, Readiness, SessionFilter, Surface, UserClient, WorkerClient};
 use serde::Serialize;
 
 use crate::{
@@ -11,7 +11,8 @@ use crate::{
     connect,
     failure::{Failure, UNREACHABLE},
     output::{self, Colour},
-    state::{Lock, Locked, StateDir},
+    postgres,
+    state::{Endpoints, Lock, Locked, StateDir},
 };
 
 #[derive(Debug, Serialize)]
@@ -70,22 +71,31 @@ async fn look(globals: &Globals) -> Result<Status, Failure> {
         roles: Vec::new(),
         sessions: None,
     };
-    let client = match connect::client(globals) {
+    let starting = if pid.is_some() { "it is starting" } else { "it is not running; start it with 'cynode up'" };
+    if !connect::is_elsewhere() {
+        let Some(endpoints) = state.endpoints()?.filter(|_| pid.is_some()) else {
+            status.reason = Some(starting.to_owned());
+            return Ok(status);
+        };
+        status.roles = roles(&endpoints, &state).await?;
+    }
+    let client = match connect::client(globals).await {
         Ok(client) => client,
         Err(failure) if failure.exit == UNREACHABLE => {
-            status.reason = Some(if pid.is_some() { "it is starting" } else { "it is not running; start it with 'cynode up'" }.to_owned());
+            status.reason = Some(failure.message().to_owned());
             return Ok(status);
         }
         Err(failure) => return Err(failure),
     };
-    let reason = match client.readyz().await {
-        Ok(Readiness::Ready) => None,
-        Ok(Readiness::NotReady(reason)) => Some(reason),
-        Err(error) => Some(error.chain()),
-    };
-    status.ready = reason.is_none();
-    status.reason.clone_from(&reason);
-    status.roles.push(RoleStatus { role: "worker", url: client.base().to_owned(), ready: reason.is_none(), reason });
+    if status.roles.is_empty() {
+        let role = match client.surface() {
+            Surface::User => "orchestrator",
+            Surface::Worker => "worker",
+        };
+        status.roles.push(role_status(role, client.base(), client.readyz().await));
+    }
+    status.reason = status.roles.iter().find_map(|role| Some(format!("{}: {}", role.role, role.reason.as_ref()?)));
+    status.ready = status.reason.is_none();
     // A worker that is not ready may still know its sessions; one that is, must.
     match client.list_sessions(&SessionFilter::default()).await {
         Ok(list) => {
@@ -106,15 +116,42 @@ async fn look(globals: &Globals) -> Result<Status, Failure> {
     Ok(status)
 }
 
+/// Every role that `up` runs here.
+async fn roles(endpoints: &Endpoints, state: &StateDir) -> Result<Vec<RoleStatus>, Failure> {
+    let mut roles = Vec::new();
+    if let (Some(api), Some(token)) = (&endpoints.api, state.token("admin.token")?) {
+        roles.push(role_status("orchestrator", api, UserClient::new(api, &token)?.readyz().await));
+    }
+    if let (Some(worker), Some(token)) = (&endpoints.worker, state.token("worker.token")?) {
+        roles.push(role_status("worker", worker, WorkerClient::new(worker, &token)?.readyz().await));
+    }
+    let server = postgres::Server::of(state);
+    if endpoints.api.is_some() && server.was_started() {
+        let reason = server.running().is_none().then(|| "it does not take connections".to_owned());
+        roles.push(RoleStatus { role: "postgres", url: server.socket_directory().display().to_string(), ready: reason.is_none(), reason });
+    }
+    Ok(roles)
+}
+
+fn role_status(role: &'static str, url: &str, readiness: Result<Readiness, Error>) -> RoleStatus {
+    let reason = match readiness {
+        Ok(Readiness::Ready) => None,
+        Ok(Readiness::NotReady(reason)) => Some(reason),
+        Err(error) => Some(error.chain()),
+    };
+    RoleStatus { role, url: url.to_owned(), ready: reason.is_none(), reason }
+}
+
 fn print(status: &Status) -> Result<(), Failure> {
     let word = if status.ready { output::paint("ready", Colour::Green) } else { output::paint("not ready", Colour::Red) };
     output::line(&format!("CyNode {}: {word}", status.version))?;
-    let say = |name: &str, value: &str| output::line(&format!("  {name:<10}{}", crate::sanitize::line(value)));
+    let say = |name: &str, value: &str| output::line(&format!("  {name:<14}{}", crate::sanitize::line(value)));
     if let Some(reason) = &status.reason {
         say("reason", reason)?;
     }
     for role in &status.roles {
-        say(role.role, &role.url)?;
+        let word = role.reason.as_ref().map(|reason| format!(": {reason}")).unwrap_or_default();
+        say(role.role, &format!("{}{word}", role.url))?;
     }
     if let Some(pid) = status.pid {
         say("pid", &pid.to_string())?;

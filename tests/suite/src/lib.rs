@@ -6,12 +6,14 @@
 #![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
 mod dockerd;
+mod plane;
 mod random;
 mod requests;
 mod user;
 mod world;
 
 pub use dockerd::{OTHER_RUNTIME, TEST_USER};
+pub use plane::{Plane, Postgres, RunningOrchestrator, postgres_programs};
 pub use random::Random;
 pub use requests::{Answer, Http};
 pub use world::{Engine, Options, RunningWorker, World, eventually, repository};

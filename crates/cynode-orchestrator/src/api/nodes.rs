@@ -3,12 +3,10 @@
 use std::time::Duration;
 
 use axum::{Json, extract::State};
-use cynode_api::{Node, NodeDrain, NodeId, Page, Problem};
+use cynode_api::{Node, NodeDrain, NodeId, NodeKeyCreate, NodeKeyCreated, Page, Problem};
 use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
-use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
-use utoipa::ToSchema;
 
 use super::{Body, Id, Paging, check_version};
 use crate::{
@@ -52,26 +50,6 @@ pub(super) async fn drain(
     caller.require_admin()?;
     check_version(body.version)?;
     Ok(Json(orchestrator.db.drain_node(id, body.drain.unwrap_or(true)).await?.object(orchestrator.config.unreachable_after())))
-}
-
-#[derive(Clone, Debug, Default, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub(super) struct NodeKeyCreate {
-    version: Option<u32>,
-    /// Good for more than one node.
-    #[serde(default)]
-    reusable: bool,
-    /// A day when absent.
-    expires_in_seconds: Option<u64>,
-}
-
-#[derive(Clone, Debug, Serialize, ToSchema)]
-pub(super) struct NodeKeyCreated {
-    id: uuid::Uuid,
-    /// What the node registers with. It is shown once.
-    psk: String,
-    #[serde(with = "time::serde::rfc3339")]
-    expires_at: OffsetDateTime,
 }
 
 /// Make a key by which a node registers. Administrators only.

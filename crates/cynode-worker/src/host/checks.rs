@@ -172,26 +172,6 @@ pub(super) fn disk(state_dir: &Path) -> Check {
     }
 }
 
-pub(super) fn postgres() -> Check {
-    let mut found: Vec<PathBuf> = fs_err::read_dir("/usr/lib/postgresql")
-        .map(|entries| entries.filter_map(|entry| Some(entry.ok()?.path().join("bin/postgres"))).filter(|path| path.is_file()).collect())
-        .unwrap_or_default();
-    found.sort();
-    match found.last() {
-        Some(path) => Check::ok("PostgreSQL", path.display().to_string()),
-        None => match std::env::var_os("PATH")
-            .and_then(|path| std::env::split_paths(&path).map(|directory| directory.join("postgres")).find(|path| path.is_file()))
-        {
-            Some(path) => Check::ok("PostgreSQL", path.display().to_string()),
-            None => Check::problem(
-                "PostgreSQL",
-                "no server binaries",
-                "Install them: apt-get install postgresql (scripts/setup does it without creating a cluster).",
-            ),
-        },
-    }
-}
-
 pub(super) async fn git() -> Check {
     match run("git", &["--version"]).await {
         Ok(version) => Check::ok("git", version.trim().trim_start_matches("git version ").to_owned()),

@@ -93,7 +93,6 @@ pub async fn examine(config: &Config) -> Report {
     checks.push(checks::inotify(config.max_sandboxes));
     checks.push(checks::loop_devices(config).await);
     checks.push(checks::disk(&config.state_dir));
-    checks.push(checks::postgres());
     checks.push(checks::git().await);
     let choice = runtime.map(|Ran { oci_runtime, cgroup_manager, ids }| Choice { oci_runtime, cgroup_manager, max_nofile, ids });
     Report { checks, choice }

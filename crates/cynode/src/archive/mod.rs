@@ -24,6 +24,11 @@ pub fn channel() -> (mpsc::Sender<io::Result<Bytes>>, mpsc::Receiver<io::Result<
     mpsc::channel(PIECES)
 }
 
+/// What comes out of the channel, as a body's stream.
+pub fn stream(mut from: mpsc::Receiver<io::Result<Bytes>>) -> impl futures_util::Stream<Item = io::Result<Bytes>> {
+    futures_util::stream::poll_fn(move |context| from.poll_recv(context))
+}
+
 /// Writes into the channel from a blocking thread.
 #[derive(Debug)]
 pub struct PieceWriter {

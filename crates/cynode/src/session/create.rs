@@ -2,8 +2,8 @@
 
 use std::{process::ExitCode, time::Duration};
 
-use cynode_api::{LimitsRequest, Session, SessionCreate, SessionId, SessionState, TaskId};
-use cynode_client::WorkerClient;
+use cynode_api::{API_VERSION, LimitsRequest, Session, SessionCreate, SessionId, SessionState, TaskId, UserSessionCreate};
+use cynode_client::{Surface, WorkerClient};
 use tokio::time::{Instant, sleep};
 
 use crate::{
@@ -18,7 +18,10 @@ const PATIENCE: Duration = Duration::from_mins(15);
 pub async fn create(client: &WorkerClient, globals: &Globals, args: Create) -> Result<ExitCode, Failure> {
     let request = request(args);
     let progress = Progress::start("creating the session");
-    let session = client.create_session(&request).await?;
+    let session = match client.surface() {
+        Surface::User => client.create_user_session(&request).await?,
+        Surface::Worker => client.create_session(&on_worker(request)).await?,
+    };
     let session = until_running(client, session, progress).await?;
     print(globals, &session)
 }
@@ -30,9 +33,14 @@ pub async fn resume(client: &WorkerClient, globals: &Globals, id: SessionId) -> 
     print(globals, &session)
 }
 
-fn request(args: Create) -> SessionCreate {
+/// The session's id is chosen here, so that the same request can be sent again.
+fn request(args: Create) -> UserSessionCreate {
     let limits = LimitsRequest { memory_bytes: args.memory, cpus: args.cpus, pids: args.pids, disk_bytes: args.disk, nofile: args.nofile };
-    SessionCreate {
+    UserSessionCreate {
+        version: Some(API_VERSION),
+        task_id: args.task,
+        session_id: Some(args.id.unwrap_or_else(SessionId::generate)),
+        image_ref: Some(args.image),
         workspace_ref: args.workspace,
         env: args.env.into_iter().collect(),
         limits: (limits != LimitsRequest::default()).then_some(limits),
@@ -41,7 +49,23 @@ fn request(args: Create) -> SessionCreate {
         idle_timeout_seconds: args.idle.map(|time| time.as_secs().max(1)),
         pty_allowed: args.pty.then_some(true),
         labels: args.label.into_iter().collect(),
-        ..SessionCreate::new(args.task.unwrap_or_else(TaskId::generate), args.id.unwrap_or_else(SessionId::generate), args.image)
+    }
+}
+
+/// A worker knows no tasks: it is told an id that stands for one.
+fn on_worker(request: UserSessionCreate) -> SessionCreate {
+    let task = request.task_id.unwrap_or_else(TaskId::generate);
+    let (id, image) = (request.session_id.unwrap_or_else(SessionId::generate), request.image_ref.unwrap_or_else(|| "default".to_owned()));
+    SessionCreate {
+        workspace_ref: request.workspace_ref,
+        env: request.env,
+        limits: request.limits,
+        network_policy: request.network_policy,
+        max_lifetime_seconds: request.max_lifetime_seconds,
+        idle_timeout_seconds: request.idle_timeout_seconds,
+        pty_allowed: request.pty_allowed,
+        labels: request.labels,
+        ..SessionCreate::new(task, id, image)
     }
 }
 

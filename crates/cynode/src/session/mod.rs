@@ -5,7 +5,7 @@ mod create;
 mod exec;
 mod list;
 mod shell;
-mod stdio;
+pub mod stdio;
 
 use std::process::ExitCode;
 
@@ -16,7 +16,7 @@ use crate::{
 };
 
 pub async fn run(globals: &Globals, command: Session) -> Result<ExitCode, Failure> {
-    let client = connect::client(globals)?;
+    let client = connect::client(globals).await?;
     match command {
         Session::Create(args) => create::create(&client, globals, *args).await,
         Session::Resume { id } => create::resume(&client, globals, id).await,
@@ -30,7 +30,7 @@ pub async fn run(globals: &Globals, command: Session) -> Result<ExitCode, Failur
 }
 
 /// The exit code of a command as a shell would have it: its own, or 128 and the signal's number.
-fn exit_code(code: Option<i32>, signal: Option<&str>) -> Option<ExitCode> {
+pub fn exit_code(code: Option<i32>, signal: Option<&str>) -> Option<ExitCode> {
     let number = match (code, signal) {
         (Some(code), _) => code & 0xff,
         (None, Some(signal)) => 128 + cynode_api::SignalName::number_of(signal).unwrap_or(0),

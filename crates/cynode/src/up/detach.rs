@@ -9,9 +9,9 @@ use tokio::{
     time::{Instant, sleep, timeout},
 };
 
-use super::common_arguments;
+use super::stack::arguments;
 use crate::{
-    cli::{Globals, Settings},
+    cli::{Globals, Section, Settings},
     failure::{Failure, INTERNAL, USAGE},
     output::{self, Progress},
     state::{Endpoints, StateDir},
@@ -22,12 +22,14 @@ const PATIENCE: Duration = Duration::from_mins(2);
 const TAIL_LINES: usize = 30;
 
 #[expect(clippy::disallowed_methods, reason = "the one place that starts this program again, in the background")]
-pub async fn run(globals: &Globals, settings: &Settings, state: &StateDir) -> Result<Endpoints, Failure> {
+pub async fn run(globals: &Globals, settings: &Settings, worker_only: bool, state: &StateDir) -> Result<Endpoints, Failure> {
     let log = state.log("up.log");
     let file = fs_err::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&log)?;
     let mut child = Command::new(std::env::current_exe()?)
         .args(["up", "--background"])
-        .args(common_arguments(globals, state, settings)?)
+        .args(worker_only.then_some("--worker-only"))
+        .args(arguments(globals, state, settings, Section::Worker)?)
+        .args(settings.overrides(Section::Orchestrator).into_iter().flat_map(|(key, value)| ["--set".to_owned(), format!("orchestrator.{key}={value}")]))
         .stdin(Stdio::null())
         .stdout(file.try_clone()?.into_parts().0)
         .stderr(file.into_parts().0)

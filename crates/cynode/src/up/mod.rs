@@ -1,20 +1,30 @@
 //! `up`: starts the roles as processes of their own, watches them, and ends with them.
 //!
 //! Invariants: one `up` per state directory; `endpoints.json` is there only while everything is ready; a plain SIGTERM
-//! ends the worker and keeps the sandboxes, a shutdown asked of the worker (`down`) ends this process too.
+//! ends the worker and keeps the sandboxes, a shutdown asked of the worker (`down`) ends this process too; no role outlives it.
 
+mod child;
 mod detach;
 mod logs;
+mod role;
+mod stack;
 mod supervisor;
 
-use std::{ffi::OsString, net::TcpListener, process::ExitCode, time::Duration};
+use std::{process::ExitCode, time::Duration};
+
+use tokio::time::{Instant, sleep};
 
 use crate::{
-    cli::{Format, Globals, Settings, Up},
+    cli::{Format, Globals, Up},
     failure::{Failure, USAGE},
-    output, roles,
+    output,
     state::{Endpoints, Lock, Locked, StateDir},
 };
+
+pub use stack::{REGISTRATION_KEY, Stack};
+
+/// How long roles of an `up` that was killed may take to end.
+const PREDECESSORS: Duration = Duration::from_secs(30);
 
 pub async fn run(globals: &Globals, args: Up) -> Result<ExitCode, Failure> {
     if args.background {
@@ -27,37 +37,42 @@ pub async fn run(globals: &Globals, args: Up) -> Result<ExitCode, Failure> {
         Locked::Ours(lock) => lock,
         Locked::Theirs(pid) => return already_running(globals, &args, &state, pid),
     };
+    state.check_restored()?;
     // What a killed predecessor left.
     state.remove_endpoints();
-    let settings = with_fixed_port(globals, args.settings)?;
-    let config = roles::worker_config(globals, &settings)?;
-    let url = roles::worker_url(&config);
+    let stack = Stack::plan(globals, args.settings, args.worker_only)?;
     if args.detach {
         drop(lock);
-        let endpoints = detach::run(globals, &settings, &state).await?;
+        let endpoints = detach::run(globals, &stack.settings, args.worker_only, &state).await?;
         announce(globals, &endpoints)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let mut arguments = vec!["worker".into(), "--parent".into(), std::process::id().to_string().into()];
-    arguments.extend(common_arguments(globals, &state, &settings)?);
-    let role = supervisor::Role { name: "worker", program: std::env::current_exe()?, arguments, url };
-    let result = supervisor::run(role, &state, !args.background).await;
-    state.remove_endpoints();
+    predecessors(&state).await?;
+    let result = supervisor::run(stack.roles(globals, &state)?, &stack.endpoints(), &state, !args.background).await;
     drop(lock);
     result
 }
 
-async fn acquire(state: &StateDir) -> Result<Locked, Failure> {
+/// The lock of `up`, which commands that only ask hold for a moment.
+pub async fn acquire(state: &StateDir) -> Result<Locked, Failure> {
     let mut locked = Lock::acquire(state)?;
-    // Somebody who only asks holds it for a moment.
     for _ in 0..5 {
         if matches!(locked, Locked::Ours(_)) {
             break;
         }
-        tokio::time::sleep(Duration::from_millis(40)).await;
+        sleep(Duration::from_millis(40)).await;
         locked = Lock::acquire(state)?;
     }
     Ok(locked)
+}
+
+/// Roles end with their `up`, however that ends, but not in the same moment: their addresses are theirs until then.
+async fn predecessors(state: &StateDir) -> Result<(), Failure> {
+    let deadline = Instant::now() + PREDECESSORS;
+    while (Lock::worker_runs(state)? || Lock::orchestrator_runs(state)?) && Instant::now() < deadline {
+        sleep(Duration::from_millis(50)).await;
+    }
+    Ok(())
 }
 
 fn already_running(globals: &Globals, args: &Up, state: &StateDir, pid: Option<u32>) -> Result<ExitCode, Failure> {
@@ -81,25 +96,4 @@ fn announce(globals: &Globals, endpoints: &Endpoints) -> Result<(), Failure> {
         Format::Table => output::line(endpoints.api.as_ref().or(endpoints.worker.as_ref()).map_or("", String::as_str))?,
     }
     Ok(())
-}
-
-/// Port 0 means any free one. It is chosen here, so that a restarted worker keeps its address.
-fn with_fixed_port(globals: &Globals, mut settings: Settings) -> Result<Settings, Failure> {
-    let listen = roles::worker_config(globals, &settings)?.listen;
-    if listen.port() == 0 {
-        settings.worker_listen = Some(TcpListener::bind(listen)?.local_addr()?.to_string());
-    }
-    Ok(settings)
-}
-
-/// The flags that give a child the same view of the world.
-fn common_arguments(globals: &Globals, state: &StateDir, settings: &Settings) -> Result<Vec<OsString>, Failure> {
-    let mut arguments = vec!["--state-dir".into(), state.path().into()];
-    if let Some(config) = &globals.config {
-        arguments.extend(["--config".into(), std::path::absolute(config)?.into()]);
-    }
-    for (key, value) in settings.overrides() {
-        arguments.extend(["--set".into(), format!("{key}={value}").into()]);
-    }
-    Ok(arguments)
 }

@@ -1,203 +1,146 @@
-//! One role as a child process: started, waited for, started again when it dies, drained at the end.
+//! The roles together: started in order, ready when all are, stopped in the reverse order.
+//!
+//! Who depends on another waits for that one's first readiness and no longer: later each is restarted for itself, and those that
+//! need it get over its absence.
 
-use std::{
-    ffi::OsString,
-    path::PathBuf,
-    process::{ExitCode, ExitStatus, Stdio},
-    sync::Arc,
-    time::Duration,
-};
+use std::{process::ExitCode, sync::Arc, time::Duration};
 
-use cynode_client::{Error, Readiness, SessionFilter, WorkerClient};
 use parking_lot::Mutex;
-use rustix::process::{Pid, Signal, kill_process};
 use tokio::{
-    process::{Child, Command},
     signal::unix::{SignalKind, signal},
-    task::JoinHandle,
-    time::{Instant, sleep, timeout},
+    sync::watch,
+    task::JoinSet,
+    time::Instant,
 };
 
-use super::logs::{Lines, pump};
+use super::{
+    child::{Ended, Keeper, Stopping},
+    logs::Lines,
+    role::Role,
+};
 use crate::{
-    failure::{Failure, INTERNAL, USAGE},
+    failure::Failure,
     output,
     state::{Endpoints, StateDir},
 };
 
-/// How long a role may take until it is ready for the first time.
+/// How long it may take until everything is ready for the first time.
 pub const STARTUP: Duration = Duration::from_secs(110);
-const DRAIN: Duration = Duration::from_secs(30);
-const POLL: Duration = Duration::from_millis(100);
-/// A role that dies so often before it was ever ready won't be.
-const ATTEMPTS: u32 = 3;
 
-#[derive(Debug)]
-pub struct Role {
-    pub name: &'static str,
-    pub program: PathBuf,
-    pub arguments: Vec<OsString>,
-    pub url: String,
+type Kept = (usize, Result<Ended, Failure>);
+
+struct Team {
+    roles: Vec<Arc<Role>>,
+    stops: Vec<watch::Sender<Stopping>>,
+    ready: Vec<watch::Receiver<bool>>,
+    tasks: JoinSet<Kept>,
 }
 
-/// Pauses between restarts: twice as long each time, from the start again after a healthy while.
-#[derive(Debug)]
-struct Backoff {
-    next: Duration,
-}
-
-impl Backoff {
-    const FIRST: Duration = Duration::from_millis(200);
-    const LONGEST: Duration = Duration::from_secs(10);
-    const HEALTHY: Duration = Duration::from_secs(30);
-
-    fn new() -> Self {
-        Self { next: Self::FIRST }
-    }
-
-    fn after(&mut self, lived: Duration) -> Duration {
-        if lived >= Self::HEALTHY {
-            self.next = Self::FIRST;
-        }
-        let pause = self.next;
-        self.next = (pause * 2).min(Self::LONGEST);
-        pause
-    }
-}
-
-struct Running {
-    child: Child,
-    pumps: Vec<JoinHandle<()>>,
-}
-
-/// Ends when a signal asks for it, when the role ends cleanly (it was told to), or when it never becomes ready.
-pub async fn run(role: Role, state: &StateDir, to_stderr: bool) -> Result<ExitCode, Failure> {
-    let lines = Arc::new(Mutex::new(Lines::open(role.name, &state.log(&format!("{}.log", role.name)), to_stderr)?));
+/// Ends when a signal asks for it, when a role whose end is the end of all ends cleanly, or when one never becomes ready.
+pub async fn run(roles: Vec<Role>, endpoints: &Endpoints, state: &StateDir, to_stderr: bool) -> Result<ExitCode, Failure> {
     let mut stop = Stop::new()?;
-    let mut backoff = Backoff::new();
-    let mut ready = false;
-    let mut deaths = 0;
+    let mut team = Team { roles: Vec::new(), stops: Vec::new(), ready: Vec::new(), tasks: JoinSet::new() };
     let deadline = Instant::now() + STARTUP;
-    let mut reason = String::from("it does not answer");
-    loop {
-        let started = Instant::now();
-        let mut running = spawn(&role, &lines)?;
-        let status = loop {
+    for role in roles {
+        let role = Arc::new(role);
+        let log = state.log(&format!("{}.log", role.name));
+        let (stop_sender, stop) = watch::channel(Stopping::No);
+        let (ready_sender, ready) = watch::channel(false);
+        let needs = role.needs.and_then(|name| team.position(name)).map(|index| team.ready[index].clone());
+        let keeper = Keeper {
+            role: Arc::clone(&role),
+            state: state.clone(),
+            lines: Arc::new(Mutex::new(Lines::open(role.name, &log, to_stderr)?)),
+            log: log.display().to_string(),
+            needs,
+            ready: ready_sender,
+            stop,
+            deadline,
+            to_stderr,
+        };
+        let index = team.roles.len();
+        team.tasks.spawn(async move { (index, keeper.keep().await) });
+        team.roles.push(role);
+        team.stops.push(stop_sender);
+        team.ready.push(ready);
+    }
+    let result = team.watch(&mut stop, endpoints, state).await;
+    // Who finds the file may trust it.
+    state.remove_endpoints();
+    team.drain(&mut stop).await;
+    result
+}
+
+impl Team {
+    fn position(&self, name: &str) -> Option<usize> {
+        self.roles.iter().position(|role| role.name == name)
+    }
+
+    async fn watch(&mut self, stop: &mut Stop, endpoints: &Endpoints, state: &StateDir) -> Result<ExitCode, Failure> {
+        let mut all_ready = false;
+        let everybody = self.ready.clone();
+        let mut becoming = std::pin::pin!(everyone(everybody));
+        loop {
             tokio::select! {
                 biased;
                 () = stop.asked() => {
-                    drain(&mut running, &mut stop).await;
+                    let sandboxes = if self.position("worker").is_some() { "; sandboxes keep running for the next 'cynode up' ('cynode down' ends them)" } else { "" };
+                    output::note(&format!("cynode: stopping{sandboxes}"));
                     return Ok(ExitCode::SUCCESS);
                 }
-                status = running.child.wait() => break status?,
-                probed = async { sleep(POLL).await; probe(&role.url, state).await }, if !ready => match probed {
-                    Ok(()) => {
-                        ready = true;
-                        state.write_endpoints(&Endpoints { version: 1, api: None, worker: Some(role.url.clone()), pid: std::process::id() })?;
-                        output::note(&format!("cynode: {} is ready at {}", role.name, role.url));
+                ended = self.tasks.join_next() => match ended {
+                    Some(Ok((index, Ok(Ended::ByItself)))) => {
+                        output::note(&format!("cynode: {} has stopped", self.roles[index].name));
+                        return Ok(ExitCode::SUCCESS);
                     }
-                    Err(why) => {
-                        if why != reason && to_stderr {
-                            output::note(&format!("cynode: {} is not ready: {why}", role.name));
-                        }
-                        reason = why;
-                        if Instant::now() > deadline {
-                            drain(&mut running, &mut stop).await;
-                            lines.lock().print_tail();
-                            return Err(Failure::new(INTERNAL, "not_ready", format!("the {} is not ready after {} s: {reason}", role.name, STARTUP.as_secs()))
-                                .remedy("Run 'cynode doctor' to see what this machine lacks."));
-                        }
-                    }
+                    Some(Ok((_, Ok(Ended::Asked)))) => {}
+                    Some(Ok((_, Err(failure)))) => return Err(failure),
+                    Some(Err(error)) => return Err(Failure::internal(format!("a role is no longer watched: {error}"))),
+                    None => return Ok(ExitCode::SUCCESS),
                 },
+                () = &mut becoming, if !all_ready => {
+                    all_ready = true;
+                    state.write_endpoints(endpoints)?;
+                    for role in &self.roles {
+                        output::note(&format!("cynode: {} is ready at {}", role.name, role.place));
+                    }
+                }
             }
-        };
-        // What was already written is still on its way.
-        for pump in running.pumps {
-            drop(timeout(Duration::from_secs(1), pump).await);
         }
-        if status.success() {
-            output::note(&format!("cynode: {} has stopped", role.name));
-            return Ok(ExitCode::SUCCESS);
+    }
+
+    /// Those that others need come last.
+    async fn drain(&mut self, stop: &mut Stop) {
+        for is_needed in [false, true] {
+            let these: Vec<usize> = (0..self.roles.len()).filter(|index| self.is_needed(*index) == is_needed).collect();
+            for index in &these {
+                self.stops[*index].send_replace(Stopping::InOrder);
+            }
+            // A task's end closes its side of the channel.
+            while these.iter().any(|index| self.stops[*index].receiver_count() > 0) {
+                tokio::select! {
+                    ended = self.tasks.join_next() => if ended.is_none() { break },
+                    () = stop.asked() => {
+                        for index in &these {
+                            self.stops[*index].send_replace(Stopping::AtOnce);
+                        }
+                    }
+                }
+            }
         }
-        deaths += 1;
-        if !ready && (deaths == ATTEMPTS || status.code() == Some(i32::from(USAGE))) {
-            lines.lock().print_tail();
-            return Err(never_ready(&role, status, &state.log(&format!("{}.log", role.name)).display().to_string()));
-        }
-        let pause = backoff.after(started.elapsed());
-        output::note(&format!("cynode: {} ended ({status}); starting it again in {} ms", role.name, pause.as_millis()));
-        tokio::select! {
-            () = stop.asked() => return Ok(ExitCode::SUCCESS),
-            () = sleep(pause) => {}
-        }
+    }
+
+    fn is_needed(&self, index: usize) -> bool {
+        self.roles.iter().any(|role| role.needs == Some(self.roles[index].name))
     }
 }
 
-fn never_ready(role: &Role, status: ExitStatus, log: &str) -> Failure {
-    let exit = if status.code() == Some(i32::from(USAGE)) { USAGE } else { INTERNAL };
-    Failure::new(exit, "not_ready", format!("the {} ended before it was ready ({status})", role.name))
-        .remedy(format!("See the lines above and {log}; 'cynode doctor' checks this machine."))
-}
-
-#[expect(clippy::disallowed_methods, reason = "the one place that starts roles")]
-fn spawn(role: &Role, lines: &Arc<Mutex<Lines>>) -> Result<Running, Failure> {
-    let mut child = Command::new(&role.program)
-        .args(&role.arguments)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        // Ctrl-C in the terminal is for us; we drain the child in order.
-        .process_group(0)
-        .spawn()
-        .map_err(|error| Failure::internal(format!("can't start {}: {error}", role.program.display())))?;
-    let mut pumps = Vec::new();
-    if let Some(stdout) = child.stdout.take() {
-        let lines = lines.clone();
-        pumps.push(tokio::spawn(async move { pump(stdout, &lines).await }));
-    }
-    if let Some(stderr) = child.stderr.take() {
-        let lines = lines.clone();
-        pumps.push(tokio::spawn(async move { pump(stderr, &lines).await }));
-    }
-    Ok(Running { child, pumps })
-}
-
-/// Ready, and ours: another program at the same address does not take our token.
-async fn probe(url: &str, state: &StateDir) -> Result<(), String> {
-    let token = match state.token("worker.token") {
-        Ok(Some(token)) => token,
-        Ok(None) => return Err("it is starting".to_owned()),
-        Err(error) => return Err(error.to_string()),
-    };
-    let client = WorkerClient::new(url, &token).map_err(|error| error.chain())?;
-    match client.readyz().await {
-        Ok(Readiness::Ready) => {}
-        Ok(Readiness::NotReady(reason)) => return Err(reason),
-        Err(Error::Unreachable { .. }) => return Err("it does not answer yet".to_owned()),
-        Err(error) => return Err(error.chain()),
-    }
-    match client.list_sessions_page(&SessionFilter::default(), None).await {
-        Ok(_) => Ok(()),
-        Err(error) if error.status() == Some(401) => Err(format!("another program answers at {url}; give another address with --worker-listen")),
-        Err(error) => Err(error.chain()),
-    }
-}
-
-/// TERM, patience, KILL. The sandboxes go on.
-async fn drain(running: &mut Running, stop: &mut Stop) {
-    let Some(pid) = running.child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw) else { return };
-    output::note("cynode: stopping; sandboxes keep running for the next 'cynode up' ('cynode down' ends them)");
-    // It may have ended by itself meanwhile.
-    kill_process(pid, Signal::TERM).ok();
-    tokio::select! {
-        _ = running.child.wait() => {}
-        () = async { tokio::select! { () = sleep(DRAIN) => {}, () = stop.asked() => {} } } => {
-            output::note("cynode: it did not stop in time; killing it");
-            drop(running.child.kill().await);
+async fn everyone(ready: Vec<watch::Receiver<bool>>) {
+    for mut one in ready {
+        if one.wait_for(|ready| *ready).await.is_err() {
+            // It ended before it was ready, and says so itself.
+            std::future::pending::<()>().await;
         }
-    }
-    for pump in running.pumps.drain(..) {
-        drop(timeout(Duration::from_secs(1), pump).await);
     }
 }
 
@@ -219,18 +162,5 @@ impl Stop {
             _ = self.interrupt.recv() => {}
             _ = self.hangup.recv() => {}
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn pauses_double_up_to_a_limit_and_start_again_after_a_healthy_while() {
-        let mut backoff = Backoff::new();
-        let pauses: Vec<u128> = (0..8).map(|_| backoff.after(Duration::ZERO).as_millis()).collect();
-        assert_eq!(pauses, [200, 400, 800, 1600, 3200, 6400, 10_000, 10_000]);
-        assert_eq!(backoff.after(Duration::from_secs(31)).as_millis(), 200);
     }
 }

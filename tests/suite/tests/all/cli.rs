@@ -21,29 +21,29 @@ use serde_json::Value;
 
 /// How a run of `cynode` ended.
 #[derive(Debug)]
-struct Ran {
-    code: Option<i32>,
-    stdout: Vec<u8>,
-    stderr: String,
+pub(crate) struct Ran {
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: Vec<u8>,
+    pub(crate) stderr: String,
 }
 
 impl Ran {
-    fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         String::from_utf8_lossy(&self.stdout).into_owned()
     }
 
     /// The standard output of a run that ended well.
-    fn good(self) -> Result<String> {
+    pub(crate) fn good(self) -> Result<String> {
         ensure!(self.code == Some(0), "{self:?}");
         Ok(self.text())
     }
 
-    fn json(self) -> Result<Value> {
+    pub(crate) fn json(self) -> Result<Value> {
         serde_json::from_str(&self.good()?).context("stdout is not one JSON document")
     }
 
     /// Exit code and the code in `cynode: error[…]`, of which there is one line.
-    fn failure(&self) -> (i32, String) {
+    pub(crate) fn failure(&self) -> (i32, String) {
         let mut codes = self.stderr.lines().filter_map(|line| line.strip_prefix("cynode: error[")?.split_once("]: "));
         let code = codes.next().map_or_else(String::new, |(code, message)| if message.is_empty() { String::new() } else { code.to_owned() });
         assert!(codes.next().is_none(), "more than one error: {}", self.stderr);
@@ -52,9 +52,9 @@ impl Ran {
 }
 
 /// `cynode` in an environment of its own.
-fn cynode(world: &World) -> Result<Command> {
+pub(crate) fn cynode(world: &World) -> Result<Command> {
     let mut command = Command::new(World::cynode()?);
-    for name in ["CYNODE_URL", "CYNODE_TOKEN", "CYNODE_CONFIG", "CYNODE_CA_FILE"] {
+    for name in ["CYNODE_URL", "CYNODE_TOKEN", "CYNODE_CONFIG", "CYNODE_CA_FILE", "DATABASE_URL", "PG_BIN"] {
         command.env_remove(name);
     }
     command.env("CYNODE_STATE_DIR", world.state_dir()).current_dir(world.directory());
@@ -76,7 +76,7 @@ fn begin_exec(mut command: Command, id: &str, script: &str) -> Result<(std::proc
     Ok((child, stdout))
 }
 
-fn run(command: &mut Command, stdin: &[u8]) -> Result<Ran> {
+pub(crate) fn run(command: &mut Command, stdin: &[u8]) -> Result<Ran> {
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let mut input = child.stdin.take().context("stdin")?;
     let pid = Pid::from_raw(child.id().cast_signed()).context("a pid")?;

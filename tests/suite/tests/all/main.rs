@@ -12,6 +12,7 @@ mod every_runtime;
 mod execs;
 mod files;
 mod jobs;
+mod plane;
 mod pool;
 mod rootless;
 mod runtime;

@@ -107,7 +107,7 @@ async fn up_and_down_work_for_an_ordinary_user_without_a_login_session() -> Resu
         ensure!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     };
-    cynode(&["up", "--detach"])?;
+    cynode(&["up", "--worker-only", "--detach"])?;
     let id = cynode(&["session", "create"])?;
     assert_eq!(exec(&id, "id -u; mkdir -p tree/sub; touch tree/sub/file; chmod 500 tree/sub")?, "1000\n");
     cynode(&["session", "end", &id])?;

@@ -1,4 +1,4 @@
-//! `up`, `status`, `down` and `doctor`: CyNode on this machine.
+//! `up --worker-only`, `status`, `down` and `doctor`: a worker on this machine.
 
 use std::{io::BufRead as _, os::unix::fs::PermissionsExt as _, path::Path, process::Command, time::Duration};
 
@@ -33,7 +33,7 @@ impl Machine {
 
     /// Starts in the background; the processes are ended with the test, however that ends.
     fn up(&self) -> Result<String> {
-        let printed = self.run(&["up", "--detach"])?.good()?;
+        let printed = self.run(&["up", "--worker-only", "--detach"])?.good()?;
         self.world.remember(self.up_pid()?)?;
         self.world.remember(self.worker_pid()?)?;
         Ok(printed.trim_end().to_owned())
@@ -97,10 +97,10 @@ async fn up_runs_in_the_background_and_down_leaves_nothing() -> Result<()> {
     let status = machine.run(&["status"])?.good()?;
     assert!(status.contains(": ready\n") && status.contains(&url) && status.contains("1 running"), "{status}");
 
-    let again = machine.run(&["up", "--detach"])?;
+    let again = machine.run(&["up", "--worker-only", "--detach"])?;
     assert_eq!((again.code, again.text()), (Some(0), format!("{url}\n")));
     assert!(again.stderr.contains("already running") && machine.endpoints()? == endpoints, "{again:?}");
-    assert_eq!(machine.run(&["up"])?.failure(), (64, "already_running".to_owned()));
+    assert_eq!(machine.run(&["up", "--worker-only"])?.failure(), (64, "already_running".to_owned()));
 
     let down = machine.run(&["down"])?;
     assert_eq!((down.code, down.text().as_str()), (Some(0), ""));
@@ -190,12 +190,12 @@ async fn a_worker_that_dies_is_started_again_and_a_running_exec_goes_on() -> Res
 #[tokio::test]
 async fn an_up_that_can_not_start_says_why() -> Result<()> {
     let machine = Machine::new()?;
-    let unknown = machine.run(&["up", "--detach", "--set", "colour=1"])?;
+    let unknown = machine.run(&["up", "--worker-only", "--detach", "--set", "colour=1"])?;
     assert_eq!((unknown.failure(), unknown.stderr.contains("colour")), ((64, "config".to_owned()), true), "{unknown:?}");
-    let open = machine.run(&["up", "--detach", "--worker-listen", "0.0.0.0:0"])?;
+    let open = machine.run(&["up", "--worker-only", "--detach", "--worker-listen", "0.0.0.0:0"])?;
     assert!(open.code == Some(64) && open.stderr.contains("--insecure-listen"), "{open:?}");
     let taken = std::net::TcpListener::bind("127.0.0.1:0")?;
-    let busy = machine.run(&["up", "--detach", "--worker-listen", &taken.local_addr()?.to_string()])?;
+    let busy = machine.run(&["up", "--worker-only", "--detach", "--worker-listen", &taken.local_addr()?.to_string()])?;
     assert!(busy.code == Some(70) && busy.stderr.contains("can't listen on"), "{busy:?}");
     assert!(!machine.world.state_dir().join("endpoints.json").exists());
     machine.world.assert_clean().await
@@ -212,7 +212,7 @@ async fn doctor_says_what_is_well_what_was_adapted_and_what_is_wrong() -> Result
     let json = machine.run(&["doctor", "--output", "json"])?.json()?;
     let checks = json["checks"].as_array().context("checks")?;
     let names: Vec<&str> = checks.iter().filter_map(|check| check["name"].as_str()).collect();
-    for name in ["container engine", "OCI runtime", "cgroups", "agent", "default image", "free disk"] {
+    for name in ["container engine", "OCI runtime", "cgroups", "agent", "default image", "free disk", "PostgreSQL"] {
         assert!(names.contains(&name), "{name} is not in {names:?}");
     }
     assert!(checks.iter().all(|check| ["ok", "adapted"].contains(&check["status"].as_str().unwrap_or_default()) && check["detail"].is_string()), "{json}");

@@ -1,0 +1,152 @@
+//! Which roles `up` runs, and with what.
+
+use std::{
+    ffi::OsString,
+    net::{SocketAddr, TcpListener},
+    path::Path,
+};
+
+use rustix::process::Signal;
+
+use super::role::{Probe, Role};
+use crate::{
+    cli::{Globals, Section, Settings},
+    failure::Failure,
+    postgres, roles,
+    state::{Endpoints, StateDir},
+};
+
+/// The worker registers with the orchestrator beside it. Off until the worker knows how.
+const WORKER_JOINS: bool = false;
+
+/// By which the worker of this machine registers.
+pub const REGISTRATION_KEY: &str = "registration.key";
+
+/// What `up` runs.
+#[derive(Debug)]
+pub struct Stack {
+    /// With ports that stay: a restarted role keeps its address.
+    pub settings: Settings,
+    worker: cynode_worker::Config,
+    /// Absent on a node that joins another machine's.
+    orchestrator: Option<cynode_orchestrator::Config>,
+}
+
+impl Stack {
+    /// All of the configuration is read here, before anything starts.
+    pub fn plan(globals: &Globals, mut settings: Settings, worker_only: bool) -> Result<Self, Failure> {
+        let mut fixed = Vec::new();
+        let listen = roles::worker_config(globals, &settings)?.listen;
+        fix(&mut settings.worker_listen, listen, &mut fixed)?;
+        let worker = roles::worker_config(globals, &settings)?;
+        if worker_only {
+            return Ok(Self { settings, worker, orchestrator: None });
+        }
+        let config = roles::orchestrator_config(globals, &settings)?;
+        fix(&mut settings.api_listen, config.listen, &mut fixed)?;
+        fix(&mut settings.control_listen, config.control_listen, &mut fixed)?;
+        let orchestrator = roles::orchestrator_config(globals, &settings)?;
+        let state = StateDir::new(globals)?;
+        if orchestrator.database_url.is_none() {
+            postgres::Programs::find(&postgres::Server::of(&state))?;
+        }
+        Ok(Self { settings, worker, orchestrator: Some(orchestrator) })
+    }
+
+    pub fn endpoints(&self) -> Endpoints {
+        let api = self.orchestrator.as_ref().map(roles::api_url);
+        Endpoints {
+            version: 1,
+            mcp: api.as_ref().map(|api| format!("{api}/mcp")),
+            api,
+            control: self.orchestrator.as_ref().map(roles::control_url),
+            worker: Some(roles::worker_url(&self.worker)),
+            pid: std::process::id(),
+        }
+    }
+
+    pub fn roles(&self, globals: &Globals, state: &StateDir) -> Result<Vec<Role>, Failure> {
+        let program = std::env::current_exe()?;
+        let mut roles = Vec::new();
+        let role = |name: &'static str, arguments: Vec<OsString>, place: String, probe| Role {
+            name,
+            program: program.clone(),
+            arguments: [vec![name.into(), "--parent".into(), std::process::id().to_string().into()], arguments].concat(),
+            place,
+            probe,
+            stop: Signal::TERM,
+            needs: None,
+            ends_all: false,
+            takes_database: false,
+        };
+        let mut settings = self.settings.clone();
+        if let Some(config) = &self.orchestrator {
+            let mut needs = None;
+            if config.database_url.is_none() {
+                let server = postgres::Server::of(state);
+                settings.set.push(("orchestrator.database_url".to_owned(), server.url()));
+                let place = server.socket_directory().display().to_string();
+                let postgres = role("postgres", state_arguments(state), place, Probe::Postgres(server));
+                // Its fast shutdown.
+                roles.push(Role { stop: Signal::INT, ..postgres });
+                needs = Some("postgres");
+            }
+            let key = match &config.registration_key_file {
+                Some(path) => path.clone(),
+                None => state.path().join(REGISTRATION_KEY),
+            };
+            // Before either of the two that read it starts.
+            cynode_service::files::read_or_create_token(&key)?;
+            settings.set.push(("orchestrator.registration_key_file".to_owned(), key.display().to_string()));
+            let url = roles::api_url(config);
+            let orchestrator = role("orchestrator", arguments(globals, state, &settings, Section::Orchestrator)?, url.clone(), Probe::Orchestrator { url });
+            roles.push(Role { needs, takes_database: true, ..orchestrator });
+            settings.set.extend(self.registration(config, &key));
+        }
+        let url = roles::worker_url(&self.worker);
+        let node_of = self.orchestrator.as_ref().filter(|_| WORKER_JOINS).map(roles::api_url);
+        let worker = role("worker", arguments(globals, state, &settings, Section::Worker)?, url.clone(), Probe::Worker { url, node_of });
+        roles.push(Role { ends_all: true, ..worker });
+        Ok(roles)
+    }
+
+    /// What makes the worker a node of the orchestrator beside it.
+    fn registration(&self, config: &cynode_orchestrator::Config, key: &Path) -> Vec<(String, String)> {
+        if !WORKER_JOINS {
+            return Vec::new();
+        }
+        [
+            ("worker.orchestrator_url", roles::control_url(config)),
+            ("worker.registration_key_file", key.display().to_string()),
+            ("worker.api_url", roles::worker_url(&self.worker)),
+        ]
+        .map(|(key, value)| (key.to_owned(), value))
+        .to_vec()
+    }
+}
+
+/// Port 0 means any free one. It is chosen here, once. The sockets are held meanwhile, so that no two get the same.
+fn fix(flag: &mut Option<String>, configured: SocketAddr, held: &mut Vec<TcpListener>) -> Result<(), Failure> {
+    if configured.port() == 0 {
+        let listener = TcpListener::bind(configured)?;
+        *flag = Some(listener.local_addr()?.to_string());
+        held.push(listener);
+    }
+    Ok(())
+}
+
+fn state_arguments(state: &StateDir) -> Vec<OsString> {
+    vec!["--state-dir".into(), state.path().into()]
+}
+
+/// The flags that give a child the same view of the world.
+pub fn arguments(globals: &Globals, state: &StateDir, settings: &Settings, section: Section) -> Result<Vec<OsString>, Failure> {
+    let mut arguments = state_arguments(state);
+    if let Some(config) = &globals.config {
+        arguments.extend(["--config".into(), std::path::absolute(config)?.into()]);
+    }
+    for (key, value) in settings.overrides(section) {
+        arguments.extend(["--set".into(), format!("{}.{key}={value}", section.name()).into()]);
+    }
+    Ok(arguments)
+}

@@ -1,0 +1,243 @@
+//! A control plane for one test: a PostgreSQL of its own and as many orchestrators as it wants, all on ports that are free.
+
+use std::{
+    os::unix::process::CommandExt as _,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use cynode_client::{UserClient, WorkerClient};
+
+use crate::World;
+
+const POLL: Duration = Duration::from_millis(20);
+const STARTUP: Duration = Duration::from_secs(60);
+
+/// Where the programs of the newest installed PostgreSQL are.
+pub fn postgres_programs() -> Result<PathBuf> {
+    let mut found: Vec<(u32, PathBuf)> = fs_err::read_dir("/usr/lib/postgresql")
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path().join("bin"))))
+        .collect();
+    found.sort();
+    let on_path = || std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).find(|directory| directory.join("initdb").is_file());
+    found.pop().map(|(_, directory)| directory).or_else(on_path).context("no PostgreSQL server is installed; 'scripts/setup test' installs it")
+}
+
+/// A program of PostgreSQL's server, which refuses to run as root.
+fn server_program(name: &str) -> Result<Command> {
+    let program = postgres_programs()?.join(name);
+    if !rustix::process::geteuid().is_root() {
+        return Ok(Command::new(program));
+    }
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid=postgres", "--regid=postgres", "--clear-groups", "--"]).arg(program);
+    Ok(command)
+}
+
+/// A server that only this test knows. It forgets on a power cut, which no test makes, and not when it is killed.
+#[derive(Debug)]
+pub struct Postgres {
+    directory: PathBuf,
+    child: Child,
+}
+
+impl Postgres {
+    fn start(world: &World) -> Result<Self> {
+        let directory = world.directory().join("pg");
+        fs_err::create_dir_all(&directory)?;
+        if rustix::process::geteuid().is_root() {
+            let given = Command::new("chown").arg("postgres:postgres").arg(&directory).status()?;
+            ensure!(given.success(), "giving the directory to postgres");
+        }
+        let mut command = server_program("initdb")?;
+        command.arg("-D").arg(directory.join("data")).args(["-U", "cynode", "-E", "UTF8", "--locale=C", "-A", "trust", "--no-sync"]);
+        let made = command.current_dir("/").output()?;
+        ensure!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
+        let child = Self::spawn(&directory)?;
+        world.remember(child.id())?;
+        Ok(Self { directory, child })
+    }
+
+    fn spawn(directory: &Path) -> Result<Child> {
+        let log = fs_err::OpenOptions::new().create(true).append(true).open(directory.with_extension("log"))?.into_parts().0;
+        let mut command = server_program("postgres")?;
+        command.arg("-D").arg(directory.join("data")).args(["-c", "listen_addresses=", "-c", "fsync=off", "-c", "shared_buffers=16MB"]);
+        command.arg("-c").arg(format!("unix_socket_directories={}", directory.display()));
+        command.current_dir("/").stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0);
+        Ok(command.spawn()?)
+    }
+
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("postgres://cynode@localhost/postgres?host={}", self.directory.display())
+    }
+
+    pub async fn wait_until_ready(&self) -> Result<()> {
+        let deadline = Instant::now() + STARTUP;
+        let file = self.directory.join("data/postmaster.pid");
+        loop {
+            let text = fs_err::read_to_string(&file).unwrap_or_default();
+            let mut lines = text.lines();
+            if lines.next().is_some_and(|pid| pid.trim() == self.child.id().to_string()) && lines.nth(6).is_some_and(|line| line.trim() == "ready") {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "PostgreSQL is not ready: {}", fs_err::read_to_string(self.directory.with_extension("log"))?);
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    /// SIGKILL, and the same server again.
+    pub async fn kill_and_restart(&mut self, world: &World) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        // Its children notice that it is gone; until the last has, a new one refuses to start.
+        let deadline = Instant::now() + STARTUP;
+        loop {
+            self.child = Self::spawn(&self.directory)?;
+            world.remember(self.child.id())?;
+            let ended = loop {
+                if self.child.try_wait()?.is_some() {
+                    break true;
+                }
+                if tokio::time::timeout(POLL, self.wait_until_ready()).await.is_ok() {
+                    break false;
+                }
+            };
+            if !ended {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "PostgreSQL does not start again");
+        }
+    }
+
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+}
+
+/// An orchestrator process.
+#[derive(Debug)]
+pub struct RunningOrchestrator {
+    child: Child,
+    state_dir: PathBuf,
+    log: PathBuf,
+}
+
+impl RunningOrchestrator {
+    pub fn url(&self) -> Result<String> {
+        Ok(fs_err::read_to_string(self.state_dir.join("orchestrator/url"))?)
+    }
+
+    /// What nodes register with.
+    pub fn control_url(&self) -> Result<String> {
+        Ok(fs_err::read_to_string(self.state_dir.join("orchestrator/control-url"))?)
+    }
+
+    /// The administrator's.
+    pub fn token(&self) -> Result<String> {
+        Ok(fs_err::read_to_string(self.state_dir.join("admin.token"))?.trim().to_owned())
+    }
+
+    pub fn client(&self) -> Result<UserClient> {
+        // Installed once per process; a second time changes nothing.
+        drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
+        Ok(UserClient::new(&self.url()?, &self.token()?)?)
+    }
+
+    /// The calls of sessions.
+    pub fn sessions(&self) -> Result<WorkerClient> {
+        Ok(self.client()?.sessions().clone())
+    }
+
+    #[must_use]
+    pub fn state_dir(&self) -> &Path {
+        &self.state_dir
+    }
+
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub async fn wait_until_ready(&self) -> Result<()> {
+        let deadline = Instant::now() + STARTUP;
+        let client = reqwest::Client::builder().timeout(Duration::from_secs(5)).no_proxy().build()?;
+        loop {
+            if let Ok(url) = self.url()
+                && let Ok(response) = client.get(format!("{url}/readyz")).send().await
+                && response.status().is_success()
+            {
+                return Ok(());
+            }
+            if !Path::new(&format!("/proc/{}", self.child.id())).exists() || Instant::now() > deadline {
+                bail!("the orchestrator did not become ready:\n{}", fs_err::read_to_string(&self.log).unwrap_or_default());
+            }
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
+    /// SIGKILL, at once.
+    pub fn kill(&mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
+    }
+}
+
+/// A database, and orchestrators that share it.
+#[derive(Debug)]
+pub struct Plane {
+    // Dropped before the world, whose watcher removes everything.
+    pub postgres: Postgres,
+    pub world: World,
+}
+
+impl Plane {
+    pub async fn new() -> Result<Self> {
+        Self::within(World::new()?).await
+    }
+
+    pub async fn within(world: World) -> Result<Self> {
+        let postgres = Postgres::start(&world)?;
+        postgres.wait_until_ready().await?;
+        Ok(Self { postgres, world })
+    }
+
+    /// Starts an orchestrator and waits until it is ready. Each name has a state directory of its own; the key is shared. An empty
+    /// name stands for the world's own state directory.
+    pub async fn orchestrator(&self, name: &str, settings: &[(&str, &str)]) -> Result<RunningOrchestrator> {
+        let state_dir = if name.is_empty() { self.world.state_dir() } else { self.world.directory().join(format!("orchestrator-{name}")) };
+        fs_err::create_dir_all(&state_dir)?;
+        // The address of an earlier one must not be taken for this one's.
+        drop(fs_err::remove_file(state_dir.join("orchestrator/url")));
+        let log = self.world.directory().join(format!("orchestrator{name}.log"));
+        let output = fs_err::OpenOptions::new().create(true).append(true).open(&log)?.into_parts().0;
+        let mut command = self.world.command()?;
+        command.arg("orchestrator").arg("--state-dir").arg(&state_dir);
+        let key = self.world.directory().join("orchestrator.key").display().to_string();
+        let url = self.postgres.url();
+        let defaults = [
+            ("listen", "127.0.0.1:0"),
+            ("control_listen", "127.0.0.1:0"),
+            ("database_url", url.as_str()),
+            ("key_file", key.as_str()),
+            ("default_image", crate::IMAGE),
+        ];
+        for (key, value) in defaults.iter().chain(settings) {
+            command.arg("--set").arg(format!("orchestrator.{key}={value}"));
+        }
+        command.env("CYNODE_LOG", "debug").env_remove("CYNODE_URL").env_remove("CYNODE_TOKEN").env_remove("DATABASE_URL");
+        command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output).process_group(0);
+        let child = command.spawn().context("starting the orchestrator")?;
+        self.world.remember(child.id())?;
+        let orchestrator = RunningOrchestrator { child, state_dir, log };
+        orchestrator.wait_until_ready().await?;
+        Ok(orchestrator)
+    }
+}

@@ -1,0 +1,9 @@
+//! The control plane: what `up` runs besides the worker, the user API, and the commands that speak with it.
+
+mod backup;
+mod callers;
+mod commands;
+mod description;
+mod faults;
+mod postgres;
+mod stack;

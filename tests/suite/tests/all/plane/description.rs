@@ -1,0 +1,35 @@
+//! The user API's description.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context as _, Result};
+use cynode_tests::{Plane, repository};
+use serde_json::Value;
+
+/// `CYNODE_REGENERATE=1` writes the file anew instead of comparing.
+#[tokio::test]
+async fn the_user_api_that_is_served_is_the_one_that_is_checked_in() -> Result<()> {
+    let path = repository().join("openapi/orchestrator.json");
+    let current = serde_json::to_string_pretty(&cynode_orchestrator::openapi())? + "\n";
+    if std::env::var_os("CYNODE_REGENERATE").is_some_and(|value| value == "1") {
+        fs_err::write(&path, &current)?;
+    }
+    let checked_in = fs_err::read_to_string(&path)?;
+    assert!(checked_in == current, "openapi/orchestrator.json is not what the code describes; if the change is meant, run this test with CYNODE_REGENERATE=1");
+
+    let plane = Plane::new().await?;
+    let orchestrator = plane.orchestrator("", &[]).await?;
+    let served = reqwest::Client::builder().no_proxy().build()?.get(format!("{}/openapi.json", orchestrator.url()?)).send().await?.text().await?;
+    assert_eq!(serde_json::from_str::<Value>(&served)?, serde_json::from_str::<Value>(&checked_in)?);
+
+    // Every operation says what it refuses with, and no name is used twice.
+    let document: Value = serde_json::from_str(&checked_in)?;
+    let mut names = BTreeSet::new();
+    for (path, operations) in document["paths"].as_object().context("paths")? {
+        for (method, operation) in operations.as_object().context("operations")? {
+            assert!(operation["responses"]["default"].is_object(), "{method} {path} describes no refusal");
+            assert!(names.insert(operation["tags"][0].to_string() + &operation["operationId"].to_string()), "{method} {path} has a name that is taken");
+        }
+    }
+    Ok(())
+}
