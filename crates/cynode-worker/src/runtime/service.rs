@@ -86,6 +86,8 @@ impl Service {
         drop(fs_err::remove_file(self.socket()));
         let mut command = process::command(program);
         command.args(arguments).args(["system", "service", "--time", "0"]).arg(format!("unix://{}", self.socket().display()));
+        // Monitors of containers run where the service does, and note there that a sandbox ran out of memory.
+        command.current_dir(&self.options.directory);
         command.stdin(Stdio::null()).stdout(log).stderr(errors).process_group(0).kill_on_drop(false);
         let mut child = command.spawn().map_err(|error| unavailable("starting podman", &error))?;
         if let Some(pid) = child.id().map(u32::cast_signed) {

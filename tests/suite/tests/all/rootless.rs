@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, os::unix::fs::MetadataExt as _, process::Command, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::SessionEnd;
+use cynode_api::{ErrorCode, SessionEnd, Unenforced};
 use cynode_tests::{Engine, Options, World, eventually, session, sh};
 use serde_json::Value;
 
@@ -42,6 +42,28 @@ async fn each_sandbox_has_ids_of_its_own_among_the_users() -> Result<()> {
     eventually("every workspace is gone", Duration::from_secs(30), async || Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0))
         .await?;
     worker.shut_down().await?;
+    world.assert_clean().await
+}
+
+/// What this host keeps for nobody but root (all of it here: version 1 of cgroups, and no mounts for disks).
+// proves: CYNAI.SANDBX.RuntimeContractBaseline
+#[tokio::test]
+async fn each_limit_that_nobody_enforces_is_refused_by_name() -> Result<()> {
+    let world = World::on(Engine::Rootless).await?;
+    // By the worker's own word, with all of them allowed.
+    let mut worker = world.worker(&Options::default()).await?;
+    let unenforced = worker.client()?.create_session(&session()).await?.unenforced;
+    worker.shut_down().await?;
+    assert!(unenforced.contains(&Unenforced::Disk), "{unenforced:?}");
+    for name in &unenforced {
+        let others: Vec<String> = unenforced.iter().filter(|other| *other != name).map(ToString::to_string).collect();
+        let mut worker = world.worker(&Options::default().set("allow_unenforced", &format!("{others:?}"))).await?;
+        let error = worker.client()?.create_session(&session()).await.expect_err("it is not enforced");
+        assert!(error.is(ErrorCode::LimitUnenforceable), "{name}: {error}");
+        let said = error.to_string();
+        assert!(said.contains(&format!("limits.{name}:")) && others.iter().all(|other| !said.contains(&format!("limits.{other}"))), "{name}: {said}");
+        worker.shut_down().await?;
+    }
     world.assert_clean().await
 }
 
