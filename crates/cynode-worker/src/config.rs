@@ -118,9 +118,14 @@ impl Config {
     pub fn load(path: Option<&Path>, state_dir: Option<PathBuf>, flags: &[(String, String)]) -> Result<Self, ConfigError> {
         let mut read: Self = config::load(path, "worker", std::env::vars(), flags.iter().cloned())?;
         read.state_dir = state_dir.unwrap_or_else(|| config::default_state_dir(rustix::process::geteuid().is_root(), |name| std::env::var(name).ok()));
-        if !read.state_dir.is_absolute() {
-            let working = std::env::current_dir().map_err(|source| ConfigError::Read { path: read.state_dir.clone(), source })?;
-            read.state_dir = working.join(&read.state_dir);
+        // Not everything that uses them runs where this process does.
+        let absolute = |path: &Path| std::path::absolute(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source });
+        let stores = [&mut read.podman_root, &mut read.podman_runroot, &mut read.podman_image_store];
+        for path in stores.into_iter().flatten().chain([&mut read.state_dir]) {
+            *path = absolute(path)?;
+        }
+        if read.podman.contains('/') {
+            read.podman = absolute(Path::new(&read.podman))?.display().to_string();
         }
         if read.max_sandboxes == 0 || read.max_sandboxes > MAX_SANDBOXES {
             return Err(ConfigError::Value { key: "worker.max_sandboxes".to_owned(), message: format!("must lie between 1 and {MAX_SANDBOXES}") });

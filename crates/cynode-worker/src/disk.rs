@@ -138,7 +138,7 @@ pub(crate) fn mounted_below(directory: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 /// A path as `/proc` writes it: space, tab, newline and backslash as three octal digits.
-fn unescape(text: &str) -> PathBuf {
+pub(crate) fn unescape(text: &str) -> PathBuf {
     PathBuf::from(text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\"))
 }
 

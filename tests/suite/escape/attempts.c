@@ -6,6 +6,8 @@
  *     attempts listen NAME                     waits for whoever connects to an abstract name
  *     attempts control COUNT                   poses as the agent that often at once; says how many were turned away
  *     attempts signals                         every signal to process 1
+ *     attempts fill DIRECTORY COUNT BYTES      makes that many files, 1,000 to a directory; says how many there are and what stopped it
+ *     attempts deep DIRECTORY LEVELS           makes a directory in a directory in ..., deeper than any path can say
  *     attempts forks                           says "lit", then every process forks for ever and minds no signal that can be minded
  *
  * An attempt runs in a process of its own and returns 0 when it had success, else the errno that stopped it. One that is killed
@@ -726,6 +728,24 @@ static int take(const char *kind) {
         memset(page, 1, 1 << 20);
         return 1;
     }
+    if (!strcmp(kind, "descriptors in flight")) {
+        /* As many as one message takes, in a socket of its own that nobody reads. */
+        int ends[2], flying[253];
+        if (socketpair(AF_UNIX, SOCK_DGRAM, 0, ends) < 0)
+            return 0;
+        for (size_t index = 0; index < sizeof flying / sizeof *flying; index++)
+            flying[index] = ends[0];
+        char byte = 0, control[CMSG_SPACE(sizeof flying)];
+        memset(control, 0, sizeof control);
+        struct iovec data = {&byte, 1};
+        struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+        struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+        header->cmsg_level = SOL_SOCKET;
+        header->cmsg_type = SCM_RIGHTS;
+        header->cmsg_len = CMSG_LEN(sizeof flying);
+        memcpy(CMSG_DATA(header), flying, sizeof flying);
+        return sendmsg(ends[1], &message, 0) >= 0;
+    }
     if (!strcmp(kind, "queued signals")) {
         sigset_t all;
         sigfillset(&all);
@@ -829,6 +849,43 @@ static int signals(void) {
     return 0;
 }
 
+static int fill(const char *directory, unsigned long count, unsigned long bytes) {
+    unsigned long made = 0;
+    char name[512];
+    char *data = calloc(1, bytes + 1);
+    int stopped = 0, below = -1;
+    mkdir(directory, 0755);
+    for (; made < count && !stopped; made++) {
+        if (made % 1000 == 0) {
+            close(below);
+            snprintf(name, sizeof name, "%s/%lu", directory, made / 1000);
+            if ((mkdir(name, 0755) < 0 && errno != EEXIST) || (below = open(name, O_RDONLY | O_DIRECTORY)) < 0) {
+                stopped = errno;
+                break;
+            }
+        }
+        errno = 0;
+        snprintf(name, sizeof name, "%lu", made);
+        int fd = openat(below, name, O_WRONLY | O_CREAT | O_EXCL, 0644);
+        if (fd < 0 || (bytes > 0 && write(fd, data, bytes) != (ssize_t)bytes)) {
+            stopped = errno ? errno : ENOSPC;
+            break;
+        }
+        close(fd);
+    }
+    printf("made %lu, errno %d\n", made, stopped);
+    return 0;
+}
+
+static int deep(const char *directory, unsigned long levels) {
+    unsigned long made = 0;
+    if (chdir(directory) == 0)
+        while (made < levels && mkdir("d", 0755) == 0 && chdir("d") == 0)
+            made++;
+    printf("%lu deep\n", made);
+    return 0;
+}
+
 static int forks(void) {
     for (int number = 1; number < 65; number++)
         signal(number, SIG_IGN);
@@ -855,6 +912,10 @@ int main(int count, char **arguments) {
         return listen_abstract(arguments[2]);
     else if (!strcmp(group, "control") && count == 3)
         return control(atoi(arguments[2]));
+    else if (!strcmp(group, "fill") && count == 5)
+        return fill(arguments[2], strtoul(arguments[3], NULL, 10), strtoul(arguments[4], NULL, 10));
+    else if (!strcmp(group, "deep") && count == 4)
+        return deep(arguments[2], strtoul(arguments[3], NULL, 10));
     else if (!strcmp(group, "forks"))
         return forks();
     else if (!strcmp(group, "signals"))

@@ -9,8 +9,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
 
-use crate::{HOSTILE, IMAGE, UNLABELLED, World, eventually};
+use crate::{World, eventually, world::IMAGES};
 
 /// The user whose subordinate ids the tests use; `scripts/setup test` makes it.
 pub const TEST_USER: &str = "cynode-test";
@@ -52,33 +53,42 @@ impl World {
         eventually("dockerd answers", START, async || Ok(matches!(client.get("http://docker/_ping").send().await, Ok(answer) if answer.status().is_success())))
             .await
             .with_context(|| fs_err::read_to_string(directory.join("log")).unwrap_or_default())?;
-        for image in [IMAGE, UNLABELLED, HOSTILE] {
-            let archive = self.save_image(image)?;
-            let loaded = client.post("http://docker/images/load?quiet=1").body(fs_err::read(&archive)?).send().await?;
-            ensure!(loaded.status().is_success(), "loading {image}: {}", loaded.text().await?);
-            fs_err::remove_file(archive)?;
+        for image in IMAGES {
+            self.load_into_docker(image).await?;
         }
         Ok(())
+    }
+
+    pub(crate) async fn load_into_docker(&self, image: &str) -> Result<()> {
+        let archive = self.save_image(image)?;
+        let client = reqwest::Client::builder().unix_socket(self.docker_socket()).timeout(START).build()?;
+        let loaded = client.post("http://docker/images/load?quiet=1").body(fs_err::read(&archive)?).send().await?;
+        ensure!(loaded.status().is_success(), "loading {image}: {}", loaded.text().await?);
+        Ok(fs_err::remove_file(archive)?)
     }
 
     /// An image of the tests' store as an archive that any engine can load.
     pub(crate) fn save_image(&self, image: &str) -> Result<PathBuf> {
         let archive = self.directory().join(format!("{}.tar", uuid::Uuid::new_v4().simple()));
-        let source = format!("containers-storage:[overlay@{}+{}]{image}", Self::image_store().display(), self.directory().join("run").display());
+        // Not in the world's own run root, which may be an ordinary user's.
+        let source = format!("containers-storage:[overlay@{}+{}]{image}", Self::image_store().display(), self.directory().join("saving").display());
         let saved = Command::new("skopeo").args(["copy", "--quiet", &source, &format!("docker-archive:{}:{image}", archive.display())]).output()?;
         ensure!(saved.status.success(), "saving {image}: {}", String::from_utf8_lossy(&saved.stderr));
         Ok(archive)
     }
 
+    /// What the daemon answers to a GET.
+    pub(crate) fn docker_get(&self, path: &str) -> Result<Value> {
+        let mut asking = Command::new("curl");
+        asking.args(["--silent", "--show-error", "--fail", "--max-time", "30", "--unix-socket"]).arg(self.docker_socket());
+        let asked = asking.arg(format!("http://docker/{path}")).output()?;
+        ensure!(asked.status.success(), "{path}: {}", String::from_utf8_lossy(&asked.stderr));
+        Ok(serde_json::from_slice(&asked.stdout)?)
+    }
+
     pub(crate) fn docker_containers(&self) -> Result<Vec<String>> {
-        let asked = Command::new("curl")
-            .args(["--silent", "--show-error", "--fail", "--max-time", "30", "--unix-socket"])
-            .arg(self.docker_socket())
-            .arg("http://docker/containers/json?all=1")
-            .output()?;
-        ensure!(asked.status.success(), "listing containers: {}", String::from_utf8_lossy(&asked.stderr));
-        let listed: Vec<serde_json::Value> = serde_json::from_slice(&asked.stdout)?;
-        Ok(listed.iter().filter_map(|container| container["Id"].as_str().map(str::to_owned)).collect())
+        let listed = self.docker_get("containers/json?all=1")?;
+        Ok(listed.as_array().into_iter().flatten().filter_map(|container| container["Id"].as_str().map(str::to_owned)).collect())
     }
 
     /// Whether a mount is the daemon's own and not a container's.

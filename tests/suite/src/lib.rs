@@ -55,7 +55,8 @@ pub const BOMBS: [&str; 10] = [
     "while :; do dd if=/dev/zero of=big bs=1M; rm -f big; done",
     "while :; do i=0; while [ $i -lt 5000 ]; do echo > f$i; i=$((i+1)); done; rm -f f*; done",
     "yes flood & yes flood >&2",
-    "while :; do kill -STOP -1; done",
+    // Not at once: it would stop what has to say that it was started.
+    "sleep 1; while :; do kill -STOP -1; done",
     "while :; do :; done & while :; do :; done & while :; do :; done",
     "while :; do cd /tmp; i=0; while [ $i -lt 2000 ]; do mkdir d && cd d; i=$((i+1)); done; rm -rf /tmp/d; done",
 ];

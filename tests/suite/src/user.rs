@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::{Engine, HOSTILE, IMAGE, TEST_USER, UNLABELLED, World};
+use crate::{Engine, TEST_USER, World, world::IMAGES};
 
 impl World {
     pub(crate) fn is_users(&self) -> bool {
@@ -37,7 +37,6 @@ impl World {
             fs_err::create_dir_all(self.directory().join(name))?;
         }
         fs_err::set_permissions(self.directory().join("xdg"), std::fs::Permissions::from_mode(0o700))?;
-        let archives = [IMAGE, UNLABELLED, HOSTILE].map(|image| self.save_image(image));
         let given = Command::new("chown").args(["--recursive", &format!("{TEST_USER}:{TEST_USER}")]).arg(self.directory()).status()?;
         ensure!(given.success(), "giving the world to {TEST_USER}");
         // Makes the namespace in which all of this user's Podman lives.
@@ -50,11 +49,14 @@ impl World {
             .args(["--storage-driver", "overlay", "unshare", "true"])
             .output()?;
         ensure!(made.status.success(), "podman unshare: {}", String::from_utf8_lossy(&made.stderr));
-        for archive in archives {
-            let loaded = self.podman().args(["load", "--quiet", "--input"]).arg(archive?).output()?;
-            ensure!(loaded.status.success(), "podman load: {}", String::from_utf8_lossy(&loaded.stderr));
-        }
-        Ok(())
+        IMAGES.iter().try_for_each(|image| self.load_for_user(image))
+    }
+
+    pub(crate) fn load_for_user(&self, image: &str) -> Result<()> {
+        let archive = self.save_image(image)?;
+        let loaded = self.podman().args(["load", "--quiet", "--input"]).arg(&archive).output()?;
+        ensure!(loaded.status.success(), "podman load: {}", String::from_utf8_lossy(&loaded.stderr));
+        Ok(fs_err::remove_file(archive)?)
     }
 
     /// A program run by the user, with nothing of our environment but the path.
@@ -62,7 +64,7 @@ impl World {
     pub fn as_user(&self, program: &Path) -> Command {
         let mut command = Command::new("setpriv");
         command.args([format!("--reuid={TEST_USER}"), format!("--regid={TEST_USER}")]).args(["--clear-groups", "env", "--ignore-environment"]);
-        command.arg("--chdir").arg(self.directory());
+        command.arg("--chdir").arg(self.working_directory());
         command.arg(format!("PATH={}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default()));
         command.arg(format!("HOME={}", self.directory().join("home").display()));
         if self.engine() == Engine::Rootless {

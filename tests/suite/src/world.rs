@@ -10,6 +10,7 @@ use std::{
 
 use anyhow::{Context as _, Result, bail, ensure};
 use cynode_client::WorkerClient;
+use serde_json::Value;
 
 use crate::dockerd::is_dockers_own;
 
@@ -31,6 +32,9 @@ pub async fn eventually(what: &str, limit: Duration, mut holds: impl AsyncFnMut(
     }
     Ok(())
 }
+
+/// What every world has; others are loaded where a test needs them.
+pub(crate) const IMAGES: [&str; 3] = [crate::IMAGE, crate::UNLABELLED, crate::HOSTILE];
 
 /// How a worker is started, where it differs from the default.
 #[derive(Clone, Debug, Default)]
@@ -108,7 +112,9 @@ impl World {
         watcher.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
         let mut watcher = watcher.spawn().context("starting the cleanup watcher")?;
         let lifeline = watcher.stdin.take();
-        fs_err::create_dir_all(directory.join("state"))?;
+        for name in ["state", "cwd"] {
+            fs_err::create_dir_all(directory.join(name))?;
+        }
         Ok(Self { directory, engine, watcher, lifeline })
     }
 
@@ -125,6 +131,12 @@ impl World {
     #[must_use]
     pub fn state_dir(&self) -> PathBuf {
         self.directory.join("state")
+    }
+
+    /// Where workers are started. They have no business there.
+    #[must_use]
+    pub(crate) fn working_directory(&self) -> PathBuf {
+        self.directory.join("cwd")
     }
 
     /// The store in which `scripts/test` put the images.
@@ -221,7 +233,7 @@ impl World {
         let mut command = self.command()?;
         command.arg("worker").arg("--state-dir").arg(self.state_dir()).arg("--config").arg(config);
         command.envs(options.env.iter().cloned()).env("CYNODE_LOG", "debug").env_remove("CYNODE_URL").env_remove("CYNODE_TOKEN");
-        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0);
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0).current_dir(self.working_directory());
         let child = command.spawn().context("starting the worker")?;
         self.remember(child.id())?;
         Ok(RunningWorker { child, state_dir: self.state_dir(), log: self.directory.join("worker.log") })
@@ -236,11 +248,54 @@ impl World {
 
     /// Containers in this world's store, whatever made them.
     pub fn containers(&self) -> Result<Vec<String>> {
-        if matches!(self.engine, Engine::Docker | Engine::DockerUnmapped) {
+        if self.is_dockers() {
             return self.docker_containers();
         }
         let output = self.podman().args(["ps", "--all", "--quiet", "--external"]).output()?;
         ensure!(output.status.success(), "podman ps: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
+    }
+
+    const fn is_dockers(&self) -> bool {
+        matches!(self.engine, Engine::Docker | Engine::DockerUnmapped)
+    }
+
+    /// Makes sure that an image is there. Podman as root has those of the tests' store anyway; the others need copies.
+    pub async fn load(&self, image: &str) -> Result<()> {
+        if IMAGES.contains(&image) || self.engine == Engine::Podman {
+            Ok(())
+        } else if self.is_dockers() {
+            self.load_into_docker(image).await
+        } else {
+            self.load_for_user(image)
+        }
+    }
+
+    /// The socket on which this world's engine takes orders.
+    #[must_use]
+    pub fn engine_socket(&self) -> PathBuf {
+        if self.is_dockers() { self.docker_socket() } else { self.state_dir().join("worker/podman/podman.sock") }
+    }
+
+    /// What the engine says of each container. The field names that Podman and Docker share are the same.
+    pub fn inspect(&self) -> Result<Vec<Value>> {
+        let containers = self.containers()?;
+        if self.is_dockers() {
+            return containers.iter().map(|id| self.docker_get(&format!("containers/{id}/json"))).collect();
+        }
+        let output = self.podman().args(["container", "inspect"]).args(containers).output()?;
+        ensure!(output.status.success(), "podman inspect: {}", String::from_utf8_lossy(&output.stderr));
+        Ok(serde_json::from_slice(&output.stdout)?)
+    }
+
+    /// Volumes that the engine keeps on the host's disk.
+    pub fn volumes(&self) -> Result<Vec<String>> {
+        if self.is_dockers() {
+            let listed = self.docker_get("volumes")?;
+            return Ok(listed["Volumes"].as_array().into_iter().flatten().map(|volume| volume["Name"].to_string()).collect());
+        }
+        let output = self.podman().args(["volume", "ls", "--quiet"]).output()?;
+        ensure!(output.status.success(), "podman volume ls: {}", String::from_utf8_lossy(&output.stderr));
         Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
     }
 
@@ -263,9 +318,10 @@ impl World {
                 left.push(format!("process {}: {command}", path.display()));
             }
         }
-        for place in ["sandboxes", "trash"] {
-            for entry in fs_err::read_dir(self.state_dir().join("worker").join(place)).into_iter().flatten() {
-                left.push(format!("directory {}", entry?.path().display()));
+        let places = ["sandboxes", "trash"].map(|place| self.state_dir().join("worker").join(place));
+        for place in places.into_iter().chain([self.working_directory()]) {
+            for entry in fs_err::read_dir(place).into_iter().flatten() {
+                left.push(format!("on disk: {}", entry?.path().display()));
             }
         }
         Ok(left)

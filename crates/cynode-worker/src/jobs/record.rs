@@ -242,6 +242,7 @@ mod tests {
             signal: None,
             timed_out: false,
             oom_killed: false,
+            no_space: false,
             bytes: Bytes::default(),
             duration_ms: 1,
             via: ExecVia::Agent,

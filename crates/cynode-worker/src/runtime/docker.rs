@@ -145,7 +145,7 @@ impl Docker {
         let limits = &spec.limits;
         let signed = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
         let memory = Some(signed(limits.memory_bytes));
-        let ulimit = |name: &str, value: u64| ResourcesUlimits { name: Some(name.to_owned()), soft: Some(signed(value)), hard: Some(signed(value)) };
+        let ulimit = |(name, value): (&str, u64)| ResourcesUlimits { name: Some(name.to_owned()), soft: Some(signed(value)), hard: Some(signed(value)) };
         let tmpfs = libpod::tmpfs_places(limits.memory_bytes)
             .into_iter()
             .map(|(target, bytes, exec)| (target.to_owned(), format!("size={bytes},mode=1777,nosuid,nodev,{}", if exec { "exec" } else { "noexec" })));
@@ -164,7 +164,7 @@ impl Docker {
             pids_limit: Some(i64::from(limits.pids)),
             cpu_period: Some(signed(libpod::CPU_PERIOD)),
             cpu_quota: Some(signed(libpod::cpu_quota(limits.cpus))),
-            ulimits: Some(vec![ulimit("nofile", limits.nofile), ulimit("nproc", libpod::NPROC.min(u64::from(limits.pids) * 4)), ulimit("core", 0)]),
+            ulimits: Some(libpod::rlimits(limits).into_iter().map(ulimit).collect()),
             log_config: Some(HostConfigLogConfig { typ: Some("none".to_owned()), config: Some(HashMap::new()) }),
             restart_policy: Some(RestartPolicy { name: Some(RestartPolicyNameEnum::NO), maximum_retry_count: None }),
             auto_remove: Some(false),

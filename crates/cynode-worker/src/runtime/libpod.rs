@@ -5,11 +5,11 @@ use std::path::Path;
 use cynode_api::Limits;
 use serde_json::{Value, json};
 
-use super::{IdMap, Mount, Spec};
+use super::{IdMap, Mount, Spec, TERMINALS};
 
 /// Largest `nproc` sent. The pids limit of the cgroup is what binds; this one only must be there, because an operator's
 /// `containers.conf` with unequal soft and hard values is swapped by Podman's API.
-pub(super) const NPROC: u64 = 4_096;
+const NPROC: u64 = 4_096;
 
 /// Each place in memory: where, its size, and whether programs may be run from it.
 pub(super) fn tmpfs_places(memory_bytes: u64) -> [(&'static str, u64, bool); 3] {
@@ -20,14 +20,16 @@ pub(super) fn tmpfs_places(memory_bytes: u64) -> [(&'static str, u64, bool); 3] 
 /// worker's user, so without a bound of its own one sandbox would take them all.
 const SIGPENDING: u64 = 2_048;
 
-/// Terminals of a sandbox. All sandboxes share some 3,000, which one could take without this.
-const TERMINALS: u32 = 64;
+/// The limits of each process, by their names in both APIs.
+pub(super) fn rlimits(limits: &Limits) -> [(&'static str, u64); 5] {
+    [("nofile", limits.nofile), ("nproc", NPROC.min(u64::from(limits.pids) * 4)), ("core", 0), ("sigpending", SIGPENDING), ("msgqueue", 0)]
+}
 
 /// The container as libpod's `SpecGenerator`. Everything that an image could set is set here.
 pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profile: &Path) -> Value {
-    let Limits { memory_bytes, cpus, pids, nofile, .. } = spec.limits;
+    let Limits { memory_bytes, cpus, pids, .. } = spec.limits;
     let map = id_map(spec.ids);
-    let rlimit = |name: &str, value: u64| json!({ "type": name, "soft": value, "hard": value });
+    let rlimits = rlimits(&spec.limits).map(|(name, value)| json!({ "type": name, "soft": value, "hard": value }));
     let tmpfs = |target: &str, bytes: u64, exec: bool| {
         let mut options = vec![format!("size={bytes}"), "mode=1777".to_owned(), "nosuid".to_owned(), "nodev".to_owned()];
         if !exec {
@@ -90,13 +92,7 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
             "pids": { "limit": pids },
             "cpu": { "period": CPU_PERIOD, "quota": cpu_quota(cpus) },
         },
-        "r_limits": [
-            rlimit("nofile", nofile),
-            rlimit("nproc", NPROC.min(u64::from(pids) * 4)),
-            rlimit("core", 0),
-            rlimit("sigpending", SIGPENDING),
-            rlimit("msgqueue", 0),
-        ],
+        "r_limits": rlimits,
     });
     if let Some(name) = oci_runtime {
         body["oci_runtime"] = json!(name);

@@ -28,6 +28,9 @@ pub(crate) use podman::id_space as podman_ids;
 pub use podman::{Podman, PodmanOptions};
 pub use service::ServiceOptions;
 
+/// Terminals of a sandbox. All sandboxes share some 3,000, which one could take without this.
+pub(crate) const TERMINALS: u32 = 64;
+
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("no such container, image or exec: {0}")]

@@ -86,7 +86,7 @@ impl Service {
         drop(fs_err::remove_file(self.socket()));
         let mut command = process::command(program);
         command.args(arguments).args(["system", "service", "--time", "0"]).arg(format!("unix://{}", self.socket().display()));
-        // conmon, which it starts, leaves its notes in the working directory.
+        // Monitors of containers run where the service does, and note there that a sandbox ran out of memory.
         command.current_dir(&self.options.directory);
         command.stdin(Stdio::null()).stdout(log).stderr(errors).process_group(0).kill_on_drop(false);
         let mut child = command.spawn().map_err(|error| unavailable("starting podman", &error))?;

@@ -131,6 +131,11 @@ impl<S> Places<S> {
     }
 }
 
+/// How many of the wanted spares there are ids for; `None` when all sandboxes share theirs.
+fn bounded(wanted: usize, blocks: Option<usize>) -> usize {
+    wanted.min(blocks.map_or(usize::MAX, |blocks| blocks / PART_OF_IDS))
+}
+
 impl Pool {
     /// Spares that are there or being made.
     pub(super) fn count(&self) -> usize {
@@ -146,7 +151,7 @@ impl Pool {
 impl Sessions {
     /// How many spares are kept.
     fn pool_size(&self) -> usize {
-        self.config.pool_size.min(self.ids.count().map_or(usize::MAX, |blocks| blocks / PART_OF_IDS))
+        bounded(self.config.pool_size, self.ids.count())
     }
 
     /// Takes a spare that fits. One whose process is gone serves nobody.
@@ -391,12 +396,11 @@ impl Sessions {
         match made {
             Ok(started) => {
                 let unwanted = self.pool.places.lock().made(Spare { key, sandbox, started });
-                match unwanted {
-                    Some(spare) => {
-                        tracing::debug!("A spare sandbox is no longer wanted.");
-                        self.spawn_removal(spare);
-                    }
-                    None => tracing::debug!("A spare sandbox is ready."),
+                if let Some(spare) = unwanted {
+                    tracing::debug!("A spare sandbox is no longer wanted.");
+                    self.spawn_removal(spare);
+                } else {
+                    tracing::debug!("A spare sandbox is ready.");
                 }
                 self.pool.measure();
                 Ok(())
@@ -449,9 +453,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_pool_leaves_most_of_the_ids_to_sessions() {
+        // Of an ordinary user with 65,536 ids, of root, of a runtime with one map for all, and of who has next to none.
+        assert_eq!([bounded(10, Some(32)), bounded(10, Some(512)), bounded(10, None), bounded(10, Some(3))], [8, 10, 10, 0]);
+    }
+
+    #[test]
     fn spares_are_given_up_whether_they_are_there_or_come() {
-        let mut places = Places::default();
-        places.making = 3;
+        let mut places = Places { making: 3, ..Places::default() };
         assert_eq!(places.made("first"), None);
         assert_eq!(places.count(), 3);
         assert_eq!([places.give_up(), places.give_up()], [GivenUp::Ready("first"), GivenUp::Coming]);

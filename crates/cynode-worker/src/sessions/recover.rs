@@ -109,6 +109,7 @@ mod tests {
             init: None,
             disposal,
             resumed: false,
+            job_id: None,
         }
     }
 

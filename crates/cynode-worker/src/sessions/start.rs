@@ -13,7 +13,7 @@ use crate::{
     journal::container_name,
     limits,
     runtime::{self, Mount, Spec},
-    sandbox::{AgentLink, InitProcess, namespace},
+    sandbox::{AgentLink, InitProcess, namespace, terminals},
 };
 
 /// From start to the agent's first connection.
@@ -71,6 +71,9 @@ impl Sessions {
         if let Err(error) = namespace::bound(pid).await {
             tracing::warn!(container, %error, "A sandbox's share of inotify could not be bounded.");
         }
+        terminals::bound(pid).map_err(|error| {
+            ApiError::new(ErrorCode::LimitUnenforceable, format!("this host does not let a sandbox's terminals be bounded, so one could take all: {error}"))
+        })?;
         if let Some(link) = &link {
             link.set_init(init);
             if !link.present(AGENT_WAIT).await {

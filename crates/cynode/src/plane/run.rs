@@ -161,6 +161,8 @@ mod tests {
             task_id: TaskId::generate(),
             state,
             exit_code,
+            signal: None,
+            acknowledged: false,
             output: JobOutput::default(),
             started_at: None,
             ended_at: None,

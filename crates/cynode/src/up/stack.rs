@@ -16,9 +16,6 @@ use crate::{
     state::{Endpoints, StateDir},
 };
 
-/// The worker registers with the orchestrator beside it. Off until the worker knows how.
-const WORKER_JOINS: bool = false;
-
 /// By which the worker of this machine registers.
 pub const REGISTRATION_KEY: &str = "registration.key";
 
@@ -104,7 +101,7 @@ impl Stack {
             settings.set.extend(self.registration(config, &key));
         }
         let url = roles::worker_url(&self.worker);
-        let node_of = self.orchestrator.as_ref().filter(|_| WORKER_JOINS).map(roles::api_url);
+        let node_of = self.orchestrator.as_ref().map(roles::api_url);
         let worker = role("worker", arguments(globals, state, &settings, Section::Worker)?, url.clone(), Probe::Worker { url, node_of });
         roles.push(Role { ends_all: true, ..worker });
         Ok(roles)
@@ -112,9 +109,6 @@ impl Stack {
 
     /// What makes the worker a node of the orchestrator beside it.
     fn registration(&self, config: &cynode_orchestrator::Config, key: &Path) -> Vec<(String, String)> {
-        if !WORKER_JOINS {
-            return Vec::new();
-        }
         [
             ("worker.orchestrator_url", roles::control_url(config)),
             ("worker.registration_key_file", key.display().to_string()),

@@ -6,9 +6,10 @@
 
 mod arena;
 mod bombs;
+mod disks;
 mod host_files;
 mod images;
 mod kernel;
 mod neighbours;
 mod network;
-mod toolchains;
+mod runner;

@@ -4,7 +4,7 @@ use std::{path::Path, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{ErrorCode, ExecRequest, ExecState, JobState, SessionEnd, SessionState, Unenforced, WorkspaceDisposal};
-use cynode_client::{PtyMessage, PtyOpen, PutOptions};
+use cynode_client::{Pty, PtyMessage, PtyOpen, PutOptions};
 use cynode_tests::{Engine, HOSTILE, Options, World, eventually, exec, job, on_every_runtime, session, sh};
 
 on_every_runtime!(
@@ -150,17 +150,37 @@ async fn a_terminal_opens_and_takes_input(world: World) -> Result<()> {
     request.pty_allowed = Some(true);
     let id = client.create_session(&request).await?.session_id;
     let mut terminal = client.open_pty(id, &PtyOpen { cols: 101, rows: 37, argv: Vec::new() }).await?;
-    // A runtime may give it its size a moment after it has begun.
-    terminal.write("i=0; while [ \"$(stty size)\" != '37 101' ] && [ $i -lt 2000 ]; do i=$((i+1)); done; echo size: $(stty size); id -u; exit 6\n").await?;
     let (mut said, mut code) = (String::new(), None);
-    while let Some(message) = tokio::time::timeout(Duration::from_secs(60), terminal.next()).await?? {
-        match message {
-            PtyMessage::Data(data) => said.push_str(&String::from_utf8_lossy(&data)),
-            PtyMessage::Exit { exit_code, .. } => code = exit_code,
-            other => ensure!(matches!(other, PtyMessage::Ready), "{other:?}"),
+    // All that is said until a word comes, or to the end.
+    let mut until = async |terminal: &mut Pty, word: Option<&str>| -> Result<String> {
+        said.clear();
+        while word.is_none_or(|word| !said.contains(word)) {
+            match tokio::time::timeout(Duration::from_secs(60), terminal.next()).await.with_context(|| said.clone())?? {
+                Some(PtyMessage::Data(data)) => said.push_str(&String::from_utf8_lossy(&data)),
+                Some(PtyMessage::Exit { exit_code, .. }) => code = exit_code,
+                Some(other) => ensure!(matches!(other, PtyMessage::Ready), "{other:?}"),
+                None => break,
+            }
         }
+        Ok(said.clone())
+    };
+    // A runtime may give it its size a moment after it has begun. Words are quoted so that the echo of what is typed is not them.
+    let sized = |size: &str| format!("i=0; while [ \"$(stty size)\" != '{size}' ] && [ $i -lt 2000 ]; do i=$((i+1)); done; echo size''d: $(stty size).\n");
+    terminal.write(sized("37 101")).await?;
+    until(&mut terminal, Some("sized: 37 101.")).await?;
+    terminal.resize(90, 20).await?;
+    terminal.write(sized("20 90")).await?;
+    until(&mut terminal, Some("sized: 20 90.")).await?;
+    // Job control: what is in front is stopped and interrupted from the keyboard.
+    for (key, answer) in [("\u{1a}", "Stopped"), ("\u{3}", "^C")] {
+        terminal.write("sh -c 'echo be''gun; exec sleep 600'\n").await?;
+        until(&mut terminal, Some("begun")).await?;
+        terminal.write(key).await?;
+        until(&mut terminal, Some(answer)).await?;
     }
-    assert!(said.contains("size: 37 101") && said.contains("1000"), "{said}");
+    terminal.write("echo in''terrupted: $?; jobs; kill -KILL %1; wait; id -u; exit 6\n").await?;
+    let said = until(&mut terminal, None).await?;
+    assert!(said.contains("interrupted: 130") && said.contains("Stopped") && said.contains("1000"), "{said}");
     assert_eq!(code, Some(6), "{said}");
     Ok(())
 }

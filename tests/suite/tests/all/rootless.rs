@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, os::unix::fs::MetadataExt as _, process::Command, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::SessionEnd;
+use cynode_api::{ErrorCode, SessionCreate, SessionEnd, SessionId, TaskId, Unenforced};
 use cynode_tests::{Engine, Options, World, eventually, session, sh};
 use serde_json::Value;
 
@@ -41,6 +41,47 @@ async fn each_sandbox_has_ids_of_its_own_among_the_users() -> Result<()> {
     }
     eventually("every workspace is gone", Duration::from_secs(30), async || Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0))
         .await?;
+    worker.shut_down().await?;
+    world.assert_clean().await
+}
+
+/// What this host keeps for nobody but root (all of it here: version 1 of cgroups, and no mounts for disks).
+// proves: CYNAI.SANDBX.RuntimeContractBaseline
+#[tokio::test]
+async fn each_limit_that_nobody_enforces_is_refused_by_name() -> Result<()> {
+    let world = World::on(Engine::Rootless).await?;
+    // By the worker's own word, with all of them allowed.
+    let mut worker = world.worker(&Options::default()).await?;
+    let unenforced = worker.client()?.create_session(&session()).await?.unenforced;
+    worker.shut_down().await?;
+    assert!(unenforced.contains(&Unenforced::Disk), "{unenforced:?}");
+    for name in &unenforced {
+        let others: Vec<String> = unenforced.iter().filter(|other| *other != name).map(ToString::to_string).collect();
+        let mut worker = world.worker(&Options::default().set("allow_unenforced", &format!("{others:?}"))).await?;
+        let error = worker.client()?.create_session(&session()).await.expect_err("it is not enforced");
+        assert!(error.is(ErrorCode::LimitUnenforceable), "{name}: {error}");
+        let said = error.to_string();
+        assert!(said.contains(&format!("limits.{name}:")) && others.iter().all(|other| !said.contains(&format!("limits.{other}"))), "{name}: {said}");
+        worker.shut_down().await?;
+    }
+    world.assert_clean().await
+}
+
+#[tokio::test]
+async fn an_ordinary_user_has_a_pool_of_the_default_size() -> Result<()> {
+    let world = World::on(Engine::Rootless).await?;
+    let mut worker = world.worker(&Options::default().set("pool_size", "10")).await?;
+    let client = worker.client()?;
+    let url = worker.url()?;
+    // Fewer when the user has few ids: a quarter of 32 blocks.
+    let full = async || -> Result<bool> {
+        let text = reqwest::get(format!("{url}/metrics")).await?.text().await?;
+        Ok(text.lines().find_map(|line| line.strip_prefix("cynode_pool_ready")?.trim().parse::<u64>().ok()).is_some_and(|ready| ready >= 8))
+    };
+    eventually("the pool is full", Duration::from_secs(120), full).await?;
+    let made = client.create_session(&SessionCreate::new(TaskId::generate(), SessionId::generate(), "default")).await?;
+    assert!(made.warm, "{made:?}");
+    assert_eq!(client.exec(made.session_id, &sh("id -u")).await?.stdout, "1000\n");
     worker.shut_down().await?;
     world.assert_clean().await
 }

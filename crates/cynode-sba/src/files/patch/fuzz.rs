@@ -102,8 +102,8 @@ fn laid_out(hunks: &[Hunk<'_>], strip_cr: bool) -> Option<(Vec<u8>, Vec<u8>)> {
             old.extend_from_slice(filler.as_bytes());
             new.extend_from_slice(filler.as_bytes());
         }
-        // Once a side has ended without a newline nothing may follow on it.
-        if gap > 0 && closed != (true, true) {
+        // Once a side has ended without a newline nothing may follow on it, also no hunk that would take away what follows.
+        if closed != (true, true) {
             return None;
         }
         for line in &lines {

@@ -8,29 +8,13 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, ensure};
-use cynode_api::{ExecId, ExecRequest, SessionCreate, SessionId};
+use anyhow::{Context as _, Result, bail, ensure};
+use cynode_api::{ExecId, ExecRequest, SessionCreate, SessionId, Unenforced};
 use cynode_client::{OutputQuery, PutOptions, WorkerClient};
 use cynode_tests::{Engine, Options, RunningWorker, World, exec, hex, repository, session, sh};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Notify;
-
-/// A way of running containers.
-#[derive(Debug)]
-pub(crate) struct Runtime {
-    pub(crate) name: &'static str,
-    engine: Engine,
-}
-
-const PODMAN: Runtime = Runtime { name: "podman-root", engine: Engine::Podman };
-
-/// What needs no limit runs on all of these.
-pub(crate) const RUNTIMES: &[Runtime] =
-    &[PODMAN, Runtime { name: "podman-rootless", engine: Engine::Rootless }, Runtime { name: "docker", engine: Engine::Docker }];
-
-/// Where every limit is enforced: without root this host's kernel has no memory limit, and Docker can't bound terminals.
-pub(crate) const LIMITED: &[Runtime] = &[PODMAN];
 
 /// Longer than this no call of the neighbour may take: it would be a hang.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -45,8 +29,12 @@ pub(crate) struct Arena {
     http: reqwest::Client,
     pub(crate) attacker: SessionId,
     pub(crate) neighbour: SessionId,
+    /// What this host does not enforce on the attacker, by the worker's own word.
+    unenforced: Vec<Unenforced>,
     /// The lines of the table: what was tried, and how it ended.
     attempts: Vec<(String, String)>,
+    /// What differs between two runs, and the words that stand for it in the table.
+    named: Vec<(String, String)>,
     table: PathBuf,
 }
 
@@ -61,16 +49,23 @@ struct Line {
 
 impl Arena {
     /// Two sandboxes of the small image.
-    pub(crate) async fn new(runtime: &Runtime, topic: &str) -> Result<Self> {
-        Self::with(runtime, topic, session(), &[]).await
+    pub(crate) async fn new(world: World, topic: &str) -> Result<Self> {
+        Self::with(world, topic, session(), &[]).await
     }
 
     /// With an attacker as it is asked for, and settings of the worker on top of the runtime's.
-    pub(crate) async fn with(runtime: &Runtime, topic: &str, mut attacker: SessionCreate, settings: &[(&str, &str)]) -> Result<Self> {
-        let table = repository().join("target/escape").join(runtime.name).join(topic);
+    pub(crate) async fn with(world: World, topic: &str, mut attacker: SessionCreate, settings: &[(&str, &str)]) -> Result<Self> {
+        // As `cargo xtask escape` knows them.
+        let runtime = match world.engine() {
+            Engine::Podman => "podman-root",
+            Engine::Rootless => "podman-rootless",
+            Engine::Docker => "docker",
+            other => bail!("{other:?} has no column in the table"),
+        };
+        let table = repository().join("target/escape").join(runtime).join(topic);
         // What an earlier run wrote must not pass for this one's.
         drop(fs_err::remove_file(&table));
-        let world = World::on(runtime.engine).await?;
+        world.load(&attacker.image_ref).await?;
         let options = settings.iter().fold(Options::default(), |options, (key, value)| options.set(key, value));
         let worker = world.worker(&options).await?;
         let client = worker.client()?;
@@ -78,7 +73,24 @@ impl Arena {
         attacker.pty_allowed = Some(true);
         let neighbour = SessionCreate { pty_allowed: Some(true), ..session() };
         let (attacker, neighbour) = tokio::try_join!(client.create_session(&attacker), client.create_session(&neighbour))?;
-        Ok(Self { world, worker, client, http, attacker: attacker.session_id, neighbour: neighbour.session_id, attempts: Vec::new(), table })
+        let (unenforced, attacker, neighbour) = (attacker.unenforced, attacker.session_id, neighbour.session_id);
+        Ok(Self { world, worker, client, http, attacker, neighbour, unenforced, attempts: Vec::new(), named: Vec::new(), table })
+    }
+
+    /// Whether an attempt can be run at all: one that nothing would stop but a limit that this host does not enforce is only noted.
+    /// That such a host refuses sandboxes unless its operator allows each of these limits by name is shown by
+    /// `each_limit_that_nobody_enforces_is_refused_by_name` and `ids_that_sandboxes_share_must_be_allowed_by_name`.
+    pub(crate) fn bounded_by(&mut self, limit: Unenforced, attempt: &str) -> bool {
+        let enforced = !self.unenforced.contains(&limit);
+        if !enforced {
+            self.attempts.push((attempt.to_owned(), format!("not enforced, refused by default: {limit}")));
+        }
+        enforced
+    }
+
+    /// Gives something that is different in each run a name for the table.
+    pub(crate) fn name(&mut self, text: impl Into<String>, name: &str) {
+        self.named.push((text.into(), name.to_owned()));
     }
 
     /// Puts the program of attempts into a sandbox.
@@ -144,7 +156,8 @@ impl Arena {
         let mut count = 0;
         let mut done = false;
         for line in printed.lines().filter(|line| line.starts_with('{')) {
-            let line: Line = serde_json::from_str(line).with_context(|| line.to_owned())?;
+            let mut line: Line = serde_json::from_str(line).with_context(|| line.to_owned())?;
+            line.name = self.named.iter().fold(line.name, |name, (text, word)| name.replace(text, word));
             if line.name == "done" {
                 done = true;
                 continue;
@@ -193,8 +206,10 @@ impl Arena {
         for (attempt, outcome) in &self.attempts {
             writeln!(text, "{attempt}\t{outcome}")?;
         }
-        fs_err::create_dir_all(self.table.parent().context("a directory")?)?;
-        fs_err::write(&self.table, text)?;
+        if !text.is_empty() {
+            fs_err::create_dir_all(self.table.parent().context("a directory")?)?;
+            fs_err::write(&self.table, text)?;
+        }
         self.worker.shut_down().await?;
         self.world.assert_clean().await
     }

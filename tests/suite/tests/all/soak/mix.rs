@@ -178,7 +178,7 @@ impl Client {
         };
         let bytes: Vec<u8> = (0..size).map(|_| self.random.number().to_le_bytes()[0]).collect();
         let written = self.client.put_file(self.sessions[index].id, Path::new(&name), bytes.clone(), &PutOptions::default()).await?;
-        ensure!(written.sha256.as_deref() == Some(&*sha256(&bytes)), "{written:?}");
+        ensure!(written.etag == Some(format!("\"sha256:{}\"", sha256(&bytes))), "{written:?}");
         self.sessions[index].files.insert(name, bytes);
         Ok(true)
     }

@@ -1,0 +1,121 @@
+//! The runner image as people use it: what the profile of system calls must not break, and git, which must reach nobody.
+
+use anyhow::{Result, ensure};
+use cynode_api::SessionCreate;
+use cynode_tests::{RUNNER, World, exec, on_every_runtime, session, sh};
+
+use super::arena::Arena;
+
+on_every_runtime!(tools_work_in_a_sandbox_and_git_reaches_no_remote);
+
+// One world for both: giving an ordinary user the image takes longer than all that is done with it.
+// proves: CYNAI.SANDBX.SandboxThreatModel
+async fn tools_work_in_a_sandbox_and_git_reaches_no_remote(world: World) -> Result<()> {
+    let request = SessionCreate { image_ref: RUNNER.to_owned(), ..session() };
+    let mut arena = Arena::with(world, "git", request, &[]).await?;
+    tools(&arena).await?;
+    git(&mut arena).await?;
+    arena.end().await
+}
+
+/// Threads, processes, pools, pipes, sockets on loopback, timers and semaphores, as Python makes them.
+const PYTHON: &str = r#"
+import concurrent.futures, ctypes, multiprocessing, os, queue, socket, subprocess, tempfile, threading, time, select, signal, mmap, asyncio, fcntl
+def square(n): return n * n
+if __name__ == "__main__":
+    with concurrent.futures.ThreadPoolExecutor(8) as pool: assert list(pool.map(square, range(100)))[9] == 81
+    with multiprocessing.Pool(3) as pool: assert pool.map(square, range(10))[3] == 9
+    for method in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        with concurrent.futures.ProcessPoolExecutor(2, mp_context=context) as pool: assert pool.submit(square, 5).result() == 25
+    assert subprocess.run(["sh", "-c", "echo $0", "out"], capture_output=True, text=True).stdout == "out\n"
+    server = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(server.getsockname()); peer, _ = server.accept()
+    client.sendall(b"x"); assert peer.recv(1) == b"x"
+    six = socket.create_server(("::1", 0), family=socket.AF_INET6); socket.create_connection(six.getsockname()[:2])
+    a, b = socket.socketpair(); a.send(b"y"); assert b.recv(1) == b"y"
+    assert [name for _, name in socket.if_nameindex()] == ["lo"]
+    socket.getaddrinfo("127.0.0.1", 80)
+    async def quick(): return await (await asyncio.create_subprocess_exec("echo", "z", stdout=-1)).communicate()
+    assert asyncio.run(quick())[0] == b"z\n"
+    with tempfile.TemporaryFile() as file: file.write(b"1" * 8192); file.flush(); fcntl.flock(file, fcntl.LOCK_EX); mmap.mmap(file.fileno(), 8192)
+    memory = multiprocessing.shared_memory.SharedMemory(create=True, size=4096) if hasattr(multiprocessing, "shared_memory") else None
+    if memory: memory.close(); memory.unlink()
+    os.mkfifo("/tmp/fifo"); os.memfd_create("m"); os.pidfd_open(os.getpid()); os.sched_setaffinity(0, os.sched_getaffinity(0))
+    pid, fd = __import__("pty").fork()
+    if pid == 0: os.execlp("tty", "tty")
+    assert os.read(fd, 100).startswith(b"/dev/pts/")
+    libc = ctypes.CDLL(None, use_errno=True)
+    # A debugger: a child that lets itself be traced, stopped and looked into.
+    child = os.fork()
+    if child == 0:
+        assert libc.ptrace(0, 0, 0, 0) == 0
+        os.kill(os.getpid(), signal.SIGSTOP); os._exit(7)
+    _, status = os.waitpid(child, 0); assert os.WIFSTOPPED(status)
+    registers = ctypes.create_string_buffer(512); vector = (ctypes.c_void_p * 2)(ctypes.addressof(registers), 512)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+    assert libc.ptrace(0x4204, child, 1, ctypes.addressof(vector)) == 0
+    assert libc.ptrace(7, child, None, None) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert libc.personality(0x0040000) >= 0
+    print("well")
+"#;
+
+async fn tools(arena: &Arena) -> Result<()> {
+    let (client, id) = (&arena.client, arena.attacker);
+    client.put_file(id, std::path::Path::new("t.py"), PYTHON, &cynode_client::PutOptions::default()).await?;
+    let python = client.exec(id, &exec(["python3", "t.py"])).await?;
+    ensure!(python.stdout == "well\n", "{}{}", python.stdout, python.stderr);
+    let git = "set -e; git init -q a; cd a; git config user.name a; git config user.email a; for i in 1 2 3; do seq $i 1000 > f; git add f; git commit -qm $i; done
+               git clone -q . ../b; git clone -q file:///workspace/a ../c; git -C ../c gc -q --aggressive; git -C ../c fsck; git worktree add -q ../w HEAD~1; git -C ../w log --oneline | wc -l
+               git bundle create -q ../bundle HEAD; git clone -q ../bundle ../d; echo well";
+    let git = client.exec(id, &sh(git)).await?;
+    ensure!(git.stdout == "2\nwell\n", "{}{}", git.stdout, git.stderr);
+    let make = "printf 'all: %s\\n' \"$(seq -s ' ' 20)\" > Makefile; printf '%%:\\n\\t@echo $@ > m$@\\n' >> Makefile; make -s -j8 all && ls m* | wc -l; rg --files | wc -l >/dev/null && tar c m1 | xz | unxz | tar t";
+    let make = client.exec(id, &sh(make)).await?;
+    ensure!(make.stdout == "21\nm1\n", "{}{}", make.stdout, make.stderr);
+    Ok(())
+}
+
+/// Remotes that nobody may reach; none of them is ours.
+const REMOTES: &[&str] = &[
+    "https://192.0.2.1/a.git",
+    "http://192.0.2.1/a.git",
+    "git://192.0.2.1/a.git",
+    "ssh://git@192.0.2.1/a.git",
+    "git@192.0.2.1:a.git",
+    "https://example.com/a.git",
+];
+
+async fn git(arena: &mut Arena) -> Result<()> {
+    let prepared = arena
+        .client
+        .exec(
+            arena.attacker,
+            &sh("set -e; export GIT_CONFIG_GLOBAL=/workspace/config
+                git config --global user.name a; git config --global user.email a; git config --global protocol.file.allow always
+                git init -q -b main origin; cd origin; echo one > file; git add .; git commit -qm one; cd ..
+                git clone -q file:///workspace/origin copy; cd copy; git fetch -q; git submodule add -q file:///workspace/origin sub; cat sub/file
+                git push -q origin HEAD:refs/heads/other; git -C ../origin rev-parse -q --verify other >/dev/null; echo within"),
+        )
+        .await?;
+    ensure!(prepared.stdout == "one\nwithin\n", "{prepared:?}");
+    for remote in REMOTES {
+        let git = "export GIT_CONFIG_GLOBAL=/workspace/config GIT_TERMINAL_PROMPT=0; cd /workspace/copy; git -c protocol.allow=always";
+        for (what, command) in [
+            ("clone", format!("clone -q {remote} /tmp/c")),
+            ("fetch", format!("fetch -q {remote}")),
+            ("push", format!("push -q {remote} HEAD:refs/heads/x")),
+            ("ls-remote", format!("ls-remote {remote}")),
+            ("submodule add", format!("submodule add -q {remote} s")),
+        ] {
+            let script = format!("{git} {command} && echo REACHED");
+            arena.script(&format!("git {what} {remote}"), &script, |seen| !seen.contains("REACHED")).await?;
+        }
+    }
+    // Git LFS asks a server of objects by HTTP before anything else; that server can't be reached, with or without its program.
+    let lfs = "cd /workspace/copy; git config lfs.url http://192.0.2.1/lfs; git lfs push origin --all && echo REACHED; \
+               python3 -c 'import urllib.request; urllib.request.urlopen(\"http://192.0.2.1/lfs/objects/batch\", b\"{}\", 5)' && echo REACHED";
+    arena.script("git LFS", lfs, |seen| !seen.contains("REACHED")).await?;
+    Ok(())
+}
