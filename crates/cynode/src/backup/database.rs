@@ -42,14 +42,13 @@ impl Database {
     }
 
     fn command(&self, name: &str) -> Result<Command, Failure> {
-        let mut command = match &self.server {
-            Some(server) => Programs::find(server)?.client(name)?,
-            None => {
-                let mut command = postgres::newest_client(name)?;
-                // How other servers are reached may be in these.
-                command.envs(std::env::vars_os().filter(|(variable, _)| variable.to_string_lossy().starts_with("PG")));
-                command
-            }
+        let mut command = if let Some(server) = &self.server {
+            Programs::find(server)?.client(name)?
+        } else {
+            let mut command = postgres::newest_client(name)?;
+            // How other servers are reached may be in these.
+            command.envs(std::env::vars_os().filter(|(variable, _)| variable.to_string_lossy().starts_with("PG")));
+            command
         };
         let (url, password) = without_password(&self.url);
         if let Some(password) = password {
@@ -85,15 +84,12 @@ fn decoded(text: &str) -> String {
     let mut rest = text.as_bytes();
     while let [first, more @ ..] = rest {
         let hex = more.get(..2).and_then(|two| std::str::from_utf8(two).ok()).and_then(|two| u8::from_str_radix(two, 16).ok());
-        match (first, hex) {
-            (b'%', Some(byte)) => {
-                bytes.push(byte);
-                rest = &more[2..];
-            }
-            _ => {
-                bytes.push(*first);
-                rest = more;
-            }
+        if let (b'%', Some(byte)) = (first, hex) {
+            bytes.push(byte);
+            rest = &more[2..];
+        } else {
+            bytes.push(*first);
+            rest = more;
         }
     }
     String::from_utf8_lossy(&bytes).into_owned()

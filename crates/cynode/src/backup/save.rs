@@ -76,7 +76,7 @@ fn write(staged: &Path, dump: &Path, state: &StateDir, config: &cynode_orchestra
     archive.append_data(&mut header(text.len() as u64), MANIFEST, &text[..])?;
     let mut file = archive.into_inner()?;
     file.flush()?;
-    file.into_inner().map_err(|error| error.into_error())?.sync_all()?;
+    file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
     Ok(manifest)
 }
 

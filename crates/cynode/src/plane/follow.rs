@@ -65,12 +65,12 @@ impl<'a> Follower<'a> {
                 stderr.finish().await?;
                 return Ok(Ended { job, exit: self.exit.take() });
             }
-            if !came {
+            if came {
+                pause = Duration::from_millis(20);
+            } else {
                 // It has no node yet, or its node does not wait.
                 sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_millis(500));
-            } else {
-                pause = Duration::from_millis(20);
             }
         }
     }

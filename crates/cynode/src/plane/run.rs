@@ -39,14 +39,20 @@ pub async fn run(globals: &Globals, args: Run) -> Outcome {
         let job = client.job(id).await?;
         return made(globals, &job, &id.to_string(), &format!("the job is {}; see 'cynode job logs --follow {id}'", job.state));
     }
-    let stopper = tokio::spawn(stop_on_signals(client.clone(), id));
     let mut follower = Follower::new(&client, id, args.raw);
-    let ended = match globals.output {
-        Format::Table => follower.print(true).await,
-        Format::Json => quietly(&client, id).await,
+    let ended = async {
+        match globals.output {
+            Format::Table => follower.print(true).await,
+            Format::Json => quietly(&client, id).await,
+        }
     };
-    stopper.abort();
-    let ended = ended?;
+    let ended = tokio::select! {
+        ended = ended => ended?,
+        () = left(&client, id) => {
+            output::note(&format!("cynode: no longer waiting; see 'cynode job show {id}'"));
+            return Ok(ExitCode::from(INTERRUPTED));
+        }
+    };
     if globals.output == Format::Json {
         output::json(&ended.job)?;
     }
@@ -102,18 +108,28 @@ async fn quietly(client: &UserClient, id: JobId) -> Result<Ended, Failure> {
     }
 }
 
-/// The first Ctrl-C stops the job, and we wait for its end; the second leaves it to itself.
-async fn stop_on_signals(client: UserClient, id: JobId) {
-    let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate())) else { return };
-    loop {
+/// The first Ctrl-C stops the job, and its end is waited for; with the second it is left to itself.
+async fn left(client: &UserClient, id: JobId) {
+    let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate())) else {
+        return std::future::pending().await;
+    };
+    let mut again = async || {
         tokio::select! {
             _ = interrupt.recv() => {}
             _ = terminate.recv() => {}
         }
-        output::note("cynode: stopping the job");
+    };
+    again().await;
+    output::note("cynode: stopping the job");
+    let stop = async {
         if let Err(error) = client.stop_job(id).await {
             output::note(&format!("cynode: the job was not stopped: {}", error.chain()));
         }
+        std::future::pending::<()>().await;
+    };
+    tokio::select! {
+        () = stop => {}
+        () = again() => {}
     }
 }
 

@@ -164,7 +164,7 @@ fn initialise(server: &Server, programs: &Programs) -> Result<(), Failure> {
     said_well(command.stdin(Stdio::null()), b"")?;
     let mut command = programs.command("postgres");
     command.current_dir(&staged).args(["--single", "-D"]).arg(&staged).args(["-c", "exit_on_error=on", "postgres"]);
-    said_well(&mut command.stdin(Stdio::piped()), format!("create database {NAME}\n").as_bytes())?;
+    said_well(command.stdin(Stdio::piped()), format!("create database {NAME}\n").as_bytes())?;
     fs_err::rename(&staged, server.data())?;
     fs_err::File::open(server.directory())?.sync_all()?;
     Ok(())
@@ -189,7 +189,7 @@ fn said_well(command: &mut Command, input: &[u8]) -> Result<(), Failure> {
 
 /// Who may connect: by the socket alone, our own users as the database's. Written at every start.
 fn admit(data: &Path, names: &[String]) -> io::Result<()> {
-    let map: String = names.iter().map(|name| format!("{NAME} \"{name}\" {NAME}\n")).collect();
+    let map = names.iter().map(|name| format!("{NAME} \"{name}\" {NAME}\n")).collect::<Vec<_>>().concat();
     cynode_service::files::replace(&data.join("pg_ident.conf"), map.as_bytes())?;
     cynode_service::files::replace(&data.join("pg_hba.conf"), format!("local all {NAME} peer map={NAME}\n").as_bytes())
 }

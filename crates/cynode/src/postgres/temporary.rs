@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use fs_err::os::unix::fs::OpenOptionsExt as _;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::Server;
@@ -26,7 +27,7 @@ impl Temporary {
     #[expect(clippy::disallowed_methods, reason = "starts this program's own role")]
     pub fn start(state: &StateDir) -> Result<Self, Failure> {
         let server = Server::of(state);
-        let log = fs_err::OpenOptions::new().append(true).create(true).open(state.log("postgres.log"))?.into_parts().0;
+        let log = fs_err::OpenOptions::new().append(true).create(true).mode(0o600).open(state.log("postgres.log"))?.into_parts().0;
         let child = Command::new(std::env::current_exe()?)
             .arg("postgres")
             .arg("--state-dir")
