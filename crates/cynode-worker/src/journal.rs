@@ -177,6 +177,11 @@ impl Journal {
         read(&self.job_path(id))
     }
 
+    /// Where the record of a job was set aside, if it was.
+    pub(crate) fn unreadable_job(&self, id: JobId) -> Option<PathBuf> {
+        Some(self.job_path(id).with_extension("unreadable")).filter(|path| path.exists())
+    }
+
     pub(crate) fn forget_job(&self, id: JobId) -> io::Result<()> {
         match fs_err::remove_file(self.job_path(id)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),

@@ -122,6 +122,7 @@ impl Jobs {
             if exec.is_started() || !exec.is_running() {
                 return Ok((exec, watching));
             }
+            tracing::debug!(job_id = %record.job.job_id, "Starting the command of a job.");
             let env = exec_environment(&sandbox.record(), &request.env);
             let command = Command { env, stdin: Vec::new(), stdin_open: false, again: true };
             let (live, execs, started) = (Arc::clone(live), Arc::clone(&sandbox.execs), Arc::clone(&exec));

@@ -110,6 +110,11 @@ impl Jobs {
         if let Some(existing) = self.existing(id, &fingerprint)? {
             return Ok(existing);
         }
+        // Whether it ran is not known, so it does not run now.
+        if let Some(path) = self.journal.unreadable_job(id) {
+            let detail = format!("job {id} was made before, and its record can't be read: {}", path.display());
+            return Err(Problem::new(ErrorCode::JobIdInUse, detail).with_remedy("Look at that file, or use a new job_id.").into());
+        }
         if *stopping {
             return Err(ApiError::new(ErrorCode::ShuttingDown, "the worker is stopping"));
         }

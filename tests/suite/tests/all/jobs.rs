@@ -6,7 +6,7 @@ mod requests;
 use std::{path::Path, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::{ErrorCode, Job, JobId, JobRun, JobState, Stream, TaskId};
+use cynode_api::{ErrorCode, Job, JobId, JobRun, JobState, SessionEnd, SessionPatch, Stream, TaskId};
 use cynode_client::{ExecEvent, JobFilter, OutputQuery, SessionFilter, WorkerClient};
 use cynode_tests::{Answer, Http, Options, UNLABELLED, World, eventually, job, session};
 use http::Method;
@@ -84,7 +84,7 @@ async fn a_job_that_nobody_waits_for_goes_on_and_its_output_is_read_during_and_a
         }
         seen_running |= out == "first\n" && client.job(request.job_id).await?.state == JobState::InProgress;
     }
-    let lines: String = (1..=20).map(|number| format!("{number}\n")).collect();
+    let lines: String = (1..=20).map(|number| number.to_string() + "\n").collect();
     assert_eq!((out, err.as_str()), (format!("first\n{lines}"), "last\n"));
     assert_eq!(exit.context("an exit")?.exit_code, Some(7));
     assert!(seen_running, "it was in progress when its first line came");
@@ -221,10 +221,10 @@ async fn the_sandbox_of_a_job_is_no_session_and_counts_as_one() -> Result<()> {
     for refused in [
         client.get_session(hidden).await.err(),
         client.exec(hidden, &cynode_tests::sh("true")).await.err(),
-        client.end_session(hidden, &Default::default()).await.err(),
+        client.end_session(hidden, &SessionEnd::default()).await.err(),
         client.resume_session(hidden).await.err(),
         client.list_execs(hidden).await.err(),
-        client.patch_session(hidden, &Default::default()).await.err(),
+        client.patch_session(hidden, &SessionPatch::default()).await.err(),
     ] {
         assert!(refused.is_some_and(|error| error.is(ErrorCode::SessionNotFound)));
     }

@@ -6,9 +6,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::{Job, JobRun, JobState};
+use cynode_api::{ErrorCode, Job, JobRun, JobState};
 use cynode_client::{JobFilter, OutputQuery, WorkerClient};
-use cynode_tests::{Options, Random, World, eventually, job};
+use cynode_tests::{Options, Random, RunningWorker, World, eventually, job};
 
 use super::{LONG, code, no_container, started};
 
@@ -26,7 +26,7 @@ fn witness(number: u64) -> JobRun {
 /// What a job must have said in the end, but for its first line; and that line.
 fn check(number: u64, done: &Job) -> Result<String> {
     let (identity, rest) = done.output.stdout.split_once('\n').with_context(|| format!("{done:?}"))?;
-    let counted: String = (1..=number * 5).map(|line| format!("{line}\n")).collect();
+    let counted: String = (1..=number * 5).map(|line| line.to_string() + "\n").collect();
     ensure!(identity.len() == 36 && rest == format!("{counted}1\n"), "{done:?}");
     let state = if number.is_multiple_of(3) { JobState::Completed } else { JobState::Failed };
     ensure!(done.state == state && done.exit_code == i32::try_from(number % 3).ok() && done.error.is_none(), "{done:?}");
@@ -37,6 +37,12 @@ fn check(number: u64, done: &Job) -> Result<String> {
 async fn said(client: &WorkerClient, request: &JobRun) -> String {
     let page = client.job_output(request.job_id, &OutputQuery::default()).await;
     page.map(|page| page.chunks.into_iter().filter_map(|chunk| chunk.data).collect()).unwrap_or_default()
+}
+
+/// Whether a command was begun to be started, by the worker's log from `from` on.
+fn starts(worker: &RunningWorker, from: u64) -> Result<bool> {
+    let log = fs_err::read(worker.log())?;
+    Ok(String::from_utf8_lossy(&log[usize::try_from(from)?.min(log.len())..]).contains("Starting the command of a job."))
 }
 
 /// In each round jobs are handed over, the worker is killed up to so many times while they run, and every job must have run
@@ -58,7 +64,9 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
             .collect();
         let mut heard = vec![String::new(); requests.len()];
         for _ in 0..=random.below(most_kills) {
-            let moment = Instant::now() + Duration::from_millis(random.below(6_000));
+            // Every second time in the short moment in which a command is started.
+            let at_a_start = random.below(2) == 0;
+            let moment = Instant::now() + Duration::from_millis(random.below(if at_a_start { 500 } else { 6_000 }));
             let client = worker.client()?;
             while Instant::now() < moment {
                 for (request, heard) in requests.iter().zip(&mut heard) {
@@ -69,6 +77,15 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
             }
             for job in client.list_jobs(&JobFilter::default()).await? {
                 *hit.entry(job.state.as_str()).or_default() += 1;
+            }
+            let (from, patience) = (fs_err::metadata(worker.log())?.len(), Instant::now() + Duration::from_secs(3));
+            while at_a_start && Instant::now() < patience {
+                if starts(&worker, from)? {
+                    tokio::time::sleep(Duration::from_micros(random.below(2_000))).await;
+                    *hit.entry("at a start").or_default() += 1;
+                    break;
+                }
+                tokio::task::yield_now().await;
             }
             worker.kill()?;
             worker = world.worker(&Options::default()).await?;
@@ -158,6 +175,37 @@ async fn a_job_whose_sandbox_is_gone_has_failed_and_is_not_run_again() -> Result
     assert_eq!((gone.state, code(&gone), gone.output.stdout.as_str()), (JobState::Failed, Some("runner_interrupted"), heard[1].as_str()));
     no_container(&world).await?;
     eventually("no workspace is left", LONG, async || Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0)).await
+}
+
+#[tokio::test]
+async fn a_worker_that_does_not_know_that_its_command_was_started_finds_it_and_starts_no_other() -> Result<()> {
+    let world = World::new()?;
+    let mut worker = world.worker(&Options::default()).await?;
+    let request = job("echo x >> begun; sleep 5; wc -l < begun");
+    started(&worker.client()?, &request).await?;
+    worker.kill()?;
+    let session = fs_err::read_dir(world.state_dir().join("worker/sessions"))?.next().context("a sandbox")??.path();
+    fs_err::write(session.join("execs/log"), "")?;
+    worker = world.worker(&Options::default()).await?;
+    let done = worker.client()?.run_job(&request).await?;
+    assert_eq!((done.state, done.output.stdout.as_str()), (JobState::Completed, "1\n"), "{done:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_job_whose_record_can_not_be_read_is_not_run_again() -> Result<()> {
+    let world = World::new()?;
+    let mut worker = world.worker(&Options::default()).await?;
+    let request = job("exec sleep 999");
+    started(&worker.client()?, &request).await?;
+    worker.kill()?;
+    let record = world.state_dir().join(format!("worker/jobs/{}.json", request.job_id));
+    fs_err::write(&record, "{")?;
+    let worker = world.worker(&Options::default()).await?;
+    let refused = worker.client()?.run_job(&request).await.expect_err("its record is gone");
+    assert!(refused.is(ErrorCode::JobIdInUse) && refused.to_string().contains("unreadable"), "{refused}");
+    assert!(record.with_extension("unreadable").is_file(), "a person can look at it");
+    no_container(&world).await
 }
 
 #[tokio::test]
