@@ -72,17 +72,13 @@ impl Orchestrator {
             image_version_id: image.version_id,
             created_by: &caller.user_name,
         };
-        match self.db.insert_job(&new, task.as_ref(), &caller.scope).await? {
-            Some(row) => {
-                self.told();
-                self.jobs_wait.notify_one();
-                Ok((row, true))
-            }
-            None => {
-                let existing = self.db.any_job(job_id).await?.ok_or_else(|| taken(job_id))?;
-                self.same_job(caller, existing, &body).await
-            }
+        if let Some(row) = self.db.insert_job(&new, task.as_ref(), &caller.scope).await? {
+            self.told();
+            self.jobs_wait.notify_one();
+            return Ok((row, true));
         }
+        let existing = self.db.any_job(job_id).await?.ok_or_else(|| taken(job_id))?;
+        self.same_job(caller, existing, &body).await
     }
 
     async fn same_job(&self, caller: &Caller, existing: JobRow, body: &JobCreate) -> Result<(JobRow, bool), ApiError> {

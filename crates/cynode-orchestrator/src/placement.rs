@@ -45,14 +45,13 @@ impl Orchestrator {
         let mut best: Option<(f64, NodeRow)> = None;
         for node in nodes {
             let given = given.iter().find(|(id, _)| *id == node.id).map_or(0, |(_, count)| *count);
-            match unfit(&node, after, with_image.contains(&node.id), given, not) {
-                Some((_, reason)) => reasons.push((node.name, reason)),
-                None => {
-                    let use_now = load(&node, given);
-                    if best.as_ref().is_none_or(|(least, _)| use_now < *least) {
-                        best = Some((use_now, node));
-                    }
-                }
+            if let Some(reason) = unfit(&node, after, with_image.contains(&node.id), given, not) {
+                reasons.push((node.name, reason));
+                continue;
+            }
+            let use_now = load(&node, given);
+            if best.as_ref().is_none_or(|(least, _)| use_now < *least) {
+                best = Some((use_now, node));
             }
         }
         best.map(|(_, node)| node).ok_or_else(|| {
@@ -63,20 +62,20 @@ impl Orchestrator {
     }
 }
 
-/// Why a node can't take this work now, and whether it may later.
-fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: i64, not: &[NodeId]) -> Option<(bool, String)> {
+/// Why a node can't take this work now.
+fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: i64, not: &[NodeId]) -> Option<String> {
     let (state, reason) = node.state(unreachable_after);
     if state != NodeState::Ready {
-        return Some((true, reason.unwrap_or_else(|| "is draining".to_owned())));
+        return Some(reason.unwrap_or_else(|| "is draining".to_owned()));
     }
     if not.contains(&node.id) {
-        return Some((true, "did not answer".to_owned()));
+        return Some("did not answer".to_owned());
     }
     if !has_image {
-        return Some((false, "does not have the image".to_owned()));
+        return Some("does not have the image".to_owned());
     }
     let most = i64::try_from(node.capability.max_sandboxes).unwrap_or(i64::MAX);
-    (given.max(node.running_sandboxes.into()) >= most).then(|| (true, format!("is full ({most} sandboxes)")))
+    (given.max(node.running_sandboxes.into()) >= most).then(|| format!("is full ({most} sandboxes)"))
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a share of a few hundred")]

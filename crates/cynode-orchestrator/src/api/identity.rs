@@ -145,7 +145,6 @@ async fn check_scope(orchestrator: &Orchestrator, caller: &Caller, body: &TokenC
         TokenKind::User if body.project_id.is_some() || !body.task_ids.is_empty() || body.job_id.is_some() || body.session_id.is_some() => {
             return Err(ApiError::invalid("kind: a user's token names no project, task, job or session"));
         }
-        TokenKind::User => {}
         TokenKind::ProjectManager | TokenKind::ProjectAnalyst => {
             if body.project_id.is_none() && body.task_ids.is_empty() {
                 return Err(ApiError::invalid("project_id: an agent's token names a project or tasks"));
@@ -157,7 +156,7 @@ async fn check_scope(orchestrator: &Orchestrator, caller: &Caller, body: &TokenC
         TokenKind::Sandbox if body.task_ids.len() != 1 || !names_one || body.project_id.is_some() => {
             return Err(ApiError::invalid("task_ids: a sandbox's token names exactly one task, and a job or a session"));
         }
-        TokenKind::Sandbox => {}
+        TokenKind::User | TokenKind::Sandbox => {}
     }
     if body.task_ids.len() > 1_000 {
         return Err(ApiError::invalid("task_ids: names more than 1000"));

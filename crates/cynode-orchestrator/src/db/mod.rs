@@ -114,6 +114,7 @@ pub(crate) async fn commit(transaction: Transaction<'static, Postgres>) -> Resul
 }
 
 /// A failure of the database as callers are told of it.
+#[expect(clippy::needless_pass_by_value, reason = "it is a step of map_err")]
 pub(crate) fn problem(error: sqlx::Error) -> ApiError {
     match &error {
         sqlx::Error::RowNotFound => ApiError::new(ErrorCode::NotFound, "there is no such thing"),

@@ -155,7 +155,18 @@ async fn every_route_lets_in_whom_it_should_and_nobody_else() -> Result<()> {
     };
     let person = token(TokenKind::User, false).await?;
     let (manager, analyst) = (token(TokenKind::ProjectManager, true).await?, token(TokenKind::ProjectAnalyst, true).await?);
-    let revoked = client.create_token(&TokenCreate { version: None, kind: TokenKind::User, user: None, project_id: None, task_ids: Vec::new(), job_id: None, session_id: None, expires_in_seconds: None }).await?;
+    let revoked = client
+        .create_token(&TokenCreate {
+            version: None,
+            kind: TokenKind::User,
+            user: None,
+            project_id: None,
+            task_ids: Vec::new(),
+            job_id: None,
+            session_id: None,
+            expires_in_seconds: None,
+        })
+        .await?;
     client.revoke_token(revoked.id).await?;
 
     let mut wrong = BTreeMap::new();
@@ -170,8 +181,14 @@ async fn every_route_lets_in_whom_it_should_and_nobody_else() -> Result<()> {
             .replace("{key}", "some.key")
             .replace("{path}", "a/b");
         let path = if row.route == "GET /v1/artifacts" { format!("{path}?task_id={SOME_ID}") } else { path };
-        let callers =
-            [(None, 401), (Some(&revoked.token), 401), (Some(&person), row.person), (Some(&admin), row.admin), (Some(&manager), row.agent), (Some(&analyst), row.agent)];
+        let callers = [
+            (None, 401),
+            (Some(&revoked.token), 401),
+            (Some(&person), row.person),
+            (Some(&admin), row.admin),
+            (Some(&manager), row.agent),
+            (Some(&analyst), row.agent),
+        ];
         for (number, (token, expected)) in callers.into_iter().enumerate() {
             let mut request = http.request(method.parse()?, format!("{url}{path}"));
             if let Some(token) = token {
