@@ -292,7 +292,7 @@ impl Runtime for Podman {
 
     async fn close(&self) {
         if let Some(service) = &self.service
-            && let Err(error) = service.kill()
+            && let Err(error) = service.close().await
         {
             tracing::warn!(%error, "Ending the private Podman service failed.");
         }

@@ -30,8 +30,8 @@ pub struct ServiceOptions {
 #[derive(Debug)]
 pub(super) struct Service {
     options: ServiceOptions,
-    /// Held while it is started or stopped.
-    starting: Mutex<()>,
+    /// Held while it is started or stopped; says whether it was ended for good.
+    starting: Mutex<bool>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -42,7 +42,7 @@ struct Recorded {
 
 impl Service {
     pub(super) fn new(options: ServiceOptions) -> Self {
-        Self { options, starting: Mutex::new(()) }
+        Self { options, starting: Mutex::new(false) }
     }
 
     pub(super) fn socket(&self) -> PathBuf {
@@ -55,7 +55,8 @@ impl Service {
 
     /// Starts it unless it answers.
     pub(super) async fn ensure(&self) -> Result<(), Error> {
-        let _starting = self.starting.lock().await;
+        let closed = self.starting.lock().await;
+        refuse_when(*closed)?;
         if answers(&self.socket()).await {
             return Ok(());
         }
@@ -65,7 +66,8 @@ impl Service {
 
     /// Kills it, whatever it does, and starts another.
     pub(super) async fn restart(&self, why: &str) -> Result<(), Error> {
-        let _starting = self.starting.lock().await;
+        let closed = self.starting.lock().await;
+        refuse_when(*closed)?;
         // Another caller may have done it while this one waited.
         if answers(&self.socket()).await && why != HUNG {
             return Ok(());
@@ -74,6 +76,13 @@ impl Service {
         metrics::counter!("cynode_runtime_service_restarts_total").increment(1);
         self.kill()?;
         self.spawn().await
+    }
+
+    /// Ends it for good: whoever still asks does not start it again.
+    pub(super) async fn close(&self) -> Result<(), Error> {
+        let mut closed = self.starting.lock().await;
+        *closed = true;
+        self.kill()
     }
 
     async fn spawn(&self) -> Result<(), Error> {
@@ -121,7 +130,7 @@ impl Service {
     }
 
     /// Kills the recorded process, if it is still that process. The record stays as long as that is not known.
-    pub(super) fn kill(&self) -> Result<(), Error> {
+    fn kill(&self) -> Result<(), Error> {
         let unknown = |error: &std::io::Error| Error::Unavailable(format!("finding its old process: {error}"));
         let recorded = match fs_err::read(self.record()) {
             Ok(bytes) => serde_json::from_slice::<Recorded>(&bytes).ok(),
@@ -137,6 +146,10 @@ impl Service {
         drop(fs_err::remove_file(self.socket()));
         Ok(())
     }
+}
+
+fn refuse_when(closed: bool) -> Result<(), Error> {
+    if closed { Err(Error::Unavailable("the worker is stopping".to_owned())) } else { Ok(()) }
 }
 
 /// The reason for a restart that is never skipped.

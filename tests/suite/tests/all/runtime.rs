@@ -223,3 +223,13 @@ async fn the_fake_fails_when_it_is_told_to() -> Result<()> {
     assert!(fake.remove("x").await.is_ok());
     Ok(())
 }
+
+#[tokio::test]
+async fn a_runtime_that_was_closed_is_not_started_again_by_who_still_asks() -> Result<()> {
+    let world = World::new()?;
+    let runtime = podman(&world);
+    runtime.version().await?;
+    runtime.close().await;
+    assert!(matches!(runtime.version().await, Err(Error::Unavailable(_))));
+    world.assert_clean().await
+}

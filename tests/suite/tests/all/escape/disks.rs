@@ -82,7 +82,6 @@ async fn a_disk_that_is_filled_is_full_for_its_sandbox_alone(world: World) -> Re
 
 /// Ten million names and inodes in one workspace. The files are empty: a byte in each would add 40 GB of blocks to the host's
 /// disk and nothing to the attack. mkfs makes an inode for every 16 KiB, so the disk has 160 GiB, nearly all of it holes.
-// proves: CYNAI.SANDBX.SandboxThreatModel
 #[tokio::test]
 async fn soak_ten_million_files_in_one_workspace_harm_nobody() -> Result<()> {
     const FILES: u64 = 10_000_000;

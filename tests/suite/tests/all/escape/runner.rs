@@ -119,3 +119,62 @@ async fn git(arena: &mut Arena) -> Result<()> {
     arena.script("git LFS", lfs, |seen| !seen.contains("REACHED")).await?;
     Ok(())
 }
+
+const C: &str = r#"
+#include <pthread.h>
+#include <stdio.h>
+static int sum; static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static void *add(void *n) { pthread_mutex_lock(&lock); sum += *(int *)n; pthread_mutex_unlock(&lock); return 0; }
+int main(void) {
+    pthread_t threads[16]; int numbers[16];
+    for (int i = 0; i < 16; i++) { numbers[i] = i; pthread_create(&threads[i], 0, add, &numbers[i]); }
+    for (int i = 0; i < 16; i++) pthread_join(threads[i], 0);
+    printf("%d\n", sum); return 0;
+}
+"#;
+
+/// Threads, processes, a server on loopback, files, timers.
+const NODE: &str = r#"
+const { Worker, isMainThread, parentPort } = require("worker_threads");
+if (!isMainThread) { parentPort.postMessage(6 * 7); return; }
+const http = require("http"), fs = require("fs"), { execFileSync } = require("child_process");
+(async () => {
+  const said = await new Promise((done) => new Worker(__filename).once("message", done));
+  const server = http.createServer((_, answer) => answer.end("served")).listen(0, "127.0.0.1");
+  await new Promise((done) => server.once("listening", done));
+  const body = await (await fetch(`http://127.0.0.1:${server.address().port}/`)).text();
+  server.close();
+  await fs.promises.writeFile("made", "x"); fs.watch("made").close();
+  await new Promise((done) => setTimeout(done, 5));
+  console.log(said, body, execFileSync("echo", ["child"]).toString().trim());
+  process.exit(0);
+})();
+"#;
+
+/// On one runtime: the image is large, and the profile is the same on all.
+#[tokio::test]
+async fn compilers_runtimes_and_debuggers_work_in_a_sandbox() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&cynode_tests::Options::default()).await?;
+    let client = worker.client()?;
+    let mut request = SessionCreate { image_ref: "localhost/cynode/toolchains:latest".to_owned(), ..session() };
+    request.limits = Some(cynode_api::LimitsRequest { memory_bytes: Some(1 << 30), cpus: Some(2.0), ..Default::default() });
+    let id = client.create_session(&request).await?.session_id;
+    for (name, text) in [("t.c", C), ("t.js", NODE)] {
+        client.put_file(id, std::path::Path::new(name), text, &cynode_client::PutOptions::default()).await?;
+    }
+    for (script, expected) in [
+        ("gcc -O2 -g -pthread -o t t.c && ./t", "120\n"),
+        ("gdb -batch -ex 'break add' -ex run -ex 'info threads' -ex continue ./t 2>&1 | grep -c 'hit Breakpoint\\|Breakpoint 1'", ""),
+        ("strace -f -o trace ./t && grep -c 'clone' trace | grep -qv '^0' && echo traced", "120\ntraced\n"),
+        ("node t.js", "42 served child\n"),
+        (
+            "cargo init -q --vcs git --name app app && cd app && cargo run -q --offline && cargo test -q --offline 2>&1 | grep -c '^test result: ok'",
+            "Hello, world!\n1\n",
+        ),
+    ] {
+        let ran = client.exec(id, &cynode_api::ExecRequest { timeout_ms: 240_000, ..sh(script) }).await?;
+        ensure!(ran.exit.exit_code == Some(0) && (expected.is_empty() || ran.stdout == expected), "{script}: {ran:?}");
+    }
+    Ok(())
+}
