@@ -241,7 +241,10 @@ pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
 /// What a mounted disk has of the host's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Claim {
-    /// Bytes that its image takes on the host.
+    /// Bytes that the files in it have, wherever they are by now. Exact, but blind to what is written into space that was set
+    /// aside before.
+    pub(crate) used: u64,
+    /// Bytes that its image takes on the host. Nothing escapes it, but what programs write comes here late.
     pub(crate) written: u64,
     /// Bytes that programs inside have written and that are only in memory so far. They come, whoever is killed meanwhile.
     pub(crate) promised: u64,
@@ -254,7 +257,10 @@ pub(crate) fn claim(image: &Path, target: &Path) -> io::Result<Claim> {
     let device = fs_err::read_link(format!("/sys/dev/block/{}:{}", rustix::fs::major(device), rustix::fs::minor(device)))?;
     let waiting = Path::new("/sys/fs/ext4").join(device.file_name().unwrap_or_default()).join("delayed_allocation_blocks");
     let waiting: u64 = fs_err::read_to_string(waiting)?.trim().parse().map_err(io::Error::other)?;
-    Ok(Claim { written, promised: waiting.saturating_mul(rustix::fs::statvfs(target)?.f_frsize) })
+    // The kernel counts a block twice for the moment in which it gets its place; not at two looks in a row.
+    let (one, two) = (rustix::fs::statvfs(target)?, rustix::fs::statvfs(target)?);
+    let used = one.f_blocks.saturating_sub(one.f_bfree.max(two.f_bfree));
+    Ok(Claim { used: used.saturating_mul(one.f_frsize), written, promised: waiting.saturating_mul(one.f_frsize) })
 }
 
 #[cfg(test)]

@@ -37,6 +37,7 @@ pub(crate) struct Live {
     oom_kills: AtomicU64,
     /// When everything in it was last killed to save the node's disk.
     stopped: Mutex<Option<OffsetDateTime>>,
+    stopping: AtomicUsize,
     /// Whether so little is left of the node's disk that output has to wait.
     no_room: watch::Sender<bool>,
 }
@@ -53,6 +54,7 @@ impl Live {
             last_active: Mutex::new(Instant::now()),
             oom_kills: AtomicU64::new(process::oom_kills(init.pid).unwrap_or(0)),
             stopped: Mutex::new(None),
+            stopping: AtomicUsize::new(0),
             no_room: watch::Sender::new(false),
         })
     }
@@ -98,8 +100,17 @@ impl Live {
     }
 
     /// Everything in it is about to be killed because it fills the node's disk.
-    pub(super) fn set_stopped(&self) {
+    pub(super) fn begin_stop(&self) {
         *self.stopped.lock() = Some(OffsetDateTime::now_utc());
+        self.stopping.fetch_add(1, Ordering::SeqCst);
+    }
+
+    pub(super) fn end_stop(&self) {
+        self.stopping.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::SeqCst) > 0
     }
 
     /// Whether everything in it was killed for that after this moment.

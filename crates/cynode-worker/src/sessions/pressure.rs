@@ -7,7 +7,7 @@
 //!
 //! What programs have written and the kernel still has in memory counts as taken: it comes to the disk whoever is killed.
 
-use std::{collections::HashMap, sync::Arc, time::Duration};
+use std::{collections::HashMap, ops::RangeInclusive, sync::Arc, time::Duration};
 
 use cynode_api::{ExecVia, SessionId, SessionState};
 use cynode_sba_proto::Request;
@@ -24,34 +24,76 @@ const FASTEST: u64 = 4 << 30;
 /// But not sooner and not later than this.
 const SOONEST: Duration = Duration::from_millis(50);
 const LATEST: Duration = Duration::from_secs(2);
-/// How much a disk may grow below the mark before its sandbox is stopped: a line in a log is not worth a command.
-const SLACK: u64 = 1 << 20;
+/// Of what is left below the mark, this part may be grown into by all sandboxes together, each by a share of it within bounds.
+const SLACK_PART: u64 = 4;
+const SLACK: RangeInclusive<u64> = 256 << 10..=4 << 20;
 /// How long the agent may take to kill everything before it is done from outside.
-const STOP: Duration = Duration::from_millis(500);
+const STOP: Duration = Duration::from_millis(200);
 
 /// Who grows while there is little room.
 #[derive(Debug, Default)]
 struct Growth {
-    /// What each had when it was last right.
-    before: HashMap<SessionId, u64>,
+    before: HashMap<SessionId, Level>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Level {
+    /// At the last look.
+    last: Claim,
+    /// What it may have: the most of what it had. To be back where it was is not growth.
+    most: Claim,
+    /// It was stopped, and what its programs wrote until they were dead is not held against those that come after them.
+    stopping: bool,
+}
+
+/// How much more a disk may have below the mark before its sandbox is stopped: a line in a log is not worth a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Slack {
+    used: u64,
+    /// Of what is on the host or on its way there. More, because bytes between memory and disk are counted nowhere for a moment.
+    taken: u64,
+}
+
+impl Slack {
+    /// All together have no more than a part of what is left below the mark.
+    fn of(mark: u64, running: usize) -> Self {
+        let share = (mark / SLACK_PART / (running as u64).max(1)).max(*SLACK.start());
+        Self { used: share.min(*SLACK.end()), taken: share }
+    }
+}
+
+impl Claim {
+    fn taken(&self) -> u64 {
+        self.written + self.promised
+    }
+
+    fn has_more_than(&self, before: &Self, slack: Slack) -> bool {
+        self.used > before.used + slack.used || self.taken() > before.taken() + slack.taken
+    }
+
+    fn or_more(self, other: Self) -> Self {
+        let (more, less) = if self.taken() > other.taken() { (self, other) } else { (other, self) };
+        Self { used: more.used.max(less.used), ..more }
+    }
 }
 
 impl Growth {
-    /// Takes in what each session has now; below the mark, gives those that grew.
-    fn look(&mut self, below_mark: bool, now: &HashMap<SessionId, u64>) -> Vec<SessionId> {
-        if !below_mark {
-            self.before.clone_from(now);
-            return Vec::new();
-        }
+    /// Takes in what each session has now; below the mark, gives those that grew by more than the slack.
+    fn look(&mut self, below_mark: bool, slack: Slack, now: &HashMap<SessionId, Claim>, is_stopping: impl Fn(SessionId) -> bool) -> Vec<SessionId> {
         self.before.retain(|id, _| now.contains_key(id));
         let mut grew = Vec::new();
-        for (id, bytes) in now {
-            let before = self.before.entry(*id).or_insert(*bytes);
-            if *bytes > *before + SLACK {
+        for (id, &claim) in now {
+            let level = self.before.entry(*id).or_insert(Level { last: claim, most: claim, stopping: false });
+            if !below_mark {
+                (level.most, level.stopping) = (claim.or_more(level.last), false);
+            } else if level.stopping {
+                level.most = level.most.or_more(claim);
+                level.stopping = is_stopping(*id);
+            } else if claim.has_more_than(&level.most, slack) {
                 grew.push(*id);
-                *before = *bytes;
+                (level.most, level.stopping) = (level.most.or_more(claim), true);
             }
-            *before = (*before).min(*bytes);
+            level.last = claim;
         }
         grew
     }
@@ -106,8 +148,8 @@ impl Sessions {
         for (_, live) in running.values() {
             live.set_no_room(no_room);
         }
-        let sizes = claims.iter().map(|(id, claim)| (*id, claim.written + claim.promised)).collect();
-        for id in growth.look(free < mark, &sizes) {
+        let is_stopping = |id| running.get(&id).is_some_and(|(_, live)| live.is_stopping());
+        for id in growth.look(free < mark, Slack::of(mark, running.len()), &claims, is_stopping) {
             let Some((_, live)) = running.get(&id) else { continue };
             tracing::warn!(session_id = %id, free, "The node's disk is nearly full; killing everything in a sandbox that fills it.");
             metrics::counter!("cynode_disk_stops_total").increment(1);
@@ -120,15 +162,16 @@ impl Sessions {
     /// Kills everything in a sandbox but its process 1.
     fn stop_all(&self, live: Arc<Live>) -> impl Future<Output = ()> + 'static + use<> {
         let by_agent = self.config.exec_via == ExecVia::Agent;
-        live.set_stopped();
+        live.begin_stop();
         async move {
-            if by_agent
-                && let Ok(link) = live.link()
-                && matches!(tokio::time::timeout(STOP, link.call(&Request::SignalAll { signal: 9 })).await, Ok(Ok(_)))
-            {
-                return;
+            let killed = match live.link() {
+                Ok(link) if by_agent => matches!(tokio::time::timeout(STOP, link.call(&Request::SignalAll { signal: 9 })).await, Ok(Ok(_))),
+                _ => false,
+            };
+            if !killed {
+                kill_everything_by_runtime(&live, 9);
             }
-            kill_everything_by_runtime(&live, 9);
+            live.end_stop();
         }
     }
 }
@@ -138,23 +181,62 @@ mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
+    const SLACK: Slack = Slack { used: MIB, taken: 10 * MIB };
+
+    /// With so much in its files, all of it on the host.
+    fn with(bytes: u64) -> Claim {
+        Claim { used: bytes, written: bytes, promised: 0 }
+    }
 
     #[test]
     fn only_who_grows_below_the_mark_is_stopped() {
         let (writer, quiet, late) = (SessionId::generate(), SessionId::generate(), SessionId::generate());
         let mut growth = Growth::default();
-        let mut look = |below_mark, sizes: &[(SessionId, u64)]| growth.look(below_mark, &sizes.iter().copied().collect());
+        let mut look =
+            |below_mark, sizes: &[(SessionId, u64)]| growth.look(below_mark, SLACK, &sizes.iter().map(|(id, bytes)| (*id, with(*bytes))).collect(), |_| false);
         assert_eq!(look(false, &[(writer, 10 * MIB), (quiet, 100 * MIB)]), []);
         assert_eq!(look(false, &[(writer, 90 * MIB), (quiet, 100 * MIB)]), [], "there is room");
         // A quiet one writes a little all the same; one that was not there before has grown by nothing yet.
         let now = [(writer, 190 * MIB), (quiet, 100 * MIB + 4_096), (late, 50 * MIB)];
         assert_eq!(look(true, &now), [writer]);
         assert_eq!(look(true, &now), [], "stopped, it grows no more");
-        assert_eq!(look(true, &[(writer, 150 * MIB), (quiet, 100 * MIB), (late, 50 * MIB)]), [], "what was deleted is not held against it");
-        assert_eq!(look(true, &[(writer, 152 * MIB), (quiet, 100 * MIB), (late, 52 * MIB)]).len(), 2);
+        assert_eq!(look(true, &[(writer, 150 * MIB), (quiet, 90 * MIB), (late, 50 * MIB)]), []);
+        assert_eq!(look(true, &[(writer, 190 * MIB), (quiet, 100 * MIB), (late, 52 * MIB)]), [late], "back where they were, and one beyond");
         // However slowly it comes.
         let creeping: Vec<_> = (1..=20).filter(|step| !look(true, &[(quiet, 100 * MIB + step * MIB / 10)]).is_empty()).collect();
         assert_eq!(creeping, [11]);
+    }
+
+    #[test]
+    fn what_comes_to_the_disk_late_is_no_growth_and_what_fills_space_set_aside_is() {
+        let id = SessionId::generate();
+        let mut growth = Growth::default();
+        let mut look = |used: u64, written: u64, promised: u64| {
+            let claim = Claim { used: used * MIB, written: written * MIB, promised: promised * MIB };
+            growth.look(true, SLACK, &HashMap::from([(id, claim)]), |_| false).len()
+        };
+        assert_eq!(look(500, 100, 400), 0);
+        // On its way it is counted nowhere; then it is there.
+        assert_eq!([look(500, 100, 300), look(500, 200, 250), look(500, 500, 0)], [0, 0, 0]);
+        // Files have had this space for long, and only now is something written into it.
+        assert_eq!([look(500, 505, 0), look(500, 505, 10)], [0, 1]);
+    }
+
+    #[test]
+    fn what_was_written_until_a_stop_took_hold_is_no_reason_for_another() {
+        let writer = SessionId::generate();
+        let mut growth = Growth::default();
+        let mut look = |bytes: u64, stopping: bool| growth.look(true, SLACK, &HashMap::from([(writer, with(bytes * MIB))]), |_| stopping).len();
+        assert_eq!((look(10, false), look(20, false)), (0, 1));
+        assert_eq!((look(30, true), look(40, false)), (0, 0), "its last words");
+        assert_eq!((look(40, false), look(50, false)), (0, 1), "somebody else's first ones");
+    }
+
+    #[test]
+    fn all_together_may_grow_by_a_part_of_what_is_left() {
+        assert_eq!(Slack::of(512 * MIB, 2), Slack { used: 4 * MIB, taken: 64 * MIB });
+        assert_eq!(Slack::of(512 * MIB, 128), Slack { used: MIB, taken: MIB });
+        assert_eq!(Slack::of(0, 0), Slack { used: 256 << 10, taken: 256 << 10 });
     }
 
     #[test]
