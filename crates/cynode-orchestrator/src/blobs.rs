@@ -34,7 +34,7 @@ impl Blobs {
             directory => {
                 let directory = directory.as_ref().map_or_else(|| config.state_dir.join("artifacts"), |name| config.state_dir.join(name));
                 fs_err::create_dir_all(&directory).map_err(|error| error.to_string())?;
-                Ok(Self(Arc::new(LocalFileSystem::new_with_prefix(directory).map_err(|error| error.to_string())?)))
+                Ok(Self(Arc::new(LocalFileSystem::new_with_prefix(directory).map_err(|error| error.to_string())?.with_fsync(true))))
             }
         }
     }

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cynode_api::{ErrorCode, NodeId};
+use cynode_api::{ErrorCode, NodeId, Session, SessionId};
 use cynode_client::{Error as ClientError, WorkerClient};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
@@ -78,6 +78,7 @@ pub(crate) enum Failed {
 impl From<ClientError> for Failed {
     fn from(error: ClientError) -> Self {
         match error {
+            ClientError::Problem(problem) if problem.is(ErrorCode::Unauthorized) => Self::Unknown(problem.detail),
             ClientError::Problem(problem) => Self::Refused(ApiError(problem)),
             error @ ClientError::Unreachable { never_sent: true, .. } => Self::NotSent(error.chain()),
             error => Self::Unknown(error.chain()),
@@ -93,4 +94,10 @@ impl Failed {
             Self::NotSent(why) | Self::Unknown(why) => ApiError::new(ErrorCode::NodeUnreachable, format!("the node does not answer: {why}")),
         }
     }
+}
+
+/// What a node says of the session that it was asked about; of another it has no say.
+pub(crate) fn answer_for(id: SessionId, answer: Result<Session, ClientError>) -> Result<Session, Failed> {
+    let session = answer?;
+    if session.session_id == id { Ok(session) } else { Err(Failed::Unknown("it answered about another session".to_owned())) }
 }

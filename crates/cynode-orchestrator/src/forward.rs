@@ -49,7 +49,7 @@ pub(crate) async fn forward(client: &WorkerClient, path: &str, request: Request)
     if body.size_hint().exact() != Some(0) {
         sent = sent.body(reqwest::Body::wrap_stream(body.into_data_stream()));
     }
-    let answer = sent.send().await.map_err(unreachable)?;
+    let answer = known(sent.send().await.map_err(unreachable)?)?;
     let (status, headers) = (answer.status(), passed(answer.headers()));
     let mut response = Response::new(Body::from_stream(answer.bytes_stream()));
     *response.status_mut() = status;
@@ -60,9 +60,10 @@ pub(crate) async fn forward(client: &WorkerClient, path: &str, request: Request)
 /// Passes a WebSocket on: the handshake is the node's, and then bytes go both ways.
 pub(crate) async fn upgrade(client: &WorkerClient, path: &str, mut request: Request) -> Result<Response, ApiError> {
     let mut headers = passed(request.headers());
+    headers.remove(header::CONTENT_LENGTH);
     headers.insert(header::CONNECTION, http::HeaderValue::from_static("Upgrade"));
     headers.insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
-    let answer = client.request(request.method().clone(), path).headers(headers).send().await.map_err(unreachable)?;
+    let answer = client.request(request.method().clone(), path).headers(headers).send().await.map_err(unreachable).and_then(known)?;
     if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
         let (status, headers) = (answer.status(), passed(answer.headers()));
         let mut response = Response::new(Body::from_stream(answer.bytes_stream()));
@@ -82,6 +83,14 @@ pub(crate) async fn upgrade(client: &WorkerClient, path: &str, mut request: Requ
         drop(tokio::io::copy_bidirectional(&mut TokioIo::new(ours), &mut theirs).await);
     });
     Ok(response)
+}
+
+/// A node that does not know us for the moment (it took over new tokens) says nothing about the caller.
+fn known(answer: reqwest::Response) -> Result<reqwest::Response, ApiError> {
+    if answer.status() == StatusCode::UNAUTHORIZED {
+        return Err(ApiError::new(ErrorCode::NodeUnreachable, "the node does not take this orchestrator's token now"));
+    }
+    Ok(answer)
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "it is a step of map_err")]

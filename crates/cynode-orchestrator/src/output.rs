@@ -19,7 +19,7 @@ use utoipa::IntoParams;
 use crate::{Orchestrator, fleet::Failed};
 
 /// What a node keeps of a job, as lines of JSON in base64, and then some.
-const MAX_BYTES: u64 = 64 << 20;
+const MAX_BYTES: u64 = 128 << 20;
 const PAGE_BYTES: u64 = 1 << 20;
 
 #[derive(Debug, Default, Deserialize, IntoParams)]
@@ -74,7 +74,7 @@ impl Orchestrator {
                 bytes -= kept.pop_front().map_or(0, |chunk| size(&chunk));
             }
         }
-        let lost_before_seq = first.filter(|first| *first > after + 1);
+        let lost_before_seq = first.filter(|first| *first > after.saturating_add(1));
         let next_seq = kept.back().map_or(after, |chunk| chunk.seq);
         Ok(Json(OutputPage { chunks: kept.into(), next_seq, lost_before_seq, exit: None }).into_response())
     }

@@ -12,7 +12,7 @@ use crate::{
     Orchestrator,
     caller::Caller,
     db::{NewSession, SessionRow, to_json},
-    fleet::Failed,
+    fleet::{Failed, answer_for},
     placement::Work,
 };
 
@@ -102,7 +102,7 @@ impl Orchestrator {
     /// Asks the node for the session, as often as it takes: the node makes it once.
     pub(crate) async fn bring_up(&self, row: &SessionRow) -> Result<Session, ApiError> {
         let client = self.fleet.client(&self.db, row.node_id).await?;
-        match client.create_session(&row.request).await.map_err(Failed::from) {
+        match answer_for(row.session_id, client.create_session(&row.request).await) {
             Ok(session) => {
                 self.db.observe_session(&session, row.read_at).await?;
                 if session.state == SessionState::Creating {
@@ -154,15 +154,19 @@ impl Orchestrator {
     /// Tells the node to end a session, and writes down what it says.
     pub(crate) async fn tell_end(&self, row: &SessionRow, end: &SessionEnd) -> Result<Session, Failed> {
         let client = self.fleet.client(&self.db, row.node_id).await.map_err(Failed::Refused)?;
-        let session = client.end_session(row.session_id, end).await?;
-        self.db.observe_session(&session, row.read_at).await.map_err(Failed::Refused)?;
+        let session = answer_for(row.session_id, client.end_session(row.session_id, end).await)?;
+        // An end is the node's last word on it: nothing that was written meanwhile is newer.
+        self.db.observe_session(&session, OffsetDateTime::now_utc() + time::Duration::days(1)).await.map_err(Failed::Refused)?;
         self.told();
         Ok(session)
     }
 
     /// As it is now: the node's word when it answers, else the last one known.
     pub(crate) async fn show_session(&self, row: SessionRow) -> Result<Session, ApiError> {
-        let asked = async { self.fleet.client(&self.db, row.node_id).await.ok()?.get_session(row.session_id).await.ok() };
+        let asked = async {
+            let client = self.fleet.client(&self.db, row.node_id).await.ok()?;
+            answer_for(row.session_id, client.get_session(row.session_id).await).ok()
+        };
         if let Some(session) = asked.await {
             self.db.observe_session(&session, row.read_at).await?;
             return Ok(session);

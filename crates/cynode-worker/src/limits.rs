@@ -79,6 +79,8 @@ struct Group {
     /// Where the tree is mounted; what is above that can't be seen.
     top: PathBuf,
     own: PathBuf,
+    /// The worker's own group: what binds it and all others with it is no limit of one sandbox.
+    shared: Option<PathBuf>,
 }
 
 impl Group {
@@ -88,7 +90,8 @@ impl Group {
 
     /// The process's own directory, then those above it.
     fn upwards(&self) -> impl Iterator<Item = &Path> {
-        self.own.ancestors().take_while(|directory| directory.starts_with(&self.top))
+        let is_shared = |directory: &Path| self.shared.as_ref().is_some_and(|shared| shared.starts_with(directory) && directory != self.own);
+        self.own.ancestors().take_while(move |directory| directory.starts_with(&self.top) && !is_shared(directory))
     }
 
     /// A file's texts where they bind the process: its own first, then upwards.
@@ -105,7 +108,13 @@ fn read(path: &Path) -> Option<String> {
 
 impl Cgroups {
     pub(crate) fn of(pid: i32) -> io::Result<Self> {
-        Ok(Self::parse(&fs_err::read_to_string(format!("/proc/{pid}/cgroup"))?, &fs_err::read_to_string("/proc/self/mountinfo")?))
+        let mounts = fs_err::read_to_string("/proc/self/mountinfo")?;
+        let mut found = Self::parse(&fs_err::read_to_string(format!("/proc/{pid}/cgroup"))?, &mounts);
+        let ours = Self::parse(&fs_err::read_to_string("/proc/self/cgroup")?, &mounts);
+        for group in &mut found.found {
+            group.shared = ours.found.iter().find(|own| own.controllers == group.controllers).map(|own| own.own.clone());
+        }
+        Ok(found)
     }
 
     fn parse(cgroup: &str, mountinfo: &str) -> Self {
@@ -130,7 +139,7 @@ impl Cgroups {
                 // A mount may show only a part of the tree, from its root on.
                 let below = path.strip_prefix(root.trim_end_matches('/')).unwrap_or(path);
                 let own = PathBuf::from(format!("{target}{below}").trim_end_matches('/'));
-                found.push(Group { controllers, top: PathBuf::from(target), own });
+                found.push(Group { controllers, top: PathBuf::from(target), own, shared: None });
             }
         }
         Self { found }

@@ -102,6 +102,10 @@ pub(crate) struct Inside {
 /// All processes in the pid namespace of `init`, itself left out.
 pub(crate) fn in_namespace_of(init: i32) -> Vec<Inside> {
     let Ok(namespace) = fs_err::read_link(format!("/proc/{init}/ns/pid")) else { return Vec::new() };
+    // A number that was given to a process of the host meanwhile must not mean the host.
+    if fs_err::read_link("/proc/self/ns/pid").is_ok_and(|own| own == namespace) {
+        return Vec::new();
+    }
     let Ok(directory) = fs_err::read_dir("/proc") else { return Vec::new() };
     directory
         .filter_map(|entry| {

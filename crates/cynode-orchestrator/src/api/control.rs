@@ -102,7 +102,7 @@ async fn heartbeat(
         // Until the node shows the new one, both are good; what it is offered is the same each time.
         let (node_token, worker_token) =
             (orchestrator.keys.node_token(node.id, node.token_epoch + 1), orchestrator.keys.worker_token(node.id, node.token_epoch + 1));
-        orchestrator.db.offer_token(node.id, &hash(&node_token)).await?;
+        orchestrator.db.offer_token(node.id, node.token_epoch, &hash(&node_token)).await?;
         Some(NewTokens { node_token, worker_token })
     } else {
         None

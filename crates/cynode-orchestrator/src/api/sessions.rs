@@ -88,7 +88,7 @@ pub(super) async fn patch(
 ) -> Result<Json<Session>, ApiError> {
     let row = orchestrator.db.session(&caller.scope, id).await?;
     let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
-    let session = client.patch_session(id, &patch).await.map_err(|error| Failed::from(error).problem())?;
+    let session = crate::fleet::answer_for(id, client.patch_session(id, &patch).await).map_err(Failed::problem)?;
     orchestrator.db.observe_session(&session, row.read_at).await?;
     Ok(Json(session))
 }
@@ -125,26 +125,48 @@ pub(super) async fn resume(
     check_version(body.version)?;
     let row = orchestrator.db.session(&caller.scope, id).await?;
     let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
-    let session = client.resume_session(id).await.map_err(|error| Failed::from(error).problem())?;
+    let session = crate::fleet::answer_for(id, client.resume_session(id).await).map_err(Failed::problem)?;
     orchestrator.db.observe_session(&session, row.read_at).await?;
     orchestrator.told();
     Ok(Json(session))
 }
 
-/// Passes a call on to the node of a session that the caller may know of. The path is the same below the session's id.
-async fn pass(orchestrator: &Orchestrator, caller: &Caller, id: SessionId, uri: &http::Uri, request: Request) -> Result<Response, ApiError> {
+/// Passes a call on to the node of a session that the caller may know of. The address there is made of ids that were read as
+/// ids and of the route's own words: nothing that a caller wrote in a path gets into it.
+async fn pass(
+    orchestrator: &Orchestrator,
+    caller: &Caller,
+    (id, exec_id): (SessionId, Option<ExecId>),
+    below: &str,
+    uri: &http::Uri,
+    request: Request,
+) -> Result<Response, ApiError> {
     let (node_id, state) = orchestrator.db.session_node(&caller.scope, id).await?;
     if state == SessionState::Creating {
         return Err(ApiError::new(ErrorCode::NotRunning, format!("session {id} is creating")));
     }
     let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
-    let path = uri.path_and_query().map_or("", http::uri::PathAndQuery::as_str);
-    let below = path.strip_prefix("/v1/sessions").unwrap_or_default();
-    let path = format!("/v1/worker/sessions{below}");
-    if request.headers().contains_key(http::header::UPGRADE) {
-        forward::upgrade(&client, &path, request).await
-    } else {
-        forward::forward(&client, &path, request).await
+    let below = below.replace("{id}", &id.to_string()).replace("{exec_id}", &exec_id.map(|id| id.to_string()).unwrap_or_default());
+    let query = uri.query().map_or_else(String::new, |query| format!("?{query}"));
+    let path = format!("/v1/worker{below}{query}");
+    let is_websocket = request.headers().get(http::header::UPGRADE).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"websocket"));
+    if is_websocket && below.ends_with("/pty") { forward::upgrade(&client, &path, request).await } else { forward::forward(&client, &path, request).await }
+}
+
+/// The ids in a path.
+pub(super) struct Ids(SessionId, Option<ExecId>);
+
+impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Ids {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut http::request::Parts, state: &S) -> Result<Self, Self::Rejection> {
+        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state).await;
+        let path = path.map_err(|error| ApiError::invalid(error.body_text()))?;
+        let missing = |code: ErrorCode, text: &str| ApiError::new(code, format!("'{}' is not an id", text.chars().take(100).collect::<String>()));
+        let text = path.get("id").map(String::as_str).unwrap_or_default();
+        let id = text.parse().map_err(|_| missing(ErrorCode::SessionNotFound, text))?;
+        let exec_id = path.get("exec_id").map(|text| text.parse().map_err(|_| missing(ErrorCode::ExecNotFound, text))).transpose()?;
+        Ok(Self(id, exec_id))
     }
 }
 
@@ -158,11 +180,12 @@ macro_rules! passed_on {
             pub(super) async fn $name(
                 State(orchestrator): State<Orchestrator>,
                 Person(caller): Person,
-                Id(id): Id<SessionId>,
+                Ids(id, exec_id): Ids,
                 OriginalUri(uri): OriginalUri,
                 request: Request,
             ) -> Result<Response, ApiError> {
-                pass(&orchestrator, &caller, id, &uri, request).await
+                let below = $path.strip_prefix("/v1").unwrap_or_default();
+                pass(&orchestrator, &caller, (id, exec_id), below, &uri, request).await
             }
         )*
     };

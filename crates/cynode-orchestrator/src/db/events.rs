@@ -71,6 +71,8 @@ impl Db {
     pub(crate) async fn events(&self, readable: &Readable, after: i64, limit: u32) -> Result<(Vec<Event>, i64), ApiError> {
         let head = sqlx::query("select last, expired from event_head").fetch_one(&self.pool).await.map_err(problem)?;
         let (last, expired): (i64, i64) = (head.try_get("last").map_err(problem)?, head.try_get("expired").map_err(problem)?);
+        // Who names none begins with the first that is kept.
+        let after = if after == 0 { expired } else { after };
         if after < expired {
             return Err(ApiError::new(ErrorCode::CursorExpired, format!("events up to {expired} are no longer kept")));
         }

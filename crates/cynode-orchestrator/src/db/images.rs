@@ -170,7 +170,7 @@ impl Db {
     /// Of several the newest.
     pub(crate) async fn allowed_image(&self, reference: &str) -> Result<Option<Chosen>, ApiError> {
         let row = sqlx::query(
-            "select v.id, v.image_ref, v.image_digest, coalesce((v.capabilities->>'agent_compatible')::boolean, false) as agent_compatible
+            "select v.id, v.image_ref, v.image_digest, coalesce(v.capabilities->'agent_compatible' = 'true'::jsonb, false) as agent_compatible
              from sandbox_image_versions v join sandbox_images i on i.id = v.sandbox_image_id
              where v.is_allowed and (v.image_ref = $1 or i.name = $1 or i.name || ':' || v.version = $1)
              order by v.image_ref = $1 desc, v.created_at desc limit 1",

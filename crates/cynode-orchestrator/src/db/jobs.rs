@@ -297,7 +297,7 @@ impl Db {
     pub(crate) async fn left_behind(&self, unreachable_after: f64) -> Result<Vec<(JobId, TaskId, NodeId)>, ApiError> {
         let rows = sqlx::query(
             "select l.job_id, j.task_id, l.node_id from job_leftovers l join jobs j on j.job_id = l.job_id join nodes n on n.id = l.node_id
-             where not n.is_lost and n.last_heartbeat_at > now() - make_interval(secs => $1) and j.node_id is distinct from l.node_id limit 100",
+             where not n.is_lost and n.last_heartbeat_at > now() - make_interval(secs => $1) and ((j.node_id is not null and j.node_id <> l.node_id) or j.state not in ('accepted', 'in_progress')) limit 100",
         )
         .bind(unreachable_after)
         .fetch_all(&self.pool)

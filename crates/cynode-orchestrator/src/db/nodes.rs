@@ -128,7 +128,7 @@ impl Db {
         let mut transaction = self.begin().await?;
         let key = sqlx::query(
             "update node_keys set used_at = now(), used_by = $2
-             where hash = $1 and (expires_at is null or expires_at > now()) and (reusable or used_by is null or used_by = $2) returning id",
+             where hash = $1 and (expires_at is null or expires_at > now()) and (reusable or used_by = $2 or (used_by is null and not exists (select from nodes where id = $2))) returning id",
         )
         .bind(new.key_hash.as_slice())
         .bind(new.node_id.as_uuid())
@@ -195,10 +195,11 @@ impl Db {
     }
 
     /// Offers a node tokens of the next epoch.
-    pub(crate) async fn offer_token(&self, id: NodeId, next_hash: &[u8; 32]) -> Result<(), ApiError> {
-        sqlx::query("update nodes set next_token_hash = $2 where id = $1")
+    pub(crate) async fn offer_token(&self, id: NodeId, epoch: i64, next_hash: &[u8; 32]) -> Result<(), ApiError> {
+        sqlx::query("update nodes set next_token_hash = $2 where id = $1 and token_epoch = $3")
             .bind(id.as_uuid())
             .bind(next_hash.as_slice())
+            .bind(epoch)
             .execute(&self.pool)
             .await
             .map(drop)

@@ -82,23 +82,23 @@ async fn dispatch(orchestrator: &Orchestrator, row: &JobRow) -> Result<Option<f6
     if !orchestrator.db.assign_job(row.job_id, node.id).await? {
         return Ok(Some(0.0));
     }
-    send(orchestrator, row, node.id, &client).await
+    send(orchestrator, row, node.id, &client, true).await
 }
 
-/// Gives the job to its node, again if need be: the node runs it once.
-async fn send(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, client: &WorkerClient) -> Result<Option<f64>, ApiError> {
+/// Gives the job to its node, again if need be: the node runs it once. Only at the first try it is certain that nobody has it.
+async fn send(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, client: &WorkerClient, is_first: bool) -> Result<Option<f64>, ApiError> {
     match client.run_job_async(&row.request).await.map_err(Failed::from) {
         Ok(job) => note(orchestrator, row, node_id, client, job).await,
         // Nobody has it: another node may be better.
-        Err(Failed::NotSent(_)) => {
+        Err(Failed::NotSent(_)) if is_first => {
             orchestrator.db.unassign_job(row.job_id, node_id).await?;
             Ok(Some(SOON))
         }
-        Err(Failed::Refused(error)) if error.0.is(ErrorCode::NoCapacity) || error.0.is(ErrorCode::NoSpace) => {
+        Err(Failed::Refused(error)) if is_first && (error.0.is(ErrorCode::NoCapacity) || error.0.is(ErrorCode::NoSpace)) => {
             orchestrator.db.unassign_job(row.job_id, node_id).await?;
             Ok(Some(SOON))
         }
-        Err(Failed::Refused(error)) if !is_passing(&error) => {
+        Err(Failed::Refused(error)) if !is_passing(&error) && !error.0.is(ErrorCode::NoCapacity) && !error.0.is(ErrorCode::NoSpace) => {
             let object = decided(row, JobState::Failed, Some(JobError { code: error.0.code.clone(), detail: error.0.detail.clone() }));
             orchestrator.db.advance_job(row.job_id, Some(node_id), &Job { node_id: Some(node_id), ..object }, None, true).await?;
             Ok(None)
@@ -120,27 +120,49 @@ async fn follow(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> R
             && error.0.is(ErrorCode::JobNotFound)
         {
             let object = decided(row, JobState::Canceled, None);
-            orchestrator.db.advance_job(row.job_id, Some(node_id), &object, None, true).await?;
-            return Ok(None);
+            // Not acknowledged: a request that was on its way may still arrive there, and is then stopped.
+            orchestrator.db.advance_job(row.job_id, Some(node_id), &object, None, false).await?;
+            return Ok(Some(LOOK));
         }
     }
     match client.job(row.job_id).await.map_err(Failed::from) {
         Ok(job) => note(orchestrator, row, node_id, &client, job).await,
-        Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => send(orchestrator, row, node_id, &client).await,
+        Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => send(orchestrator, row, node_id, &client, false).await,
         Err(_) => Ok(Some(SOON)),
     }
 }
 
 /// Writes down what the node says. An end is written with its output, and only then may the node forget it.
 async fn note(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, client: &WorkerClient, job: Job) -> Result<Option<f64>, ApiError> {
+    let job = storable(job);
     if !job.state.is_final() {
         orchestrator.db.advance_job(row.job_id, Some(node_id), &job, None, false).await?;
         return Ok(Some(LOOK));
     }
-    let Ok(output) = orchestrator.collect_output(client, row.job_id).await else { return Ok(Some(SOON)) };
+    let output = match orchestrator.collect_output(client, row.job_id).await {
+        Ok(output) => output,
+        // More than is kept for anybody: what its object holds is what there is.
+        Err(error) if error.0.is(ErrorCode::TooLarge) => None,
+        Err(_) => return Ok(Some(SOON)),
+    };
     orchestrator.db.advance_job(row.job_id, Some(node_id), &job, output.as_deref(), false).await?;
     orchestrator.told();
     acknowledge(orchestrator, row, client).await
+}
+
+/// The job as the database can hold it: it has no NUL in texts, so streams with one are kept as bytes.
+pub(super) fn storable(mut job: Job) -> Job {
+    use base64::Engine as _;
+    let output = &mut job.output;
+    if output.encoding == "utf-8" && (output.stdout.contains('\0') || output.stderr.contains('\0')) {
+        let encode = |text: &str| base64::engine::general_purpose::STANDARD.encode(text);
+        (output.stdout, output.stderr) = (encode(&output.stdout), encode(&output.stderr));
+        "base64".clone_into(&mut output.encoding);
+    }
+    if let Some(error) = &mut job.error {
+        error.detail = error.detail.replace('\0', " ");
+    }
+    job
 }
 
 async fn acknowledge(orchestrator: &Orchestrator, row: &JobRow, client: &WorkerClient) -> Result<Option<f64>, ApiError> {
@@ -156,8 +178,8 @@ async fn acknowledge(orchestrator: &Orchestrator, row: &JobRow, client: &WorkerC
 /// The node is gone. What becomes of the job is its own rule.
 async fn give_up(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> Result<Option<f64>, ApiError> {
     if row.retry == Retry::OnNodeLoss && !row.stop_requested {
-        orchestrator.db.unassign_job(row.job_id, node_id).await?;
         orchestrator.db.leave_behind(row.job_id, node_id).await?;
+        orchestrator.db.unassign_job(row.job_id, node_id).await?;
         return Ok(Some(0.0));
     }
     let error = JobError { code: "node_lost".to_owned(), detail: "its node was not heard of for too long".to_owned() };
@@ -176,7 +198,7 @@ async fn settle(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> R
     let client = orchestrator.fleet.client_of(&node)?;
     if row.object.reported_by == "orchestrator" {
         match client.job(row.job_id).await.map_err(Failed::from) {
-            Ok(job) if job.state.is_final() => orchestrator.db.keep_late_result(row.job_id, &to_json(&job)).await?,
+            Ok(job) if job.state.is_final() => orchestrator.db.keep_late_result(row.job_id, &to_json(&storable(job))).await?,
             Ok(_) => {
                 drop(client.stop_job(row.task_id, row.job_id).await);
                 return Ok(Some(SOON));

@@ -24,7 +24,7 @@ async fn clear_leftovers(orchestrator: &Orchestrator) -> Result<(), ApiError> {
         match stopped {
             Ok(job) if !job.state.is_final() => continue,
             Ok(job) => {
-                orchestrator.db.keep_late_result(job_id, &crate::db::to_json(&job)).await?;
+                orchestrator.db.keep_late_result(job_id, &crate::db::to_json(&super::jobs::storable(job))).await?;
                 drop(client.ack_job(job_id).await);
             }
             Err(Failed::Refused(error)) if error.0.is(cynode_api::ErrorCode::JobNotFound) => {}

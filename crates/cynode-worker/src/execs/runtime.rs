@@ -292,7 +292,11 @@ impl Leftovers {
 
 /// Signals everything in the sandbox but its process 1, from the host.
 pub(crate) fn kill_everything(live: &Live, signal: i32) {
-    for process in process::in_namespace_of(live.init.pid) {
-        process::kill(process.pid, signal);
+    let inside = process::in_namespace_of(live.init.pid);
+    // Else the number was another sandbox's by the time it was looked up.
+    if live.init.is_alive() {
+        for process in inside {
+            process::kill(process.pid, signal);
+        }
     }
 }

@@ -105,12 +105,25 @@ impl Sessions {
     /// Removes container and sockets. What is gone already is fine.
     pub(super) async fn remove_sandbox(&self, id: SandboxId, id_block: u32) -> Result<(), ApiError> {
         self.runtime.remove(&crate::journal::container_name(id)).await.map_err(|error| ApiError::from(super::runtime_problem(&error)))?;
-        // A runtime that was killed in the middle of a start forgets what it had begun.
-        if let Some(ids) = self.ids.own(id_block) {
+        self.doomed.lock().retain(|(doomed, _)| *doomed != id);
+        // A runtime that was killed in the middle of a start forgets what it had begun. Ids that another sandbox has by now are
+        // that one's.
+        if let Some(ids) = self.ids.own(id_block)
+            && !self.block_is_anothers(id, id_block)
+        {
             process::kill_owned(&ids);
         }
         crate::tree::remove(&self.journal.sandbox_directory(id))
             .map_err(|error| ApiError::new(ErrorCode::Internal, format!("removing the sandbox's sockets: {error}")))
+    }
+
+    /// Whether a live sandbox other than this one has these ids.
+    fn block_is_anothers(&self, id: SandboxId, id_block: u32) -> bool {
+        let is_sessions = self.known.lock().values().any(|entry| {
+            let record = entry.record.lock();
+            record.id_block == id_block && record.sandbox_id != id && record.is_live()
+        });
+        is_sessions || self.spare_has(id, id_block)
     }
 
     /// As `remove_sandbox`, where nothing can be done about a failure but to try again later. Says whether it is gone.
@@ -222,6 +235,7 @@ impl Sessions {
         self.remove_sandbox(record.sandbox_id, record.id_block).await?;
         // As for a new one: of two that want the same workspace or the last place, one gets it.
         let _gate = self.gate.lock().await;
+        self.check_room()?;
         self.check_capacity()?;
         let disk = AskedDisk { bytes: record.session.limits.disk_bytes, explicit: false };
         let reference = cynode_api::WorkspaceRef::Workspace(record.session.workspace_id);

@@ -222,6 +222,11 @@ impl Sessions {
         Ok(entry)
     }
 
+    /// Whether a spare other than this one has these ids.
+    pub(super) fn spare_has(&self, id: SandboxId, id_block: u32) -> bool {
+        self.pool.places.lock().ready.iter().any(|spare| spare.sandbox.id_block == id_block && spare.sandbox.sandbox_id != id)
+    }
+
     pub(super) fn is_spare(&self, id: SandboxId) -> bool {
         self.pool.places.lock().ready.iter().any(|spare| spare.sandbox.sandbox_id == id)
     }

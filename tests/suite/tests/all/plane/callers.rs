@@ -207,3 +207,22 @@ async fn every_route_lets_in_whom_it_should_and_nobody_else() -> Result<()> {
     ensure!(wrong.is_empty(), "{wrong:#?}");
     Ok(())
 }
+
+/// A path that leads elsewhere for whoever reads a backslash as a slash, or decodes twice.
+#[tokio::test]
+async fn no_path_leads_from_ones_own_session_to_anothers() -> Result<()> {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let plane = Plane::new().await?;
+    let orchestrator = plane.orchestrator("", &[]).await?;
+    let address = orchestrator.url()?.trim_start_matches("http://").to_owned();
+    let token = orchestrator.token()?;
+    for step in ["..\\..\\x", "%2e%2e%5c%2e%2e", "..%2f..%2fx", "%2e%2e", ".."] {
+        let mut stream = tokio::net::TcpStream::connect(&address).await?;
+        let request = format!("GET /v1/sessions/{SOME_ID}/execs/{step} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await?;
+        ensure!(answer.starts_with("HTTP/1.1 404") && answer.contains("exec_not_found"), "{step}: {answer}");
+    }
+    Ok(())
+}
