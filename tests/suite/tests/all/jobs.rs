@@ -3,7 +3,7 @@
 mod kills;
 mod requests;
 
-use std::{path::Path, time::Duration};
+use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{ErrorCode, Job, JobId, JobRun, JobState, SessionEnd, SessionPatch, Stream, TaskId};
@@ -82,12 +82,12 @@ async fn a_job_that_nobody_waits_for_goes_on_and_its_output_is_read_during_and_a
             ExecEvent::Exit(report) => exit = Some(report),
             ExecEvent::Start { .. } => {}
         }
-        seen_running |= out == "first\n" && client.job(request.job_id).await?.state == JobState::InProgress;
+        seen_running |= !out.is_empty() && exit.is_none() && client.job(request.job_id).await?.state == JobState::InProgress;
     }
     let lines: String = (1..=20).map(|number| number.to_string() + "\n").collect();
     assert_eq!((out, err.as_str()), (format!("first\n{lines}"), "last\n"));
     assert_eq!(exit.context("an exit")?.exit_code, Some(7));
-    assert!(seen_running, "it was in progress when its first line came");
+    assert!(seen_running, "it was in progress while its lines came");
 
     // A caller who goes away changes nothing.
     let other = job("sleep 1; echo done");
@@ -189,8 +189,6 @@ async fn each_way_to_fail_has_its_state_and_its_code() -> Result<()> {
     assert_eq!((nowhere.state, code(&nowhere)), (JobState::Failed, Some("image_not_found")));
     client.ack_job(nowhere.job_id).await?;
     no_container(&world).await?;
-    // conmon leaves a note of an out-of-memory kill where it was started.
-    ensure!(!Path::new("oom").exists(), "the worker's programs write into its working directory");
     Ok(())
 }
 
