@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::{JobId, LimitsRequest, NetworkPolicy, NodeId, TaskId, Truncated};
+use crate::{JobId, LimitsRequest, NetworkPolicy, NodeId, TaskId, Truncated, WorkspaceRef};
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -25,6 +25,12 @@ pub struct JobRun {
 #[serde(deny_unknown_fields)]
 pub struct JobSandbox {
     pub image_ref: String,
+    /// What the image must be: its digest, or its id when it was loaded by hand.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image_digest: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>, example = "new")]
+    pub workspace_ref: Option<WorkspaceRef>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub command: Vec<String>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
@@ -135,6 +141,9 @@ pub struct JobCreate {
     pub job_id: Option<JobId>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image_ref: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>, example = "new")]
+    pub workspace_ref: Option<WorkspaceRef>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub command: Vec<String>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
@@ -177,6 +186,8 @@ impl JobRun {
     pub fn command<S: Into<String>>(task_id: TaskId, job_id: JobId, image_ref: impl Into<String>, command: impl IntoIterator<Item = S>) -> Self {
         let sandbox = JobSandbox {
             image_ref: image_ref.into(),
+            image_digest: None,
+            workspace_ref: None,
             command: command.into_iter().map(Into::into).collect(),
             env: BTreeMap::new(),
             timeout_seconds: None,

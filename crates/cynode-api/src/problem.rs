@@ -49,6 +49,7 @@ codes! {
     WorkspaceInUse = "workspace_in_use", 409, "Another session has this workspace", "End that session first, or use another workspace.";
     JobNotEnded = "job_not_ended", 409, "The job has not ended", "Wait for its end, or stop it.";
     NotRunning = "not_running", 409, "The session is not running", "Wait until its state is running, or resume it when it is lost.";
+    ImageDigestMismatch = "image_digest_mismatch", 409, "The image on the node is not the pinned one", "Load the pinned image on the node, or pin the one that is there ('cynode image add').";
     NotResumable = "not_resumable", 409, "The session can't be resumed", "Create a new session.";
     AgentRequired = "agent_required", 409, "This needs the in-sandbox agent, which is switched off", "Set worker.exec_via to \"agent\".";
     NotAFile = "not_a_file", 409, "The path is not a regular file", "Name a regular file.";

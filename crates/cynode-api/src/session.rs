@@ -9,7 +9,7 @@ use serde::{
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::{NodeId, SessionId, TaskId, WorkspaceId};
+use crate::{ArtifactId, NodeId, SessionId, TaskId, WorkspaceId};
 
 /// Bounds and defaults of what a session may ask for.
 pub mod session_limits {
@@ -36,6 +36,9 @@ pub struct SessionCreate {
     pub session_id: SessionId,
     /// An image loaded on the node, or `default`.
     pub image_ref: String,
+    /// What the image must be: its digest, or its id when it was loaded by hand.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image_digest: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>, example = "new")]
     pub workspace_ref: Option<WorkspaceRef>,
@@ -64,6 +67,7 @@ impl SessionCreate {
             task_id,
             session_id,
             image_ref: image_ref.into(),
+            image_digest: None,
             workspace_ref: None,
             env: BTreeMap::new(),
             limits: None,
@@ -115,6 +119,16 @@ pub enum WorkspaceRef {
     New,
     /// One kept by an earlier session of the same task.
     Workspace(WorkspaceId),
+    /// A new one with what an artifact, a tar archive, holds.
+    Artifact(ArtifactId),
+}
+
+impl WorkspaceRef {
+    /// Whether the workspace is made for the session that asks for it.
+    #[must_use]
+    pub const fn is_made(&self) -> bool {
+        !matches!(self, Self::Workspace(_))
+    }
 }
 
 impl std::fmt::Display for WorkspaceRef {
@@ -122,6 +136,7 @@ impl std::fmt::Display for WorkspaceRef {
         match self {
             Self::New => f.write_str("new"),
             Self::Workspace(id) => write!(f, "workspace:{id}"),
+            Self::Artifact(id) => write!(f, "artifact:{id}"),
         }
     }
 }
@@ -133,10 +148,12 @@ impl std::str::FromStr for WorkspaceRef {
         if text == "new" {
             return Ok(Self::New);
         }
-        text.strip_prefix("workspace:")
-            .and_then(|id| id.parse().ok())
-            .map(Self::Workspace)
-            .ok_or_else(|| "workspace_ref must be 'new' or 'workspace:<uuid>'".to_owned())
+        let found = match text.split_once(':') {
+            Some(("workspace", id)) => id.parse().ok().map(Self::Workspace),
+            Some(("artifact", id)) => id.parse().ok().map(Self::Artifact),
+            _ => None,
+        };
+        found.ok_or_else(|| "workspace_ref must be 'new', 'workspace:<uuid>' or 'artifact:<uuid>'".to_owned())
     }
 }
 
@@ -359,6 +376,9 @@ mod tests {
         let id = WorkspaceId::generate();
         assert_eq!("new".parse(), Ok(WorkspaceRef::New));
         assert_eq!(format!("workspace:{id}").parse(), Ok(WorkspaceRef::Workspace(id)));
+        let id = ArtifactId::generate();
+        assert_eq!(format!("artifact:{id}").parse(), Ok(WorkspaceRef::Artifact(id)));
+        assert_eq!(WorkspaceRef::Artifact(id).to_string(), format!("artifact:{id}"));
         assert!("workspace:nonsense".parse::<WorkspaceRef>().is_err());
         assert!("/etc".parse::<WorkspaceRef>().is_err());
     }

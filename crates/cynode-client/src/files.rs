@@ -140,7 +140,9 @@ impl WorkerClient {
     }
 
     pub async fn export(&self, session: SessionId, request: &ExportRequest) -> Result<FileBody> {
-        Ok(FileBody::new(accept(send(self.request(Method::POST, &self.session(session, "/export")).json(request)).await?).await?))
+        // On the user API an export is an artifact, unless its bytes are asked for.
+        let request = self.request(Method::POST, &self.session(session, "/export")).header(header::ACCEPT, "application/octet-stream").json(request);
+        Ok(FileBody::new(accept(send(request).await?).await?))
     }
 
     /// Unpacks a tar archive below `path`.

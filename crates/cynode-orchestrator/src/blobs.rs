@@ -8,15 +8,20 @@ use cynode_service::ApiError;
 use futures_util::{Stream, StreamExt as _, TryStreamExt as _};
 use object_store::{ObjectStore, ObjectStoreExt as _, PutPayload, WriteMultipart, local::LocalFileSystem, path::Path, prefix::PrefixStore};
 use sha2::{Digest as _, Sha256};
+use time::OffsetDateTime;
 
 use crate::Config;
+
+const INCOMING: &str = "incoming";
+const BY_HASH: &str = "sha256";
 
 #[derive(Clone, Debug)]
 pub(crate) struct Blobs(Arc<dyn ObjectStore>);
 
-/// What was stored.
-#[derive(Clone, Debug)]
-pub(crate) struct Stored {
+/// What was taken in whole, and is not yet where anybody looks.
+#[derive(Debug)]
+pub(crate) struct Staged {
+    at: Path,
     /// In hexadecimal digits.
     pub(crate) sha256: String,
     pub(crate) size: u64,
@@ -39,25 +44,27 @@ impl Blobs {
         }
     }
 
-    /// Stores a stream, up to a limit. Until all of it has come and is what it should be, nobody can find it.
-    pub(crate) async fn put<E: Into<ApiError>>(
+    /// Takes a stream in, up to a limit. Until all of it has come and is what it should be, and is put in its place, nobody can
+    /// find it.
+    pub(crate) async fn stage<E: Into<ApiError>>(
         &self,
         bytes: impl Stream<Item = Result<Bytes, E>>,
         limit: u64,
         expected: Option<&str>,
-    ) -> Result<Stored, ApiError> {
-        let staged = Path::from(format!("incoming/{}", uuid::Uuid::now_v7()));
-        let written = self.write(&staged, bytes, limit, expected).await;
-        match written {
-            Ok(stored) => {
-                self.0.rename(&staged, &place(&stored.sha256)).await.map_err(|error| failed(&error))?;
-                Ok(stored)
-            }
+    ) -> Result<Staged, ApiError> {
+        let at = Path::from(format!("{INCOMING}/{}", uuid::Uuid::now_v7()));
+        match self.write(&at, bytes, limit, expected).await {
+            Ok((sha256, size)) => Ok(Staged { at, sha256, size }),
             Err(error) => {
-                drop(self.0.delete(&staged).await);
+                drop(self.0.delete(&at).await);
                 Err(error)
             }
         }
+    }
+
+    /// Puts it where its hash says. Comes within the transaction that writes down who needs it: what nobody needs is removed.
+    pub(crate) async fn place(&self, staged: &Staged) -> Result<(), ApiError> {
+        self.0.rename(&staged.at, &place(&staged.sha256)).await.map_err(|error| failed(&error))
     }
 
     async fn write<E: Into<ApiError>>(
@@ -66,7 +73,7 @@ impl Blobs {
         bytes: impl Stream<Item = Result<Bytes, E>>,
         limit: u64,
         expected: Option<&str>,
-    ) -> Result<Stored, ApiError> {
+    ) -> Result<(String, u64), ApiError> {
         let mut bytes = pin!(bytes);
         let mut writer = WriteMultipart::new(self.0.put_multipart(staged).await.map_err(|error| failed(&error))?);
         let mut hash = Sha256::new();
@@ -101,23 +108,47 @@ impl Blobs {
         } else {
             writer.finish().await.map_err(|error| failed(&error))?;
         }
-        Ok(Stored { sha256, size })
+        Ok((sha256, size))
     }
 
-    /// The bytes, or a part of them.
-    pub(crate) async fn get(
-        &self,
-        sha256: &str,
-        range: Option<std::ops::Range<u64>>,
-    ) -> Result<impl Stream<Item = Result<Bytes, std::io::Error>> + use<>, ApiError> {
-        let options = object_store::GetOptions { range: range.map(Into::into), ..Default::default() };
-        let found = self.0.get_opts(&place(sha256), options).await.map_err(|error| failed(&error))?;
+    pub(crate) async fn get(&self, sha256: &str) -> Result<impl Stream<Item = Result<Bytes, std::io::Error>> + use<>, ApiError> {
+        let found = self.0.get(&place(sha256)).await.map_err(|error| failed(&error))?;
         Ok(found.into_stream().map_err(std::io::Error::other))
+    }
+
+    /// Removes what somebody began to send and never finished.
+    pub(crate) async fn sweep_incoming(&self, older_than: OffsetDateTime) -> Result<usize, ApiError> {
+        let old: Vec<Path> = self.older(INCOMING, older_than).try_collect().await?;
+        for path in &old {
+            self.0.delete(path).await.map_err(|error| failed(&error))?;
+        }
+        Ok(old.len())
+    }
+
+    /// The hashes of what was put here before a moment.
+    pub(crate) fn stored_before(&self, moment: OffsetDateTime) -> impl Stream<Item = Result<String, ApiError>> {
+        self.older(BY_HASH, moment).try_filter_map(|path| std::future::ready(Ok(path.filename().map(str::to_owned))))
+    }
+
+    fn older(&self, prefix: &str, moment: OffsetDateTime) -> impl Stream<Item = Result<Path, ApiError>> + use<> {
+        self.0
+            .list(Some(&Path::from(prefix)))
+            .map_err(|error| failed(&error))
+            .try_filter(move |found| std::future::ready(found.last_modified.timestamp() < moment.unix_timestamp()))
+            .map_ok(|found| found.location)
+    }
+
+    /// Removes bytes that nobody needs.
+    pub(crate) async fn remove(&self, sha256: &str) -> Result<(), ApiError> {
+        match self.0.delete(&place(sha256)).await {
+            Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
+            Err(error) => Err(failed(&error)),
+        }
     }
 }
 
 fn place(sha256: &str) -> Path {
-    Path::from(format!("sha256/{}/{sha256}", sha256.get(..2).unwrap_or("00")))
+    Path::from(format!("{BY_HASH}/{}/{sha256}", sha256.get(..2).unwrap_or("00")))
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -7,13 +7,16 @@ use axum::{
     middleware::Next,
     response::{IntoResponse as _, Response},
 };
-use cynode_api::{ErrorCode, ProjectId, TaskId, TokenKind, UserId};
+use cynode_api::{ErrorCode, ProjectId, Task, TaskId, TokenKind, UserId};
 use cynode_service::{ApiError, auth};
 use http::request::Parts;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Semaphore;
 
-use crate::{Orchestrator, db::Authenticated};
+use crate::{
+    Orchestrator,
+    db::{Authenticated, Of},
+};
 
 /// What a caller may see.
 #[derive(Clone, Copy, Debug)]
@@ -29,10 +32,12 @@ pub(crate) struct Caller {
     pub(crate) project_id: Option<ProjectId>,
     pub(crate) task_ids: Vec<TaskId>,
     pub(crate) scope: Scope,
+    /// Of the token, by which it is found out whether that is still good.
+    token_hash: [u8; 32],
 }
 
-impl From<Authenticated> for Caller {
-    fn from(found: Authenticated) -> Self {
+impl Caller {
+    fn new(found: Authenticated, token_hash: [u8; 32]) -> Self {
         // An agent has no more than what its token names, whoever made it.
         let is_admin = found.is_admin && found.kind == TokenKind::User;
         Self {
@@ -41,11 +46,33 @@ impl From<Authenticated> for Caller {
             project_id: found.project_id,
             task_ids: found.task_ids,
             scope: Scope { is_admin, user_id: found.user_id },
+            token_hash,
         }
     }
-}
 
-impl Caller {
+    /// Whether the token is still good. While the database can't say, it is.
+    pub(crate) async fn is_good(&self, orchestrator: &Orchestrator) -> bool {
+        !matches!(orchestrator.db.authenticate(&self.token_hash).await, Ok(None))
+    }
+
+    /// Comes when the token is no longer good: what was begun with it ends then.
+    pub(crate) fn revoked(&self, orchestrator: &Orchestrator) -> impl Future<Output = ()> + Send + use<> {
+        let (caller, orchestrator) = (self.clone(), orchestrator.clone());
+        async move {
+            loop {
+                tokio::time::sleep(LOOK).await;
+                if !caller.is_good(&orchestrator).await {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Whose preferences count for what this caller does for a task.
+    pub(crate) const fn preferences(&self, task: &Task) -> Of {
+        Of { task: Some(task.id), project: task.project_id, user: Some(self.scope.user_id) }
+    }
+
     /// Refuses whoever is not an administrator.
     pub(crate) fn require_admin(&self) -> Result<(), ApiError> {
         if self.scope.is_admin { Ok(()) } else { Err(ApiError::new(ErrorCode::Forbidden, "only an administrator may do that")) }
@@ -81,6 +108,8 @@ impl<S: Send + Sync> FromRequestParts<S> for Agent {
     }
 }
 
+/// How often it is looked whether the token of a call that goes on is still good.
+const LOOK: Duration = Duration::from_secs(2);
 /// How long somebody waits who shows a token that is not good.
 const PENALTY: Duration = Duration::from_millis(300);
 /// So many wait at once; more are refused at once with 429, and learn nothing.
@@ -94,7 +123,7 @@ pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut r
     };
     match orchestrator.db.authenticate(&offered).await {
         Ok(Some(found)) => {
-            request.extensions_mut().insert(Caller::from(found));
+            request.extensions_mut().insert(Caller::new(found, offered));
             next.run(request).await
         }
         Ok(None) => refused().await.into_response(),

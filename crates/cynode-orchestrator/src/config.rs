@@ -37,6 +37,10 @@ pub struct Config {
     pub rotate_tokens_hours: u32,
     /// How long events can be read.
     pub event_days: u32,
+    /// How long the whole output of a job is kept; what its object holds stays.
+    pub output_days: u32,
+    /// How long artifacts are kept after that they are superseded, or their task has ended. Without it, for ever.
+    pub artifact_days: Option<u32>,
     /// Where artifacts are: a directory below the state directory, or `s3://bucket/prefix`.
     pub artifact_store: Option<String>,
 }
@@ -67,6 +71,8 @@ impl Default for Config {
             heartbeat_seconds: 5,
             rotate_tokens_hours: 24,
             event_days: 30,
+            output_days: 30,
+            artifact_days: None,
             artifact_store: None,
         }
     }

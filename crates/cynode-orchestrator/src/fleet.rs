@@ -17,11 +17,22 @@ use crate::{
 
 /// How long a node's row is good. Its address and tokens change rarely, and old tokens stay good for a while.
 const FRESH: Duration = Duration::from_secs(2);
+/// How long a node that did not answer gets nothing new: at first, and after many tries.
+const FIRST_QUIET: Duration = Duration::from_secs(1);
+const LONGEST_QUIET: Duration = Duration::from_secs(30);
 
 #[derive(Debug)]
 pub(crate) struct Fleet {
     keys: Keys,
     known: Mutex<HashMap<NodeId, Known>>,
+    /// Nodes that did not answer when they were last called, and until when they get nothing new.
+    quiet: Mutex<HashMap<NodeId, Quiet>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Quiet {
+    until: Instant,
+    pause: Duration,
 }
 
 #[derive(Debug)]
@@ -34,7 +45,29 @@ struct Known {
 
 impl Fleet {
     pub(crate) fn new(keys: Keys) -> Self {
-        Self { keys, known: Mutex::default() }
+        Self { keys, known: Mutex::default(), quiet: Mutex::default() }
+    }
+
+    /// Whether a node did not answer a moment ago. It may still send heartbeats.
+    pub(crate) fn is_quiet(&self, id: NodeId) -> bool {
+        self.quiet.lock().get(&id).is_some_and(|quiet| quiet.until > Instant::now())
+    }
+
+    /// A call to a node, within a limit of time. Whether it was answered is remembered.
+    pub(crate) async fn call<T>(&self, id: NodeId, limit: Duration, call: impl Future<Output = Result<T, ClientError>>) -> Result<T, Failed> {
+        let answered = match tokio::time::timeout(limit, call).await {
+            Ok(answer) => answer.map_err(Failed::from),
+            Err(_) => Err(Failed::Unknown(format!("it has not answered for {} s", limit.as_secs()))),
+        };
+        let mut quiet = self.quiet.lock();
+        match &answered {
+            Ok(_) | Err(Failed::Refused(_)) => drop(quiet.remove(&id)),
+            Err(_) => {
+                let pause = quiet.get(&id).map_or(FIRST_QUIET, |known| (known.pause * 2).min(LONGEST_QUIET));
+                quiet.insert(id, Quiet { until: Instant::now() + pause, pause });
+            }
+        }
+        answered
     }
 
     /// A client for a node's Worker API.
@@ -97,7 +130,7 @@ impl Failed {
 }
 
 /// What a node says of the session that it was asked about; of another it has no say.
-pub(crate) fn answer_for(id: SessionId, answer: Result<Session, ClientError>) -> Result<Session, Failed> {
+pub(crate) fn answer_for(id: SessionId, answer: Result<Session, Failed>) -> Result<Session, Failed> {
     let session = answer?;
     if session.session_id == id { Ok(session) } else { Err(Failed::Unknown("it answered about another session".to_owned())) }
 }

@@ -1,13 +1,17 @@
 //! Calls that are passed on to a node as they are: streamed both ways, never held whole.
 
+use std::io;
+
 use axum::{
     body::{Body, HttpBody as _},
     extract::Request,
     response::Response,
 };
+use bytes::Bytes;
 use cynode_api::ErrorCode;
 use cynode_client::WorkerClient;
 use cynode_service::ApiError;
+use futures_util::{Stream, StreamExt as _, stream};
 use http::{HeaderMap, HeaderName, StatusCode, header};
 use hyper_util::rt::TokioIo;
 
@@ -42,23 +46,52 @@ fn passed(headers: &HeaderMap) -> HeaderMap {
         .collect()
 }
 
-/// Passes a request on to a path of a node, and the answer back.
-pub(crate) async fn forward(client: &WorkerClient, path: &str, request: Request) -> Result<Response, ApiError> {
+/// Passes a request on to a path of a node, and the answer back, until the caller's token is no longer good.
+pub(crate) async fn forward(
+    client: &WorkerClient,
+    path: &str,
+    request: Request,
+    revoked: impl Future<Output = ()> + Send + 'static,
+) -> Result<Response, ApiError> {
     let (parts, body) = request.into_parts();
     let mut sent = client.request(parts.method.clone(), path).headers(passed(&parts.headers));
     if body.size_hint().exact() != Some(0) {
         sent = sent.body(reqwest::Body::wrap_stream(body.into_data_stream()));
     }
-    let answer = known(sent.send().await.map_err(unreachable)?)?;
+    let mut revoked = Box::pin(revoked);
+    let answer = tokio::select! {
+        answer = sent.send() => known(answer.map_err(unreachable)?)?,
+        () = &mut revoked => return Err(ApiError::new(ErrorCode::Unauthorized, "the token is no longer valid")),
+    };
     let (status, headers) = (answer.status(), passed(answer.headers()));
-    let mut response = Response::new(Body::from_stream(answer.bytes_stream()));
+    let mut response = Response::new(Body::from_stream(until(answer.bytes_stream(), revoked)));
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     Ok(response)
 }
 
+/// A stream that breaks off when the caller may have no more of it.
+fn until<E: std::error::Error + Send + Sync + 'static>(
+    bytes: impl Stream<Item = Result<Bytes, E>> + Send + 'static,
+    revoked: impl Future<Output = ()> + Send + Unpin + 'static,
+) -> impl Stream<Item = Result<Bytes, io::Error>> + Send {
+    stream::unfold(Some((Box::pin(bytes), revoked)), async |held| {
+        let (mut bytes, mut revoked) = held?;
+        tokio::select! {
+            biased;
+            () = &mut revoked => Some((Err(io::Error::other("the token is no longer valid")), None)),
+            piece = bytes.next() => piece.map(|piece| (piece.map_err(io::Error::other), Some((bytes, revoked)))),
+        }
+    })
+}
+
 /// Passes a WebSocket on: the handshake is the node's, and then bytes go both ways.
-pub(crate) async fn upgrade(client: &WorkerClient, path: &str, mut request: Request) -> Result<Response, ApiError> {
+pub(crate) async fn upgrade(
+    client: &WorkerClient,
+    path: &str,
+    mut request: Request,
+    revoked: impl Future<Output = ()> + Send + 'static,
+) -> Result<Response, ApiError> {
     let mut headers = passed(request.headers());
     headers.remove(header::CONTENT_LENGTH);
     headers.insert(header::CONNECTION, http::HeaderValue::from_static("Upgrade"));
@@ -79,8 +112,12 @@ pub(crate) async fn upgrade(client: &WorkerClient, path: &str, mut request: Requ
     let ours = hyper::upgrade::on(&mut request);
     tokio::spawn(async move {
         let (Ok(ours), Ok(mut theirs)) = tokio::join!(ours, answer.upgrade()) else { return };
-        // It ends when either side goes; the other is closed with it.
-        drop(tokio::io::copy_bidirectional(&mut TokioIo::new(ours), &mut theirs).await);
+        // It ends when either side goes, or when the caller may no longer be there; the other is closed with it.
+        let mut ours = TokioIo::new(ours);
+        tokio::select! {
+            _ = tokio::io::copy_bidirectional(&mut ours, &mut theirs) => {}
+            () = revoked => {}
+        }
     });
     Ok(response)
 }

@@ -1,6 +1,8 @@
 //! Jobs, from a person's request to the word of the node that ran them.
 
-use cynode_api::{ErrorCode, Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, TaskId, job_limits};
+use std::time::Duration;
+
+use cynode_api::{ErrorCode, Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, job_limits};
 use cynode_service::ApiError;
 
 use crate::{
@@ -8,7 +10,6 @@ use crate::{
     caller::Caller,
     db::{JobRow, NewJob, to_json},
     placement::Work,
-    sessions::unnamed_task,
 };
 
 impl Orchestrator {
@@ -21,21 +22,20 @@ impl Orchestrator {
         {
             return self.same_job(caller, existing, &body).await;
         }
-        let task = match body.task_id {
-            Some(id) => {
-                self.db.task(&caller.scope, id).await?;
-                None
-            }
-            None => Some(unnamed_task(TaskId::generate(), format!("job {job_id}"), &caller.user_name)),
-        };
-        let task_id = body.task_id.or(task.as_ref().map(|task| task.id)).unwrap_or_else(TaskId::generate);
-        let image = self.choose_image(body.image_ref.as_deref(), Work::Command).await?;
+        let (task, is_new) = self.task_for(caller, body.task_id, || format!("job {job_id}")).await?;
+        let task_id = task.id;
+        let image = self.choose_image(body.image_ref.as_deref(), Work::Command, caller.preferences(&task)).await?;
+        self.check_artifact(caller, body.workspace_ref.as_ref()).await?;
+        // One that was kept is on its node, and only there.
+        let node_id = self.workspace_node(task_id, body.workspace_ref.as_ref()).await?;
         let request = JobRun {
             version: Some(cynode_api::API_VERSION),
             task_id,
             job_id,
             sandbox: JobSandbox {
                 image_ref: image.image_ref.clone(),
+                image_digest: image.image_digest.clone(),
+                workspace_ref: body.workspace_ref.clone(),
                 command: body.command.clone(),
                 env: body.env.clone(),
                 timeout_seconds: body.timeout_seconds,
@@ -69,10 +69,11 @@ impl Orchestrator {
             request: &request,
             object: &object,
             retry: body.retry.unwrap_or_default(),
+            node_id,
             image_version_id: image.version_id,
             created_by: &caller.user_name,
         };
-        if let Some(row) = self.db.insert_job(&new, task.as_ref(), &caller.scope).await? {
+        if let Some(row) = self.db.insert_job(&new, is_new.then_some(&task), &caller.scope).await? {
             self.told();
             self.jobs_wait.notify_one();
             return Ok((row, true));
@@ -87,16 +88,21 @@ impl Orchestrator {
     }
 
     /// Waits for a job's end, up to a limit; whatever it is then.
-    pub(crate) async fn wait_for_job(&self, caller: &Caller, id: JobId, limit: std::time::Duration) -> Result<JobRow, ApiError> {
+    pub(crate) async fn wait_for_job(&self, caller: &Caller, id: JobId, limit: Duration) -> Result<JobRow, ApiError> {
+        self.wait_for(caller, id, limit, |row| row.state.is_final()).await
+    }
+
+    /// Waits for a job to come so far, up to a limit; however far it is then.
+    pub(crate) async fn wait_for(&self, caller: &Caller, id: JobId, limit: Duration, far: impl Fn(&JobRow) -> bool) -> Result<JobRow, ApiError> {
         let deadline = tokio::time::Instant::now() + limit;
         let mut news = self.news.subscribe();
         loop {
             let row = self.db.job(&caller.scope, id).await?;
-            if row.state.is_final() || tokio::time::Instant::now() >= deadline {
+            if far(&row) || tokio::time::Instant::now() >= deadline || self.stop.is_cancelled() {
                 return Ok(row);
             }
             // Another orchestrator may have brought it forward: its word comes by the database, or at the latest in a second.
-            let next = (tokio::time::Instant::now() + std::time::Duration::from_secs(1)).min(deadline);
+            let next = (tokio::time::Instant::now() + Duration::from_secs(1)).min(deadline);
             drop(tokio::time::timeout_at(next, news.changed()).await);
         }
     }

@@ -35,7 +35,7 @@ use tokio_util::sync::CancellationToken;
 pub use api::openapi;
 pub use config::{Config, TlsFiles};
 
-use crate::{blobs::Blobs, db::Db, fleet::Fleet, keys::Keys};
+use crate::{blobs::Blobs, db::Db, fleet::Fleet, keys::Keys, reconcile::Lanes};
 
 /// The first user.
 const ADMIN: &str = "admin";
@@ -72,6 +72,11 @@ pub(crate) struct Orchestrator {
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) blobs: Blobs,
     pub(crate) config: Arc<Config>,
+    /// Room for what reconcilers do on nodes.
+    pub(crate) job_lanes: Lanes,
+    pub(crate) session_lanes: Lanes,
+    pub(crate) observer_lanes: Lanes,
+    pub(crate) leftover_lanes: Lanes,
     /// Jobs wait to be brought forward.
     pub(crate) jobs_wait: Arc<Notify>,
     /// Sessions do.
@@ -100,14 +105,19 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let (url, control_url) = (bound.url(), control.url());
     replace(&directory.join("url"), url.as_bytes()).map_err(state("writing the address"))?;
     replace(&directory.join("control-url"), control_url.as_bytes()).map_err(state("writing the address"))?;
+    let (jobs_wait, sessions_wait): (Arc<Notify>, Arc<Notify>) = Default::default();
     let orchestrator = Orchestrator {
+        job_lanes: Lanes::new(128, 16, Arc::clone(&jobs_wait)),
+        session_lanes: Lanes::new(128, 32, Arc::clone(&sessions_wait)),
+        observer_lanes: Lanes::new(128, 1, Arc::default()),
+        leftover_lanes: Lanes::new(64, 4, Arc::default()),
         db,
         fleet: Arc::new(Fleet::new(keys.clone())),
         keys,
         blobs,
         config: Arc::new(config),
-        jobs_wait: Arc::default(),
-        sessions_wait: Arc::default(),
+        jobs_wait,
+        sessions_wait,
         news: watch::Sender::new(0),
         stop: stop.clone(),
     };

@@ -1,4 +1,6 @@
-//! The kept output of jobs that have ended: a blob of lines, each a chunk, as their node numbered them.
+//! The kept output of jobs that have ended: a blob of lines, each a chunk, as their node numbered them, and last how it ended.
+
+use std::time::Duration;
 
 use axum::{
     Json,
@@ -6,97 +8,174 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use bytes::Bytes;
-use cynode_api::{Chunk, ErrorCode, JobId, OutputPage};
+use cynode_api::{
+    Bytes as Counts, Chunk, ErrorCode, ExecExit, ExecId, ExecVia, Job, JobId, NodeId, OutputPage, Stream as Which, StreamEvent, exec_limits::MAX_WAIT_MS,
+};
 use cynode_client::{OutputQuery as ClientQuery, WorkerClient};
-use cynode_service::ApiError;
+use cynode_service::{
+    ApiError,
+    events::{EVENT_HEADERS, accepts_events, empty_event, without_output, write_event},
+};
 use futures_util::{Stream, StreamExt as _, TryStreamExt as _, stream};
-use http::{HeaderMap, header};
-use serde::Deserialize;
+use http::HeaderMap;
+use serde::{Deserialize, Serialize};
+use time::OffsetDateTime;
 use tokio::io::AsyncBufReadExt as _;
 use tokio_util::io::StreamReader;
 use utoipa::IntoParams;
 
-use crate::{Orchestrator, fleet::Failed};
+use crate::{
+    Orchestrator,
+    blobs::Staged,
+    fleet::{Failed, Fleet},
+};
 
 /// What a node keeps of a job, as lines of JSON in base64, and then some.
 const MAX_BYTES: u64 = 128 << 20;
 const PAGE_BYTES: u64 = 1 << 20;
+/// How long a node may take for a page.
+const PAGE_WAIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Default, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct OutputQuery {
-    pub(crate) after_seq: Option<u64>,
-    pub(crate) max_bytes: Option<u64>,
-    /// For the node, while it has the output; what has ended needs no waiting.
-    #[expect(dead_code, reason = "it is checked and passed on with the rest of the query")]
+    /// Exclusive; 0 is the start.
+    after_seq: Option<u64>,
+    /// About how much to return; 1 MiB by default, 16 MiB at most. At least one piece comes when there is one.
+    max_bytes: Option<u64>,
+    /// How long to wait for something new, at most 60,000.
     wait_ms: Option<u64>,
-    pub(crate) tail_bytes: Option<u64>,
+    /// Only the newest pieces that hold this much.
+    tail_bytes: Option<u64>,
+}
+
+/// What a caller wants to read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Asked {
+    after_seq: u64,
+    max_bytes: Option<u64>,
+    tail_bytes: Option<u64>,
+    events: bool,
+    from_start: bool,
+    /// How long to wait for a job that no node has yet.
+    pub(crate) wait: Duration,
+}
+
+impl Asked {
+    pub(crate) fn new(query: &OutputQuery, headers: &HeaderMap) -> Result<Self, ApiError> {
+        let resumed = match headers.get("last-event-id") {
+            None => None,
+            Some(id) => Some(id.to_str().ok().and_then(|id| id.parse().ok()).ok_or_else(|| ApiError::invalid("Last-Event-ID: is not a sequence number"))?),
+        };
+        if query.wait_ms.is_some_and(|wait| wait > MAX_WAIT_MS) {
+            return Err(ApiError::invalid(format!("wait_ms: at most {MAX_WAIT_MS}")));
+        }
+        let events = accepts_events(headers);
+        // Who reads events waits for them; one who was told nothing for so long asks again.
+        let wait = if events { MAX_WAIT_MS } else { query.wait_ms.unwrap_or(0) };
+        Ok(Self {
+            after_seq: resumed.or(query.after_seq).unwrap_or(0),
+            max_bytes: query.max_bytes,
+            tail_bytes: query.tail_bytes,
+            events,
+            from_start: resumed.is_none(),
+            wait: Duration::from_millis(wait),
+        })
+    }
+
+    /// The answer when nothing is kept: nothing ran, or nobody knows what.
+    pub(crate) fn nothing(self, job: &Job) -> Response {
+        let ended = job.state.is_final().then(|| (exit_of(job), job.ended_at.unwrap_or_else(OffsetDateTime::now_utc)));
+        if self.events {
+            return without_output(ExecId::from_uuid(*job.job_id.as_uuid()), self.from_start, ended);
+        }
+        Json(OutputPage { chunks: Vec::new(), next_seq: self.after_seq, lost_before_seq: None, exit: ended.map(|(exit, _)| exit) }).into_response()
+    }
+}
+
+/// How a job ended of whose process nobody said anything. One that ran may have come to any end.
+fn exit_of(job: &Job) -> ExecExit {
+    ExecExit {
+        exit_code: job.exit_code,
+        signal: job.signal.clone(),
+        timed_out: job.state == cynode_api::JobState::Timeout,
+        oom_killed: false,
+        bytes: Counts::default(),
+        duration_ms: 0,
+        via: ExecVia::Agent,
+        lost: job.started_at.is_some() && job.exit_code.is_none(),
+        no_space: false,
+    }
+}
+
+/// A line of the blob.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+enum Line {
+    End { exit: ExecExit },
+    Chunk(Chunk),
 }
 
 impl Orchestrator {
-    /// Fetches all that a node has kept of a job's output. The hash of the blob; `None` when there was nothing.
-    pub(crate) async fn collect_output(&self, client: &WorkerClient, id: JobId) -> Result<Option<String>, ApiError> {
-        let first = page(client, id, 0).await?;
-        if first.as_ref().is_none_or(|page| page.chunks.is_empty()) {
-            return Ok(None);
-        }
-        let stored = self.blobs.put(lines(client.clone(), id, first), MAX_BYTES, None).await?;
-        Ok(Some(stored.sha256))
+    /// Fetches all that a node has kept of a job's output. `None` when it keeps none.
+    pub(crate) async fn collect_output(&self, node_id: NodeId, client: &WorkerClient, id: JobId) -> Result<Option<Staged>, ApiError> {
+        let Some(first) = page(&self.fleet, node_id, client, id, 0).await? else { return Ok(None) };
+        self.blobs.stage(lines(&self.fleet, node_id, client, id, first), MAX_BYTES, None).await.map(Some)
     }
 
     /// A page, or the stream, of output that was collected.
-    pub(crate) async fn kept_output(&self, sha256: &str, query: &OutputQuery, headers: &HeaderMap) -> Result<Response, ApiError> {
-        let chunks = self.chunks(sha256).await?;
-        let streams = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok()).is_some_and(|accept| accept.contains("text/event-stream"));
-        if streams {
-            let after = headers.get("last-event-id").and_then(|id| id.to_str().ok()?.parse().ok()).or(query.after_seq).unwrap_or(0);
-            return Ok(sse(chunks, after));
+    pub(crate) async fn kept_output(&self, sha256: &str, job: &Job, asked: Asked) -> Result<Response, ApiError> {
+        let lines = self.kept_lines(sha256).await?;
+        if asked.events {
+            return Ok(events(lines, job, asked));
         }
-        let after = query.after_seq.unwrap_or(0);
-        let limit = query.tail_bytes.or(query.max_bytes).unwrap_or(PAGE_BYTES).clamp(1, 16 << 20);
+        let limit = asked.tail_bytes.or(asked.max_bytes).unwrap_or(PAGE_BYTES).clamp(1, 16 << 20);
         let mut kept = std::collections::VecDeque::new();
-        let mut bytes = 0;
-        let mut first = None;
-        let mut chunks = std::pin::pin!(chunks);
-        while let Some(chunk) = chunks.try_next().await.map_err(|error| ApiError::new(ErrorCode::StoreUnavailable, error.to_string()))? {
+        let (mut bytes, mut first, mut exit) = (0, None, None);
+        let mut lines = std::pin::pin!(lines);
+        while let Some(line) = lines.try_next().await.map_err(|error| ApiError::new(ErrorCode::StoreUnavailable, error.to_string()))? {
+            let chunk = match line {
+                Line::Chunk(chunk) => chunk,
+                Line::End { exit: ended } => {
+                    exit = Some(ended);
+                    break;
+                }
+            };
             first.get_or_insert(chunk.seq);
-            if chunk.seq <= after {
+            if chunk.seq <= asked.after_seq {
                 continue;
             }
             let length = size(&chunk);
-            if query.tail_bytes.is_none() && bytes + length > limit && !kept.is_empty() {
+            if asked.tail_bytes.is_none() && bytes + length > limit && !kept.is_empty() {
                 break;
             }
             bytes += length;
             kept.push_back(chunk);
-            while query.tail_bytes.is_some() && bytes > limit && kept.len() > 1 {
+            while asked.tail_bytes.is_some() && bytes > limit && kept.len() > 1 {
                 bytes -= kept.pop_front().map_or(0, |chunk| size(&chunk));
             }
         }
-        let lost_before_seq = first.filter(|first| *first > after.saturating_add(1));
-        let next_seq = kept.back().map_or(after, |chunk| chunk.seq);
-        Ok(Json(OutputPage { chunks: kept.into(), next_seq, lost_before_seq, exit: None }).into_response())
+        let lost_before_seq = first.filter(|first| *first > asked.after_seq.saturating_add(1));
+        let next_seq = kept.back().map_or(asked.after_seq, |chunk| chunk.seq);
+        Ok(Json(OutputPage { chunks: kept.into(), next_seq, lost_before_seq, exit }).into_response())
     }
 
-    async fn chunks(&self, sha256: &str) -> Result<impl Stream<Item = Result<Chunk, std::io::Error>> + use<>, ApiError> {
-        let bytes = self.blobs.get(sha256, None).await?;
+    async fn kept_lines(&self, sha256: &str) -> Result<impl Stream<Item = Result<Line, std::io::Error>> + use<>, ApiError> {
+        let bytes = self.blobs.get(sha256).await?;
         let lines = StreamReader::new(Box::pin(bytes)).lines();
         Ok(stream::try_unfold(lines, async |mut lines| {
-            let Some(line) = lines.next_line().await? else { return Ok(None) };
-            let chunk: Chunk = serde_json::from_str(&line)?;
-            Ok(Some((chunk, lines)))
+            let Some(text) = lines.next_line().await? else { return Ok(None) };
+            let line: Line = serde_json::from_str(&text)?;
+            Ok(Some((line, lines)))
         }))
     }
 }
 
-fn size(chunk: &Chunk) -> u64 {
-    chunk.data.as_ref().map_or_else(|| chunk.data_b64.as_ref().map_or(0, |data| data.0.len()), String::len) as u64
-}
-
 /// A page of a job's output; `None` when the node keeps none.
-async fn page(client: &WorkerClient, id: JobId, after_seq: u64) -> Result<Option<OutputPage>, ApiError> {
-    match client.job_output(id, &ClientQuery { after_seq: Some(after_seq), ..Default::default() }).await.map_err(Failed::from) {
+async fn page(fleet: &Fleet, node_id: NodeId, client: &WorkerClient, id: JobId, after_seq: u64) -> Result<Option<OutputPage>, ApiError> {
+    let query = ClientQuery { after_seq: Some(after_seq), ..Default::default() };
+    match fleet.call(node_id, PAGE_WAIT, client.job_output(id, &query)).await {
         Ok(page) => Ok(Some(page)),
         Err(Failed::Refused(error)) if error.0.is(ErrorCode::OutputExpired) || error.0.is(ErrorCode::JobNotFound) => Ok(None),
         Err(failed) => Err(failed.problem()),
@@ -104,25 +183,51 @@ async fn page(client: &WorkerClient, id: JobId, after_seq: u64) -> Result<Option
 }
 
 /// Every chunk as a line, page after page.
-fn lines(client: WorkerClient, id: JobId, first: Option<OutputPage>) -> impl Stream<Item = Result<Bytes, ApiError>> {
-    stream::try_unfold((client, first), move |(client, held)| async move {
-        let Some(held) = held.filter(|page| !page.chunks.is_empty()) else { return Ok(None) };
+fn lines(fleet: &Fleet, node_id: NodeId, client: &WorkerClient, id: JobId, first: OutputPage) -> impl Stream<Item = Result<Bytes, ApiError>> {
+    stream::try_unfold(Some(first), move |held| async move {
+        let Some(held) = held else { return Ok(None) };
         let mut text = Vec::new();
-        for chunk in &held.chunks {
-            serde_json::to_writer(&mut text, chunk).map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+        let is_last = held.exit.is_some() || held.chunks.is_empty();
+        for line in held.chunks.into_iter().map(Line::Chunk).chain(held.exit.map(|exit| Line::End { exit })) {
+            serde_json::to_writer(&mut text, &line).map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
             text.push(b'\n');
         }
-        let next = page(&client, id, held.next_seq).await?;
-        Ok(Some((Bytes::from(text), (client, next))))
+        let next = if is_last { None } else { page(fleet, node_id, client, id, held.next_seq).await? };
+        Ok(Some((Bytes::from(text), next)))
     })
 }
 
-fn sse(chunks: impl Stream<Item = Result<Chunk, std::io::Error>> + Send + 'static, after: u64) -> Response {
-    let events = chunks.try_filter(move |chunk| std::future::ready(chunk.seq > after)).map(|chunk| {
-        let chunk = chunk?;
-        let name = serde_json::to_value(chunk.stream)?;
-        let data = serde_json::to_string(&chunk)?;
-        Ok::<_, std::io::Error>(Bytes::from(format!("id: {}\nevent: {}\ndata: {data}\n\n", chunk.seq, name.as_str().unwrap_or("stdout"))))
+fn size(chunk: &Chunk) -> u64 {
+    chunk.data.as_ref().map_or_else(|| chunk.data_b64.as_ref().map_or(0, |data| data.0.len()), String::len) as u64
+}
+
+fn events(lines: impl Stream<Item = Result<Line, std::io::Error>> + Send + 'static, job: &Job, asked: Asked) -> Response {
+    let exec_id = ExecId::from_uuid(*job.job_id.as_uuid());
+    let ended_at = job.ended_at.unwrap_or_else(OffsetDateTime::now_utc);
+    let (mut last, mut is_first) = (asked.after_seq, true);
+    let events = lines.map(move |line| {
+        let mut out = Vec::new();
+        let line = line?;
+        if std::mem::take(&mut is_first) && asked.from_start {
+            // Output before the first line is no longer kept.
+            let lost_before_seq = if let Line::Chunk(chunk) = &line { Some(chunk.seq).filter(|seq| *seq > asked.after_seq.saturating_add(1)) } else { None };
+            let at = job_started(&line, ended_at);
+            write_event("start", &StreamEvent { exec_id: Some(exec_id), lost_before_seq, ..empty_event(0, at) }, &mut out);
+        }
+        match line {
+            Line::Chunk(chunk) if chunk.seq <= asked.after_seq => {}
+            Line::Chunk(Chunk { seq, stream, at, data, data_b64 }) => {
+                last = seq;
+                let name = if stream == Which::Stderr { "stderr" } else { "stdout" };
+                write_event(name, &StreamEvent { data, data_b64, ..empty_event(seq, at) }, &mut out);
+            }
+            Line::End { exit } => write_event("exit", &StreamEvent { exit: Some(exit), exec_id: Some(exec_id), ..empty_event(last, ended_at) }, &mut out),
+        }
+        Ok::<_, std::io::Error>(Bytes::from(out))
     });
-    ([(header::CONTENT_TYPE, "text/event-stream")], Body::from_stream(events)).into_response()
+    (EVENT_HEADERS, Body::from_stream(events)).into_response()
+}
+
+fn job_started(line: &Line, ended_at: OffsetDateTime) -> OffsetDateTime {
+    if let Line::Chunk(chunk) = line { chunk.at } else { ended_at }
 }

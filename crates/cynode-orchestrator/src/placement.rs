@@ -5,8 +5,11 @@ use cynode_service::ApiError;
 
 use crate::{
     Orchestrator,
-    db::{Chosen, NodeRow},
+    db::{Chosen, NodeRow, Of},
 };
+
+/// A preference: images without a digest are not used.
+const REQUIRE_PINNING: &str = "sandbox_images.require_digest_pinning";
 
 /// What the work is, as far as the choice of an image goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +22,7 @@ pub(crate) enum Work {
 
 impl Orchestrator {
     /// The allowed version that a request's reference means.
-    pub(crate) async fn choose_image(&self, reference: Option<&str>, work: Work) -> Result<Chosen, ApiError> {
+    pub(crate) async fn choose_image(&self, reference: Option<&str>, work: Work, of: Of) -> Result<Chosen, ApiError> {
         let reference = match reference {
             None | Some("default") => {
                 let setting = self.db.setting(DEFAULT_IMAGE_KEY).await?;
@@ -32,10 +35,20 @@ impl Orchestrator {
         if work == Work::Agent && !chosen.agent_compatible {
             return Err(ApiError::new(ErrorCode::ImageNotCompatible, format!("{} is not marked as agent-compatible", chosen.image_ref)));
         }
+        if chosen.image_digest.is_none() && self.requires_pinning(of).await? {
+            let detail = format!("{} has no digest, and {REQUIRE_PINNING} is set", chosen.image_ref);
+            return Err(ApiError::new(ErrorCode::ImageNotAllowed, detail));
+        }
         Ok(chosen)
     }
 
-    /// The node with the most room that has the image. `not` has just been tried.
+    /// Whether only images with a digest may be used for somebody.
+    async fn requires_pinning(&self, of: Of) -> Result<bool, ApiError> {
+        let preferences = self.db.effective_preferences(of).await?;
+        Ok(preferences.iter().any(|preference| preference.key == REQUIRE_PINNING && preference.value == true))
+    }
+
+    /// The node with the most room that has the image. `not` had it before: there it counts as ended.
     pub(crate) async fn choose_node(&self, version: ImageVersionId, not: &[NodeId]) -> Result<NodeRow, ApiError> {
         let nodes = self.db.nodes().await?;
         let with_image = self.db.nodes_with(version).await?;
@@ -44,8 +57,12 @@ impl Orchestrator {
         let mut reasons = Vec::new();
         let mut best: Option<(f64, NodeRow)> = None;
         for node in nodes {
+            if not.contains(&node.id) {
+                reasons.push((node.name, "had it before".to_owned()));
+                continue;
+            }
             let given = given.iter().find(|(id, _)| *id == node.id).map_or(0, |(_, count)| *count);
-            if let Some(reason) = unfit(&node, after, with_image.contains(&node.id), given, not) {
+            if let Some(reason) = unfit(&node, after, with_image.contains(&node.id), given, self.fleet.is_quiet(node.id)) {
                 reasons.push((node.name, reason));
                 continue;
             }
@@ -63,13 +80,13 @@ impl Orchestrator {
 }
 
 /// Why a node can't take this work now.
-fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: i64, not: &[NodeId]) -> Option<String> {
+fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: i64, is_quiet: bool) -> Option<String> {
     let (state, reason) = node.state(unreachable_after);
     if state != NodeState::Ready {
         return Some(reason.unwrap_or_else(|| "is draining".to_owned()));
     }
-    if not.contains(&node.id) {
-        return Some("did not answer".to_owned());
+    if is_quiet {
+        return Some("did not answer a moment ago".to_owned());
     }
     if !has_image {
         return Some("does not have the image".to_owned());

@@ -3,7 +3,11 @@
 //! What must stay true: a session is in the database before its node hears of it, so that whoever dies, somebody else brings it
 //! up or to its end. Every call to a node can be repeated.
 
-use cynode_api::{ErrorCode, NodeId, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task, TaskId, UserSessionCreate, WorkspaceRef};
+use std::time::Duration;
+
+use cynode_api::{
+    Artifact, ArtifactId, ErrorCode, NodeId, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task, TaskId, UserSessionCreate, WorkspaceRef,
+};
 use cynode_service::ApiError;
 use http::StatusCode;
 use time::OffsetDateTime;
@@ -16,8 +20,15 @@ use crate::{
     placement::Work,
 };
 
+/// A node answers a create within a minute, with how far it is.
+const CREATE: Duration = Duration::from_secs(70);
+/// How long an end may take before it goes on without its caller.
+const END: Duration = Duration::from_secs(60);
+/// Who asks how a session is gets the last that is known when its node does not answer.
+const SHOW: Duration = Duration::from_secs(5);
+
 /// A task that somebody did not care to make.
-pub(crate) fn unnamed_task(id: TaskId, name: String, created_by: &str) -> Task {
+fn unnamed_task(id: TaskId, name: String, created_by: &str) -> Task {
     let now = OffsetDateTime::now_utc();
     Task {
         id,
@@ -43,20 +54,16 @@ impl Orchestrator {
         {
             return self.same_session(caller, existing, &body).await;
         }
-        let task = match body.task_id {
-            Some(id) => {
-                self.db.task(&caller.scope, id).await?;
-                None
-            }
-            None => Some(unnamed_task(TaskId::generate(), format!("session {session_id}"), &caller.user_name)),
-        };
-        let task_id = body.task_id.or(task.as_ref().map(|task| task.id)).unwrap_or_else(TaskId::generate);
-        let image = self.choose_image(body.image_ref.as_deref(), Work::Agent).await?;
+        let (task, is_new) = self.task_for(caller, body.task_id, || format!("session {session_id}")).await?;
+        let task_id = task.id;
+        let image = self.choose_image(body.image_ref.as_deref(), Work::Agent, caller.preferences(&task)).await?;
+        self.check_artifact(caller, body.workspace_ref.as_ref()).await?;
         let request = SessionCreate {
             version: Some(cynode_api::API_VERSION),
             task_id,
             session_id,
             image_ref: image.image_ref.clone(),
+            image_digest: image.image_digest.clone(),
             workspace_ref: body.workspace_ref.clone(),
             env: body.env.clone(),
             limits: body.limits,
@@ -72,7 +79,7 @@ impl Orchestrator {
             None => self.choose_node(image.version_id, &[]).await?.id,
         };
         let new = NewSession { body: &body, request: &request, node_id, image_version_id: image.version_id, created_by: &caller.user_name };
-        let Some(row) = self.db.insert_session(&new, task.as_ref(), &caller.scope).await? else {
+        let Some(row) = self.db.insert_session(&new, is_new.then_some(&task), &caller.scope).await? else {
             let existing = self.db.any_session(session_id).await?.ok_or_else(|| taken(session_id))?;
             return self.same_session(caller, existing, &body).await;
         };
@@ -81,6 +88,27 @@ impl Orchestrator {
         let brought = tokio::spawn(async move { orchestrator.bring_up(&row).await }).await;
         let session = brought.map_err(|_| ApiError::new(ErrorCode::Internal, "creating the session was interrupted"))??;
         Ok((if session.state == SessionState::Creating { StatusCode::ACCEPTED } else { StatusCode::CREATED }, session))
+    }
+
+    /// The task that somebody names, or one that nobody cared to make; the flag says whether it is new.
+    pub(crate) async fn task_for(&self, caller: &Caller, named: Option<TaskId>, name: impl FnOnce() -> String) -> Result<(Task, bool), ApiError> {
+        match named {
+            Some(id) => Ok((self.db.task(&caller.scope, id).await?, false)),
+            None => Ok((unnamed_task(TaskId::generate(), name(), &caller.user_name), true)),
+        }
+    }
+
+    /// An artifact that a workspace begins with must be one that the caller may read.
+    pub(crate) async fn check_artifact(&self, caller: &Caller, wanted: Option<&WorkspaceRef>) -> Result<(), ApiError> {
+        let Some(WorkspaceRef::Artifact(id)) = wanted else { return Ok(()) };
+        self.readable_artifact(caller, *id).await.map(drop)
+    }
+
+    pub(crate) async fn readable_artifact(&self, caller: &Caller, id: ArtifactId) -> Result<Artifact, ApiError> {
+        let artifact = self.db.artifact(id).await?;
+        let missing = |_| ApiError::new(ErrorCode::NotFound, format!("there is no artifact {id}"));
+        self.db.task(&caller.scope, artifact.task_id).await.map_err(missing)?;
+        Ok(artifact)
     }
 
     /// The same request once more: the same session.
@@ -93,16 +121,13 @@ impl Orchestrator {
             let session = self.bring_up(&existing).await?;
             return Ok((if session.state == SessionState::Creating { StatusCode::ACCEPTED } else { StatusCode::OK }, session));
         }
-        existing
-            .object
-            .map(|object| (StatusCode::OK, Session { state: existing.state, ..object }))
-            .ok_or_else(|| ApiError::new(ErrorCode::SessionIdInUse, format!("the session failed: {}", existing.end_reason.unwrap_or_default())))
+        Ok((StatusCode::OK, existing.object))
     }
 
     /// Asks the node for the session, as often as it takes: the node makes it once.
     pub(crate) async fn bring_up(&self, row: &SessionRow) -> Result<Session, ApiError> {
         let client = self.fleet.client(&self.db, row.node_id).await?;
-        match answer_for(row.session_id, client.create_session(&row.request).await) {
+        match answer_for(row.session_id, self.fleet.call(row.node_id, CREATE, client.create_session(&row.request)).await) {
             Ok(session) => {
                 self.db.observe_session(&session, row.read_at).await?;
                 if session.state == SessionState::Creating {
@@ -129,7 +154,7 @@ impl Orchestrator {
     }
 
     /// The node that has the workspace which a request wants.
-    async fn workspace_node(&self, task_id: TaskId, wanted: Option<&WorkspaceRef>) -> Result<Option<NodeId>, ApiError> {
+    pub(crate) async fn workspace_node(&self, task_id: TaskId, wanted: Option<&WorkspaceRef>) -> Result<Option<NodeId>, ApiError> {
         let Some(WorkspaceRef::Workspace(id)) = wanted else { return Ok(None) };
         let node = self.db.workspace_node(task_id, *id.as_uuid()).await?;
         node.map(Some).ok_or_else(|| ApiError::new(ErrorCode::WorkspaceNotFound, format!("no session of this task kept a workspace {id}")))
@@ -141,20 +166,34 @@ impl Orchestrator {
         let Some(row) = self.db.any_session(row.session_id).await? else { return Err(ApiError::new(ErrorCode::SessionNotFound, "the session is gone")) };
         match self.tell_end(&row, &end).await {
             Ok(session) => Ok(session),
+            // The node has forgotten it, or never had it: it has ended.
+            Err(Failed::Refused(error)) if error.0.is(ErrorCode::SessionNotFound) => {
+                self.ended_unseen(&row, &end).await?;
+                Ok(self.db.any_session(row.session_id).await?.map_or(row.object, |row| row.object))
+            }
             Err(Failed::Refused(error)) if !is_passing(&error) => Err(error),
+            // It ends when the node answers again.
             Err(failed) => {
+                tracing::debug!(session_id = %row.session_id, problem = %failed.problem().0, "A node can't be told of an end now.");
                 self.sessions_wait.notify_one();
-                let error = failed.problem();
-                let row = self.db.any_session(row.session_id).await?.ok_or_else(|| error.clone())?;
-                row.object.map(|object| Session { state: row.state, ..object }).ok_or(error)
+                Ok(row.object)
             }
         }
+    }
+
+    /// A session that was to end, and of which its node knows nothing.
+    pub(crate) async fn ended_unseen(&self, row: &SessionRow, end: &SessionEnd) -> Result<(), ApiError> {
+        let reason = end.reason.clone().unwrap_or_else(|| "its node does not know it".to_owned());
+        let from = [SessionState::Creating, SessionState::Running, SessionState::Ending, SessionState::Lost];
+        self.db.set_session_state(row.session_id, &from, SessionState::Ended, &reason).await?;
+        self.told();
+        Ok(())
     }
 
     /// Tells the node to end a session, and writes down what it says.
     pub(crate) async fn tell_end(&self, row: &SessionRow, end: &SessionEnd) -> Result<Session, Failed> {
         let client = self.fleet.client(&self.db, row.node_id).await.map_err(Failed::Refused)?;
-        let session = answer_for(row.session_id, client.end_session(row.session_id, end).await)?;
+        let session = answer_for(row.session_id, self.fleet.call(row.node_id, END, client.end_session(row.session_id, end)).await)?;
         // An end is the node's last word on it: nothing that was written meanwhile is newer.
         self.db.observe_session(&session, OffsetDateTime::now_utc() + time::Duration::days(1)).await.map_err(Failed::Refused)?;
         self.told();
@@ -165,16 +204,16 @@ impl Orchestrator {
     pub(crate) async fn show_session(&self, row: SessionRow) -> Result<Session, ApiError> {
         let asked = async {
             let client = self.fleet.client(&self.db, row.node_id).await.ok()?;
-            answer_for(row.session_id, client.get_session(row.session_id).await).ok()
+            answer_for(row.session_id, self.fleet.call(row.node_id, SHOW, client.get_session(row.session_id)).await).ok()
         };
         if let Some(session) = asked.await {
-            self.db.observe_session(&session, row.read_at).await?;
-            return Ok(session);
+            if row.is_news(&session) {
+                self.db.observe_session(&session, row.read_at).await?;
+                self.told();
+            }
+            return Ok(Session { state: row.state_by(&session), ..session });
         }
-        row.object.map(|object| Session { state: row.state, end_reason: row.end_reason.clone().or(object.end_reason.clone()), ..object }).ok_or_else(|| {
-            let why = row.end_reason.unwrap_or_else(|| "its node has not answered yet".to_owned());
-            ApiError::new(ErrorCode::NodeUnreachable, format!("the session is {}: {why}", row.state))
-        })
+        Ok(row.object)
     }
 
     /// There may be news for who waits for events.

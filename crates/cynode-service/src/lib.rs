@@ -7,6 +7,7 @@ pub mod auth;
 pub mod body;
 pub mod config;
 pub mod edge;
+pub mod events;
 pub mod files;
 pub mod linger;
 pub mod listen;

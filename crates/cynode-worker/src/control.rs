@@ -12,7 +12,11 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use crate::{Config, Engine, readiness::Readiness, sessions::Sessions};
+use crate::{
+    Config, Engine,
+    readiness::Readiness,
+    sessions::{Sessions, Upstream},
+};
 
 const CALL: Duration = Duration::from_secs(20);
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
@@ -101,6 +105,12 @@ impl Node {
             tokens.extend(known.previous_worker_token.as_ref().map(|token| auth::Token::new(token)));
         }
         self.accepted.set(tokens);
+        let upstream = |known: &Registration| Upstream {
+            http: self.http.clone(),
+            base: known.orchestrator_url.trim_end_matches('/').to_owned(),
+            node_token: known.node_token.clone(),
+        };
+        self.sessions.set_upstream(self.registration.as_ref().map(upstream));
     }
 
     fn keep(&mut self, registration: Registration) -> Result<(), Failed> {

@@ -42,10 +42,7 @@ pub(super) async fn list(
 #[utoipa::path(get, path = "/v1/artifacts/{id}", tag = "artifacts", params(("id" = ArtifactId, Path)),
     responses((status = 200, body = Artifact), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<ArtifactId>) -> Result<Json<Artifact>, ApiError> {
-    let artifact = orchestrator.db.artifact(id).await?;
-    let missing = |_| ApiError::new(ErrorCode::NotFound, format!("there is no artifact {id}"));
-    orchestrator.db.task(&caller.scope, artifact.task_id).await.map_err(missing)?;
-    Ok(Json(artifact))
+    orchestrator.readable_artifact(&caller, id).await.map(Json)
 }
 
 /// The bytes of an artifact.
@@ -87,9 +84,9 @@ pub(super) async fn put(
     let expected = text("x-content-sha256");
     let media_type = text("content-type").filter(|kind| kind.len() <= 200).unwrap_or_else(|| "application/octet-stream".to_owned());
     let bytes = body.into_data_stream().map_err(|error| broken_off(&error));
-    let stored = orchestrator.blobs.put(bytes, artifact_limits::MAX_BYTES, expected.as_deref()).await?;
-    let new = NewArtifact { task_id, path: &path, sha256: &stored.sha256, size: stored.size, media_type: &media_type, created_by: &caller.user_name };
-    Ok((StatusCode::CREATED, Json(orchestrator.db.insert_artifact(&new).await?)))
+    let staged = orchestrator.blobs.stage(bytes, artifact_limits::MAX_BYTES, expected.as_deref()).await?;
+    let new = NewArtifact { task_id, path: &path, staged: &staged, media_type: &media_type, created_by: &caller.user_name };
+    Ok((StatusCode::CREATED, Json(orchestrator.db.insert_artifact(&new, &orchestrator.blobs).await?)))
 }
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -117,12 +114,12 @@ pub(super) async fn get(
     send(&orchestrator, &artifact, &headers).await
 }
 
-async fn send(orchestrator: &Orchestrator, artifact: &Artifact, headers: &HeaderMap) -> Result<Response, ApiError> {
+pub(super) async fn send(orchestrator: &Orchestrator, artifact: &Artifact, headers: &HeaderMap) -> Result<Response, ApiError> {
     let tag = format!("\"sha256:{}\"", artifact.sha256);
     if headers.get(header::IF_NONE_MATCH).is_some_and(|value| value.as_bytes() == tag.as_bytes()) {
         return Ok((StatusCode::NOT_MODIFIED, [(header::ETAG, tag)]).into_response());
     }
-    let bytes = orchestrator.blobs.get(&artifact.sha256, None).await?;
+    let bytes = orchestrator.blobs.get(&artifact.sha256).await?;
     let mut response = Response::new(HttpBody::from_stream(bytes));
     let mut set = |name: http::HeaderName, value: &str| {
         if let Ok(value) = value.parse() {

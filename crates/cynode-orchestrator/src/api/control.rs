@@ -7,9 +7,9 @@ use axum::{
     response::{IntoResponse as _, Response},
     routing::{get, post},
 };
-use cynode_api::{Heartbeat, HeartbeatAnswer, JobId, NewTokens, NodeConfig, NodeId, NodeRegister, NodeRegistered};
+use cynode_api::{ArtifactId, ErrorCode, Heartbeat, HeartbeatAnswer, JobId, NewTokens, NodeConfig, NodeId, NodeRegister, NodeRegistered};
 use cynode_service::{ApiError, auth, edge};
-use http::StatusCode;
+use http::{HeaderMap, StatusCode};
 use serde_json::Value;
 use time::OffsetDateTime;
 
@@ -25,6 +25,7 @@ pub(super) fn routes(orchestrator: Orchestrator) -> Router {
         .route("/v1/nodes/heartbeat", post(heartbeat))
         .route("/v1/nodes/config", get(config))
         .route("/v1/nodes/jobs/{id}/status", post(job_status))
+        .route("/v1/nodes/artifacts/{id}", get(artifact))
         .layer(middleware::from_fn_with_state(orchestrator.clone(), authenticate));
     Router::new()
         .route("/v1/nodes/register", post(register))
@@ -94,6 +95,7 @@ async fn heartbeat(
         orchestrator.db.report_images(node.id, &capability.images, &orchestrator.config.seed_images).await?;
     }
     if returned || node.silent_seconds > orchestrator.config.unreachable_after() || node.not_ready != beat.not_ready {
+        orchestrator.db.wake_jobs_of(node.id).await?;
         orchestrator.jobs_wait.notify_one();
         orchestrator.sessions_wait.notify_one();
     }
@@ -122,11 +124,24 @@ async fn job_status(
     Id(id): Id<JobId>,
     Body(_): Body<Value>,
 ) -> Result<StatusCode, ApiError> {
-    if !orchestrator.db.wake_job(id, node.id).await? {
-        return Err(ApiError::new(cynode_api::ErrorCode::JobNotFound, format!("this node was not given a job {id}")));
+    if !orchestrator.db.wake_job(id, node.id, 0.0).await? {
+        return Err(ApiError::new(ErrorCode::JobNotFound, format!("this node was not given a job {id}")));
     }
     orchestrator.jobs_wait.notify_one();
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// The bytes of an artifact, for a node that was given work which begins with it.
+async fn artifact(
+    State(orchestrator): State<Orchestrator>,
+    axum::Extension(Calling(node)): axum::Extension<Calling>,
+    Id(id): Id<ArtifactId>,
+    headers: HeaderMap,
+) -> Result<Response, ApiError> {
+    if !orchestrator.db.needs_artifact(node.id, id).await? {
+        return Err(ApiError::new(ErrorCode::NotFound, format!("no work of this node begins with an artifact {id}")));
+    }
+    super::artifacts::send(&orchestrator, &orchestrator.db.artifact(id).await?, &headers).await
 }
 
 impl Orchestrator {

@@ -64,7 +64,9 @@ pub(super) async fn list(
         let after = resumed.or(query.after).unwrap_or(0);
         // A cursor that is no good is refused before the stream begins.
         let first = orchestrator.db.events(&readable, after, limit).await?;
-        return Ok(Sse::new(streamed(orchestrator, readable, first, limit)).keep_alive(KeepAlive::new().interval(Duration::from_secs(15))).into_response());
+        return Ok(Sse::new(streamed(orchestrator, caller, readable, first, limit))
+            .keep_alive(KeepAlive::new().interval(Duration::from_secs(15)))
+            .into_response());
     }
     let deadline = Instant::now() + Duration::from_millis(query.wait_ms.unwrap_or(0));
     let mut after = query.after.unwrap_or(0);
@@ -76,6 +78,9 @@ pub(super) async fn list(
         }
         after = next_cursor;
         wait(&orchestrator, &mut news, deadline).await;
+        if !caller.is_good(&orchestrator).await {
+            return Err(ApiError::new(cynode_api::ErrorCode::Unauthorized, "the token is no longer valid"));
+        }
     }
 }
 
@@ -98,23 +103,39 @@ fn readable(caller: &Caller, only_task: Option<TaskId>) -> Readable {
 }
 
 /// Each event with its cursor as id, for as long as the reader and this orchestrator are there.
-fn streamed(orchestrator: Orchestrator, readable: Readable, first: (Vec<Event>, i64), limit: u32) -> impl Stream<Item = Result<SseEvent, Infallible>> {
+fn streamed(
+    orchestrator: Orchestrator,
+    caller: Caller,
+    readable: Readable,
+    first: (Vec<Event>, i64),
+    limit: u32,
+) -> impl Stream<Item = Result<SseEvent, Infallible>> {
     let news = orchestrator.news.subscribe();
+    let is_full = move |items: &[Event]| items.len() == limit as usize;
     let (items, after) = first;
-    stream::unfold((items.into_iter(), after, news), move |(mut items, mut after, mut news)| {
-        let (orchestrator, readable) = (orchestrator.clone(), readable.clone());
+    let more = is_full(&items);
+    stream::unfold((items.into_iter(), after, news, more), move |(mut items, mut after, mut news, mut more)| {
+        let (orchestrator, caller, readable) = (orchestrator.clone(), caller.clone(), readable.clone());
         async move {
             loop {
                 if let Some(event) = items.next() {
                     let sent = SseEvent::default().id(event.cursor.to_string()).event(event.kind.clone()).json_data(&event).ok()?;
-                    return Some((Ok(sent), (items, after, news)));
+                    return Some((Ok(sent), (items, after, news, more)));
                 }
                 if orchestrator.stop.is_cancelled() {
                     return None;
                 }
-                wait(&orchestrator, &mut news, Instant::now() + Duration::from_secs(60)).await;
+                // After a full page the next one is there already.
+                if !more {
+                    wait(&orchestrator, &mut news, Instant::now() + Duration::from_secs(60)).await;
+                }
+                if !caller.is_good(&orchestrator).await {
+                    return None;
+                }
                 // While the database is away, the reader waits with us.
+                more = false;
                 if let Ok((found, next)) = orchestrator.db.events(&readable, after, limit).await {
+                    more = is_full(&found);
                     (items, after) = (found.into_iter(), next);
                 }
             }

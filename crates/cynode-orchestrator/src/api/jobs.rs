@@ -5,7 +5,7 @@ use std::time::Duration;
 use axum::{
     Json,
     extract::{Request, State},
-    response::{IntoResponse as _, Response},
+    response::Response,
 };
 use cynode_api::{Job, JobCreate, JobId, JobState, OutputPage, Page, Problem, TaskId};
 use cynode_service::{ApiError, QueryParams};
@@ -14,7 +14,13 @@ use serde::Deserialize;
 use utoipa::IntoParams;
 
 use super::{Body, Id, after, check_version, limit};
-use crate::{Orchestrator, caller::Person, db::JobRow, forward::forward, output};
+use crate::{
+    Orchestrator,
+    caller::Person,
+    db::JobRow,
+    forward::forward,
+    output::{self, Asked},
+};
 
 /// How long a caller may wait with `Prefer: wait`.
 const LONGEST_WAIT: u64 = 3_600;
@@ -96,17 +102,21 @@ pub(super) async fn output(
     QueryParams(query): QueryParams<output::OutputQuery>,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let row = orchestrator.db.job(&caller.scope, id).await?;
-    if let Some(sha256) = &row.output_sha256 {
-        return orchestrator.kept_output(sha256, &query, request.headers()).await;
-    }
-    match row.node_id {
-        Some(node_id) if !row.acknowledged => {
-            let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
-            let rest = request.uri().query().map_or_else(String::new, |query| format!("?{query}"));
-            forward(&client, &format!("/v1/worker/jobs/{id}/output{rest}"), request).await
+    let asked = Asked::new(&query, request.headers())?;
+    // One that no node has yet is waited for.
+    let row = orchestrator.wait_for(&caller, id, asked.wait, |row| row.node_id.is_some() || row.state.is_final()).await?;
+    if let Some(node_id) = row.node_id.filter(|_| row.output_sha256.is_none() && !row.state.is_final()) {
+        let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
+        let rest = request.uri().query().map_or_else(String::new, |query| format!("?{query}"));
+        let answer = forward(&client, &format!("/v1/worker/jobs/{id}/output{rest}"), request, caller.revoked(&orchestrator)).await?;
+        if !matches!(answer.status(), StatusCode::NOT_FOUND | StatusCode::GONE) {
+            return Ok(answer);
         }
-        // Nothing ran.
-        _ => Ok(Json(OutputPage { chunks: Vec::new(), next_seq: query.after_seq.unwrap_or(0), lost_before_seq: None, exit: None }).into_response()),
+    }
+    // It is here by now, or its node never had it.
+    let row = orchestrator.db.job(&caller.scope, id).await?;
+    match row.output_sha256.clone() {
+        Some(sha256) => orchestrator.kept_output(&sha256, &row.into_object(), asked).await,
+        None => Ok(asked.nothing(&row.into_object())),
     }
 }

@@ -2,15 +2,17 @@
 
 use axum::{
     Json,
+    body::Body as HttpBody,
     extract::{OriginalUri, Request, State},
-    response::Response,
+    response::{IntoResponse as _, Response},
 };
 use cynode_api::{
-    ErrorCode, Exec, ExecId, ExecRequest, ExecResult, ExportRequest, ListRequest, ListResult, MkdirRequest, MoveRequest, OutputPage, Page, PatchRequest,
-    PatchResult, Problem, SearchRequest, SearchResult, Session, SessionEnd, SessionId, SessionPatch, SessionState, SignalExec, SignalSession, StdinWrite,
-    TaskId, UserSessionCreate,
+    Artifact, ErrorCode, Exec, ExecId, ExecRequest, ExecResult, ExportFormat, ExportRequest, ListRequest, ListResult, MkdirRequest, MoveRequest, OutputPage,
+    Page, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, Session, SessionEnd, SessionId, SessionPatch, SessionState, SignalExec,
+    SignalSession, StdinWrite, TaskId, UserSessionCreate, artifact_limits,
 };
 use cynode_service::{ApiError, QueryParams};
+use futures_util::TryStreamExt as _;
 use http::StatusCode;
 use serde::Deserialize;
 use utoipa::IntoParams;
@@ -19,9 +21,13 @@ use super::{Body, Id, after, check_version, limit};
 use crate::{
     Orchestrator,
     caller::{Caller, Person},
-    fleet::Failed,
+    db::NewArtifact,
+    fleet::{Failed, answer_for},
     forward,
 };
+
+/// What an export asks for is short.
+const MAX_EXPORT_REQUEST: usize = 64 * 1024;
 
 /// Create a session. Everything has a default. Answers when it runs; after 60 s with 202 and the state `creating`.
 #[utoipa::path(post, path = "/v1/sessions", tag = "sessions", request_body = UserSessionCreate,
@@ -64,8 +70,7 @@ pub(super) async fn list(
     }
     let label = query.label.as_deref().map(|label| label.split_once('=').map_or((label, None), |(name, value)| (name, Some(value))));
     let page = orchestrator.db.list_sessions(&caller.scope, state, query.task_id, label, after(query.cursor.as_deref())?, limit(query.limit)?).await?;
-    // One that its node has never described has nothing to show yet.
-    let items = page.items.into_iter().filter_map(|row| row.object.map(|object| Session { state: row.state, ..object })).collect();
+    let items = page.items.into_iter().map(|row| row.object).collect();
     Ok(Json(Page { items, next_cursor: page.next_cursor }))
 }
 
@@ -88,7 +93,7 @@ pub(super) async fn patch(
 ) -> Result<Json<Session>, ApiError> {
     let row = orchestrator.db.session(&caller.scope, id).await?;
     let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
-    let session = crate::fleet::answer_for(id, client.patch_session(id, &patch).await).map_err(Failed::problem)?;
+    let session = answer_for(id, client.patch_session(id, &patch).await.map_err(Failed::from)).map_err(Failed::problem)?;
     orchestrator.db.observe_session(&session, row.read_at).await?;
     Ok(Json(session))
 }
@@ -125,7 +130,7 @@ pub(super) async fn resume(
     check_version(body.version)?;
     let row = orchestrator.db.session(&caller.scope, id).await?;
     let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
-    let session = crate::fleet::answer_for(id, client.resume_session(id).await).map_err(Failed::problem)?;
+    let session = answer_for(id, client.resume_session(id).await.map_err(Failed::from)).map_err(Failed::problem)?;
     orchestrator.db.observe_session(&session, row.read_at).await?;
     orchestrator.told();
     Ok(Json(session))
@@ -150,7 +155,12 @@ async fn pass(
     let query = uri.query().map_or_else(String::new, |query| format!("?{query}"));
     let path = format!("/v1/worker{below}{query}");
     let is_websocket = request.headers().get(http::header::UPGRADE).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"websocket"));
-    if is_websocket && below.ends_with("/pty") { forward::upgrade(&client, &path, request).await } else { forward::forward(&client, &path, request).await }
+    let revoked = caller.revoked(orchestrator);
+    if is_websocket && below.ends_with("/pty") {
+        forward::upgrade(&client, &path, request, revoked).await
+    } else {
+        forward::forward(&client, &path, request, revoked).await
+    }
 }
 
 /// The ids in a path.
@@ -229,10 +239,43 @@ passed_on! {
     move_file: post, "/v1/sessions/{id}/files:move", [], [request_body = MoveRequest,], [(status = 204)];
     /// Make a directory.
     mkdir: post, "/v1/sessions/{id}/files:mkdir", [], [request_body = MkdirRequest,], [(status = 201), (status = 204)];
-    /// Export the workspace: a patch against a commit, or a tar archive.
-    export: post, "/v1/sessions/{id}/export", [], [request_body = ExportRequest,], [(status = 200, body = Vec<u8>, content_type = "application/octet-stream")];
     /// Unpack a tar archive into the sandbox.
     import: post, "/v1/sessions/{id}/import", [("path" = Option<String>, Query)], [request_body(content = Vec<u8>, content_type = "application/x-tar"),], [(status = 204)];
     /// Open a terminal (WebSocket), where the session allows it.
     pty: get, "/v1/sessions/{id}/pty", [("cols" = Option<u16>, Query), ("rows" = Option<u16>, Query)], [], [(status = 101)];
+}
+
+/// Export the workspace, as a patch against a commit or as a tar archive: an artifact of the session's task. With
+/// `Accept: application/octet-stream` the bytes themselves, and no artifact.
+#[utoipa::path(post, path = "/v1/sessions/{id}/export", tag = "sessions", params(("id" = SessionId, Path)), request_body = ExportRequest,
+    responses((status = 201, body = Artifact), (status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn export(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Ids(id, _): Ids,
+    OriginalUri(uri): OriginalUri,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let below = "/sessions/{id}/export";
+    let wants_bytes = request.headers().get(http::header::ACCEPT).is_some_and(|accept| accept.as_bytes() == b"application/octet-stream");
+    if wants_bytes {
+        return pass(&orchestrator, &caller, (id, None), below, &uri, request).await;
+    }
+    let (parts, body) = request.into_parts();
+    let bytes = axum::body::to_bytes(body, MAX_EXPORT_REQUEST).await.map_err(|_| ApiError::new(ErrorCode::TooLarge, "the request is too long"))?;
+    // A body that can't be read is the node's to refuse.
+    let is_patch = serde_json::from_slice::<ExportRequest>(&bytes).is_ok_and(|request| request.format == ExportFormat::Patch);
+    let request = Request::from_parts(parts, HttpBody::from(bytes));
+    let answer = pass(&orchestrator, &caller, (id, None), below, &uri, request).await?;
+    if !answer.status().is_success() {
+        return Ok(answer);
+    }
+    let (extension, media_type) = if is_patch { ("patch", "text/x-diff") } else { ("tar", "application/x-tar") };
+    let broken = |error: axum::Error| ApiError::new(ErrorCode::NodeUnreachable, format!("the export broke off: {error}"));
+    let staged = orchestrator.blobs.stage(answer.into_body().into_data_stream().map_err(broken), artifact_limits::MAX_BYTES, None).await?;
+    let task_id = orchestrator.db.session(&caller.scope, id).await?.task_id;
+    let path = format!("exports/{id}.{extension}");
+    let new = NewArtifact { task_id, path: &path, staged: &staged, media_type, created_by: &caller.user_name };
+    let artifact = orchestrator.db.insert_artifact(&new, &orchestrator.blobs).await?;
+    Ok((StatusCode::CREATED, Json(artifact)).into_response())
 }

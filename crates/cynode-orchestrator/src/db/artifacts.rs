@@ -1,11 +1,22 @@
 //! The list of artifacts; their bytes are in the blob store.
 
-use cynode_api::{Artifact, ArtifactId, ErrorCode, Page, TaskId};
+use cynode_api::{Artifact, ArtifactId, ErrorCode, NodeId, Page, TaskId, WorkspaceRef};
 use cynode_service::ApiError;
-use sqlx::{Row as _, postgres::PgRow};
+use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
 use super::{Db, page, problem};
+use crate::blobs::{Blobs, Staged};
+
+/// Held shared by who puts bytes in their place until it is written down who needs them, and alone by who removes bytes that
+/// nobody needs.
+const BLOBS_LOCK: i64 = 0x6379_6e6f_6465_0001;
+
+/// Puts bytes in their place. Until the transaction ends, nobody removes them.
+pub(super) async fn place(connection: &mut PgConnection, blobs: &Blobs, staged: &Staged) -> Result<(), ApiError> {
+    sqlx::query("select pg_advisory_xact_lock_shared($1)").bind(BLOBS_LOCK).execute(connection).await.map_err(problem)?;
+    blobs.place(staged).await
+}
 
 fn artifact(row: &PgRow) -> Result<Artifact, sqlx::Error> {
     Ok(Artifact {
@@ -21,21 +32,21 @@ fn artifact(row: &PgRow) -> Result<Artifact, sqlx::Error> {
     })
 }
 
-/// An artifact whose bytes are stored already.
+/// An artifact whose bytes were taken in.
 #[derive(Clone, Debug)]
 pub(crate) struct NewArtifact<'a> {
     pub(crate) task_id: TaskId,
     pub(crate) path: &'a str,
-    pub(crate) sha256: &'a str,
-    pub(crate) size: u64,
+    pub(crate) staged: &'a Staged,
     pub(crate) media_type: &'a str,
     pub(crate) created_by: &'a str,
 }
 
 impl Db {
-    /// The next version of its path. Two at once become two versions.
-    pub(crate) async fn insert_artifact(&self, new: &NewArtifact<'_>) -> Result<Artifact, ApiError> {
+    /// The next version of its path, with its bytes put in their place. Two at once become two versions.
+    pub(crate) async fn insert_artifact(&self, new: &NewArtifact<'_>, blobs: &Blobs) -> Result<Artifact, ApiError> {
         let mut transaction = self.begin().await?;
+        place(&mut transaction, blobs, new.staged).await?;
         // One at a time for each task: the number is the last one's successor.
         sqlx::query("select from tasks where id = $1 for update").bind(new.task_id.as_uuid()).execute(&mut *transaction).await.map_err(problem)?;
         let row = sqlx::query(
@@ -45,8 +56,8 @@ impl Db {
         .bind(Uuid::now_v7())
         .bind(new.task_id.as_uuid())
         .bind(new.path)
-        .bind(new.sha256)
-        .bind(i64::try_from(new.size).unwrap_or(i64::MAX))
+        .bind(&new.staged.sha256)
+        .bind(i64::try_from(new.staged.size).unwrap_or(i64::MAX))
         .bind(new.media_type)
         .bind(new.created_by)
         .fetch_one(&mut *transaction)
@@ -85,5 +96,67 @@ impl Db {
             .map_err(problem)?;
         let items = rows.iter().map(artifact).collect::<Result<Vec<_>, _>>().map_err(problem)?;
         Ok(page(items, limit, |artifact| artifact.id.to_string()))
+    }
+
+    /// Whether a node was given work that begins with an artifact and has not ended.
+    pub(crate) async fn needs_artifact(&self, node_id: NodeId, id: ArtifactId) -> Result<bool, ApiError> {
+        sqlx::query_scalar(
+            "select exists (select from sessions where node_id = $1 and state in ('creating', 'ending') and request->>'workspace_ref' = $2)
+                 or exists (select from jobs where node_id = $1 and state in ('accepted', 'in_progress') and request->'sandbox'->>'workspace_ref' = $2)",
+        )
+        .bind(node_id.as_uuid())
+        .bind(WorkspaceRef::Artifact(id).to_string())
+        .fetch_one(&self.pool)
+        .await
+        .map_err(problem)
+    }
+
+    /// Forgets artifacts that are older than so many days, some at a time. The newest version of a path stays while its task is
+    /// open. Says how many.
+    pub(crate) async fn expire_artifacts(&self, days: u32) -> Result<u64, ApiError> {
+        let gone = sqlx::query(
+            "delete from artifacts where id in (select a.id from artifacts a join tasks t on t.id = a.task_id
+                 where a.created_at < now() - make_interval(days => $1)
+                   and (t.status in ('done', 'failed', 'canceled')
+                        or exists (select from artifacts newer where newer.task_id = a.task_id and newer.path = a.path and newer.version > a.version))
+                 limit 1000)",
+        )
+        .bind(i32::try_from(days).unwrap_or(i32::MAX))
+        .execute(&self.pool)
+        .await
+        .map_err(problem)?;
+        Ok(gone.rows_affected())
+    }
+
+    /// Forgets the whole output of jobs that ended so many days ago, some at a time; what their objects hold stays.
+    pub(crate) async fn expire_outputs(&self, days: u32) -> Result<u64, ApiError> {
+        let gone = sqlx::query(
+            "update jobs set output_sha256 = null where job_id in (
+                 select job_id from jobs where output_sha256 is not null and acknowledged and updated_at < now() - make_interval(days => $1) limit 1000)",
+        )
+        .bind(i32::try_from(days).unwrap_or(i32::MAX))
+        .execute(&self.pool)
+        .await
+        .map_err(problem)?;
+        Ok(gone.rows_affected())
+    }
+
+    /// Removes those of some bytes that nobody needs. While this looks and removes, nobody puts bytes in their place.
+    pub(crate) async fn remove_unneeded(&self, blobs: &Blobs, hashes: &[String]) -> Result<usize, ApiError> {
+        let mut transaction = self.begin().await?;
+        sqlx::query("select pg_advisory_xact_lock($1)").bind(BLOBS_LOCK).execute(&mut *transaction).await.map_err(problem)?;
+        let unneeded: Vec<String> = sqlx::query_scalar(
+            "select hash from unnest($1::text[]) as hash
+             where not exists (select from artifacts where sha256 = hash) and not exists (select from jobs where output_sha256 = hash)",
+        )
+        .bind(hashes)
+        .fetch_all(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        for hash in &unneeded {
+            blobs.remove(hash).await?;
+        }
+        super::commit(transaction).await?;
+        Ok(unneeded.len())
     }
 }

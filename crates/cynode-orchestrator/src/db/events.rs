@@ -105,12 +105,13 @@ impl Db {
         Ok((items, next))
     }
 
-    /// Forgets events that are older than so many days.
+    /// Forgets events that are older than so many days, some at a time, from the oldest on. Says how many.
     pub(crate) async fn expire_events(&self, days: u32) -> Result<u64, ApiError> {
         let mut transaction = self.begin().await?;
         let deleted: i64 = sqlx::query_scalar(
-            "with gone as (delete from events where at < now() - make_interval(days => $1) returning cursor),
-                  mark as (update event_head set expired = greatest(expired, (select coalesce(max(cursor), 0) from gone)) returning 1)
+            "with oldest as (select cursor, at from events order by cursor limit 5000),
+                  gone as (delete from events where cursor <= (select max(cursor) from oldest where at < now() - make_interval(days => $1)) returning cursor),
+                  mark as (update event_head set expired = greatest(expired, (select max(cursor) from gone)) where exists (select from gone) returning 1)
              select count(*) from gone",
         )
         .bind(i32::try_from(days).unwrap_or(i32::MAX))

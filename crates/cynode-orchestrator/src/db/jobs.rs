@@ -4,10 +4,14 @@ use cynode_api::{ErrorCode, ImageVersionId, Job, JobCreate, JobId, JobRun, JobSt
 use cynode_service::ApiError;
 use serde_json::Value;
 use sqlx::{Row as _, postgres::PgRow};
+use time::OffsetDateTime;
 use uuid::Uuid;
 
 use super::{Db, NewEvent, events, page, problem, stored, to_json};
-use crate::caller::Scope;
+use crate::{
+    blobs::{Blobs, Staged},
+    caller::Scope,
+};
 
 #[derive(Clone, Debug)]
 pub(crate) struct JobRow {
@@ -19,12 +23,21 @@ pub(crate) struct JobRow {
     pub(crate) request: JobRun,
     pub(crate) retry: Retry,
     pub(crate) stop_requested: bool,
-    pub(crate) acknowledged: bool,
     pub(crate) object: Job,
     pub(crate) late_result: Option<Value>,
     pub(crate) output_sha256: Option<String>,
     pub(crate) image_version_id: Option<ImageVersionId>,
     pub(crate) created_by: String,
+    /// Until then whoever leased it has it.
+    pub(crate) lease_until: OffsetDateTime,
+}
+
+/// A job that a lost node may still have.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LeftBehind {
+    pub(crate) job_id: JobId,
+    pub(crate) task_id: TaskId,
+    pub(crate) node_id: NodeId,
 }
 
 #[derive(Clone, Debug)]
@@ -33,6 +46,8 @@ pub(crate) struct NewJob<'a> {
     pub(crate) request: &'a JobRun,
     pub(crate) object: &'a Job,
     pub(crate) retry: Retry,
+    /// The only node that can run it.
+    pub(crate) node_id: Option<NodeId>,
     pub(crate) image_version_id: ImageVersionId,
     pub(crate) created_by: &'a str,
 }
@@ -51,12 +66,12 @@ fn job(row: &PgRow) -> Result<JobRow, ApiError> {
         request: stored(get("request")?)?,
         retry: stored(text("retry")?.into())?,
         stop_requested: flag("stop_requested")?,
-        acknowledged: flag("acknowledged")?,
         object: stored(get("object")?)?,
         late_result: row.try_get("late_result").map_err(problem)?,
         output_sha256: row.try_get("output_sha256").map_err(problem)?,
         image_version_id: id("image_version_id")?.map(ImageVersionId::from_uuid),
         created_by: text("created_by")?,
+        lease_until: row.try_get("lease_until").map_err(problem)?,
     })
 }
 
@@ -90,8 +105,8 @@ impl Db {
             super::work::insert_task(&mut *transaction, task, scope).await?;
         }
         let row = sqlx::query(
-            "insert into jobs (job_id, task_id, state, body, request, retry, object, image_version_id, owner_id, created_by)
-             values ($1, $2, 'accepted', $3, $4, $5, $6, $7, $8, $9) on conflict do nothing returning *",
+            "insert into jobs (job_id, task_id, state, body, request, retry, object, image_version_id, owner_id, created_by, node_id)
+             values ($1, $2, 'accepted', $3, $4, $5, $6, $7, $8, $9, $10) on conflict do nothing returning *",
         )
         .bind(new.request.job_id.as_uuid())
         .bind(new.request.task_id.as_uuid())
@@ -102,6 +117,7 @@ impl Db {
         .bind(new.image_version_id.as_uuid())
         .bind(scope.user_id.as_uuid())
         .bind(new.created_by)
+        .bind(new.node_id.map(|id| *id.as_uuid()))
         .fetch_optional(&mut *transaction)
         .await
         .map_err(problem)?;
@@ -154,29 +170,30 @@ impl Db {
     }
 
     /// Jobs that wait for something, for this orchestrator to bring forward. Nobody else does so before the lease has passed.
-    pub(crate) async fn lease_jobs(&self, count: i64) -> Result<Vec<JobRow>, ApiError> {
+    pub(crate) async fn lease_jobs(&self, count: usize) -> Result<Vec<JobRow>, ApiError> {
         let rows = sqlx::query(
             "update jobs set lease_until = now() + interval '30 seconds' where job_id in (
                  select job_id from jobs where (state in ('accepted', 'in_progress') or not acknowledged) and lease_until < now()
                  order by lease_until limit $1 for update skip locked)
              returning *",
         )
-        .bind(count)
+        .bind(i64::try_from(count).unwrap_or(i64::MAX))
         .fetch_all(&self.pool)
         .await
         .map_err(problem)?;
         rows.iter().map(job).collect()
     }
 
-    /// When it shall be looked at again.
-    pub(crate) async fn release_job(&self, id: JobId, seconds: f64) -> Result<(), ApiError> {
-        sqlx::query("update jobs set lease_until = now() + make_interval(secs => $2) where job_id = $1")
+    /// When a leased job shall be looked at again. False when something happened to it meanwhile: then somebody looks already.
+    pub(crate) async fn lease_until(&self, id: JobId, leased: OffsetDateTime, seconds: f64) -> Result<bool, ApiError> {
+        let set = sqlx::query("update jobs set lease_until = now() + make_interval(secs => $3) where job_id = $1 and lease_until = $2")
             .bind(id.as_uuid())
+            .bind(leased)
             .bind(seconds)
             .execute(&self.pool)
             .await
-            .map(drop)
-            .map_err(problem)
+            .map_err(problem)?;
+        Ok(set.rows_affected() == 1)
     }
 
     /// Gives a job to a node: durable before the node hears of it. False when it was given to one, or ended, meanwhile.
@@ -221,10 +238,13 @@ impl Db {
         id: JobId,
         from: Option<NodeId>,
         object: &Job,
-        output_sha256: Option<&str>,
+        output: Option<(&Staged, &Blobs)>,
         acknowledged: bool,
     ) -> Result<bool, ApiError> {
         let mut transaction = self.begin().await?;
+        if let Some((staged, blobs)) = output {
+            super::artifacts::place(&mut transaction, blobs, staged).await?;
+        }
         let row = sqlx::query(
             "update jobs set state = $3, object = $4, output_sha256 = coalesce($5, output_sha256), acknowledged = $6, updated_at = now()
              where job_id = $1 and node_id is not distinct from $2 and state in ('accepted', 'in_progress') and not (state = 'in_progress' and $3 = 'accepted')
@@ -235,7 +255,7 @@ impl Db {
         .bind(from.map(|id| *id.as_uuid()))
         .bind(object.state.as_str())
         .bind(to_json(object))
-        .bind(output_sha256)
+        .bind(output.map(|(staged, _)| &staged.sha256))
         .bind(acknowledged)
         .fetch_optional(&mut *transaction)
         .await
@@ -271,15 +291,28 @@ impl Db {
             .map_err(problem)
     }
 
-    /// A node says that something happened to one of its jobs: it is looked at now.
-    pub(crate) async fn wake_job(&self, id: JobId, node_id: NodeId) -> Result<bool, ApiError> {
-        let woken = sqlx::query("update jobs set lease_until = now() where job_id = $1 and node_id = $2")
+    /// Something happened to a node's job: it is looked at after so many seconds, whoever has it.
+    pub(crate) async fn wake_job(&self, id: JobId, node_id: NodeId, seconds: f64) -> Result<bool, ApiError> {
+        let woken = sqlx::query("update jobs set lease_until = now() + make_interval(secs => $3) where job_id = $1 and node_id = $2")
             .bind(id.as_uuid())
             .bind(node_id.as_uuid())
+            .bind(seconds)
             .execute(&self.pool)
             .await
             .map_err(problem)?;
         Ok(woken.rows_affected() == 1)
+    }
+
+    /// A node is back: what waits for it waits no longer.
+    pub(crate) async fn wake_jobs_of(&self, node_id: NodeId) -> Result<(), ApiError> {
+        sqlx::query(
+            "update jobs set lease_until = now() where node_id = $1 and lease_until > now() and (state in ('accepted', 'in_progress') or not acknowledged)",
+        )
+        .bind(node_id.as_uuid())
+        .execute(&self.pool)
+        .await
+        .map(drop)
+        .map_err(problem)
     }
 
     /// Notes that a lost node may still have a job that goes elsewhere now.
@@ -294,10 +327,11 @@ impl Db {
     }
 
     /// What nodes that answer again were left with. Not what they were given once more.
-    pub(crate) async fn left_behind(&self, unreachable_after: f64) -> Result<Vec<(JobId, TaskId, NodeId)>, ApiError> {
+    pub(crate) async fn left_behind(&self, unreachable_after: f64) -> Result<Vec<LeftBehind>, ApiError> {
         let rows = sqlx::query(
             "select l.job_id, j.task_id, l.node_id from job_leftovers l join jobs j on j.job_id = l.job_id join nodes n on n.id = l.node_id
-             where not n.is_lost and n.last_heartbeat_at > now() - make_interval(secs => $1) and ((j.node_id is not null and j.node_id <> l.node_id) or j.state not in ('accepted', 'in_progress')) limit 100",
+             where not l.stopped and not n.is_lost and n.last_heartbeat_at > now() - make_interval(secs => $1)
+               and ((j.node_id is not null and j.node_id <> l.node_id) or j.state not in ('accepted', 'in_progress')) limit 100",
         )
         .bind(unreachable_after)
         .fetch_all(&self.pool)
@@ -306,9 +340,34 @@ impl Db {
         rows.iter()
             .map(|row| {
                 let id = |name: &str| row.try_get::<Uuid, _>(name).map_err(problem);
-                Ok((JobId::from_uuid(id("job_id")?), TaskId::from_uuid(id("task_id")?), NodeId::from_uuid(id("node_id")?)))
+                Ok(LeftBehind {
+                    job_id: JobId::from_uuid(id("job_id")?),
+                    task_id: TaskId::from_uuid(id("task_id")?),
+                    node_id: NodeId::from_uuid(id("node_id")?),
+                })
             })
             .collect()
+    }
+
+    /// The job was stopped on that node, which remembers it as ended.
+    pub(crate) async fn note_stopped_on(&self, id: JobId, node_id: NodeId) -> Result<(), ApiError> {
+        sqlx::query("update job_leftovers set stopped = true where job_id = $1 and node_id = $2")
+            .bind(id.as_uuid())
+            .bind(node_id.as_uuid())
+            .execute(&self.pool)
+            .await
+            .map(drop)
+            .map_err(problem)
+    }
+
+    /// Nodes on which the job was stopped because it had gone elsewhere.
+    pub(crate) async fn stopped_on(&self, id: JobId) -> Result<Vec<NodeId>, ApiError> {
+        let ids: Vec<Uuid> = sqlx::query_scalar("select node_id from job_leftovers where job_id = $1 and stopped")
+            .bind(id.as_uuid())
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+        Ok(ids.into_iter().map(NodeId::from_uuid).collect())
     }
 
     pub(crate) async fn forget_left_behind(&self, id: JobId, node_id: NodeId) -> Result<(), ApiError> {

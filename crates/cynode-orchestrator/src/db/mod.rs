@@ -44,13 +44,14 @@ pub(crate) use artifacts::NewArtifact;
 pub(crate) use events::{NewEvent, Readable};
 pub(crate) use identity::{Authenticated, NewToken};
 pub(crate) use images::{Chosen, NewImage, name_and_tag};
-pub(crate) use jobs::{JobRow, NewJob};
+pub(crate) use jobs::{JobRow, LeftBehind, NewJob};
 pub(crate) use nodes::{NodeRow, Registration};
 pub(crate) use sessions::{NewSession, SessionRow};
 pub(crate) use settings::Of;
 
 /// In order; each is applied once.
-const MIGRATIONS: &[(i64, &str, &str)] = &[(1, "initial", include_str!("../../migrations/0001_initial.sql"))];
+const MIGRATIONS: &[(i64, &str, &str)] =
+    &[(1, "initial", include_str!("../../migrations/0001_initial.sql")), (2, "nodes that hang", include_str!("../../migrations/0002_nodes_that_hang.sql"))];
 
 /// How long a call waits for a free connection before it is refused.
 const ACQUIRE: Duration = Duration::from_secs(5);

@@ -191,7 +191,18 @@ impl Db {
         .fetch_optional(&self.pool)
         .await
         .map_err(problem)?;
-        row.as_ref().map(node).transpose()
+        match row {
+            Some(row) => node(&row).map(Some),
+            // Another call of the same node was first.
+            None => {
+                let row = sqlx::query(concat!("select ", columns!(), " from nodes n where n.node_token_hash = $1"))
+                    .bind(hash.as_slice())
+                    .fetch_optional(&self.pool)
+                    .await
+                    .map_err(problem)?;
+                row.as_ref().map(node).transpose()
+            }
+        }
     }
 
     /// Offers a node tokens of the next epoch.

@@ -1,6 +1,9 @@
 //! Sessions: on which node they are, what was asked for, what the node last said.
 
-use cynode_api::{ErrorCode, ImageVersionId, NodeId, Page, Session, SessionCreate, SessionEnd, SessionId, SessionState, TaskId, UserSessionCreate};
+use cynode_api::{
+    ErrorCode, ImageVersionId, Limits, NodeId, Page, Session, SessionCreate, SessionEnd, SessionId, SessionState, TaskId, UserSessionCreate, WorkspaceId,
+    session_limits,
+};
 use cynode_service::ApiError;
 use serde_json::Value;
 use sqlx::{Row as _, postgres::PgRow};
@@ -18,9 +21,9 @@ pub(crate) struct SessionRow {
     pub(crate) state: SessionState,
     pub(crate) body: Value,
     pub(crate) request: SessionCreate,
-    pub(crate) object: Option<Session>,
+    /// As its node last described it; before that, as its request has it.
+    pub(crate) object: Session,
     pub(crate) ending: Option<SessionEnd>,
-    pub(crate) end_reason: Option<String>,
     /// When this was read, by the database's clock.
     pub(crate) read_at: OffsetDateTime,
 }
@@ -37,18 +40,70 @@ pub(crate) struct NewSession<'a> {
 fn session(row: &PgRow) -> Result<SessionRow, ApiError> {
     let get = |name: &str| row.try_get::<Option<Value>, _>(name).map_err(problem);
     let id = |name: &str| row.try_get::<Uuid, _>(name).map_err(problem);
+    let node_id = NodeId::from_uuid(id("node_id")?);
+    let state = parsed(row)?;
+    let request: SessionCreate = stored(get("request")?.unwrap_or_default())?;
+    let end_reason: Option<String> = row.try_get("end_reason").map_err(problem)?;
+    let object = match get("object")? {
+        Some(object) => stored(object)?,
+        None => {
+            let ended_at: Option<OffsetDateTime> = if is_over(state) { row.try_get("updated_at").map_err(problem)? } else { None };
+            Session { ended_at, ..undescribed(&request, node_id, row.try_get("created_at").map_err(problem)?) }
+        }
+    };
     Ok(SessionRow {
         session_id: SessionId::from_uuid(id("session_id")?),
         task_id: TaskId::from_uuid(id("task_id")?),
-        node_id: NodeId::from_uuid(id("node_id")?),
-        state: row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?,
+        node_id,
+        state,
         body: get("body")?.unwrap_or_default(),
-        request: stored(get("request")?.unwrap_or_default())?,
-        object: get("object")?.map(stored).transpose()?,
+        request,
+        // What is decided here stands above what the node said before.
+        object: Session { state, end_reason: end_reason.or(object.end_reason.clone()), ..object },
         ending: get("ending")?.map(stored).transpose()?,
-        end_reason: row.try_get("end_reason").map_err(problem)?,
         read_at: row.try_get("read_at").map_err(problem)?,
     })
+}
+
+fn parsed(row: &PgRow) -> Result<SessionState, ApiError> {
+    row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))
+}
+
+/// A session of which its node has not said anything.
+fn undescribed(request: &SessionCreate, node_id: NodeId, created_at: OffsetDateTime) -> Session {
+    let (asked, default) = (request.limits.unwrap_or_default(), Limits::default());
+    let after = |seconds: Option<u64>, default: u64| {
+        let seconds = i64::try_from(seconds.unwrap_or(default)).unwrap_or(i64::MAX);
+        created_at.checked_add(time::Duration::seconds(seconds)).unwrap_or(created_at)
+    };
+    Session {
+        session_id: request.session_id,
+        task_id: request.task_id,
+        state: SessionState::Creating,
+        end_reason: None,
+        image_ref: request.image_ref.clone(),
+        image_digest: None,
+        workspace_id: WorkspaceId::from_uuid(Uuid::nil()),
+        node_id,
+        warm: false,
+        limits: Limits {
+            memory_bytes: asked.memory_bytes.unwrap_or(default.memory_bytes),
+            cpus: asked.cpus.unwrap_or(default.cpus),
+            pids: asked.pids.unwrap_or(default.pids),
+            disk_bytes: asked.disk_bytes.unwrap_or(default.disk_bytes),
+            nofile: asked.nofile.unwrap_or(default.nofile),
+        },
+        unenforced: Vec::new(),
+        network_policy: request.network_policy.unwrap_or_default(),
+        pty_allowed: request.pty_allowed.unwrap_or(false),
+        labels: request.labels.clone(),
+        created_at,
+        expires_at: after(request.max_lifetime_seconds, session_limits::DEFAULT_LIFETIME_SECONDS),
+        idle_expires_at: after(request.idle_timeout_seconds, session_limits::DEFAULT_IDLE_SECONDS),
+        ended_at: None,
+        create_duration_ms: None,
+        running_execs: 0,
+    }
 }
 
 fn told(task_id: TaskId, session_id: SessionId, state: SessionState) -> NewEvent {
@@ -104,8 +159,7 @@ impl Db {
             .await
             .map_err(problem)?
             .ok_or_else(|| no_session(id))?;
-        let state = row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?;
-        Ok((NodeId::from_uuid(row.try_get("node_id").map_err(problem)?), state))
+        Ok((NodeId::from_uuid(row.try_get("node_id").map_err(problem)?), parsed(&row)?))
     }
 
     /// A session that the caller may know of.
@@ -178,21 +232,23 @@ impl Db {
             return Ok(());
         }
         let before = session(&before)?;
-        if before.state == object.state && before.object.as_ref().is_some_and(|known| lasting(known) == lasting(object)) {
+        if !before.is_news(object) {
             return Ok(());
         }
+        let state = before.state_by(object);
         let over = is_over(object.state);
-        // An end that was asked for here and that the node has not heard of yet.
-        let state = if before.ending.is_some() && !over { SessionState::Ending } else { object.state };
+        // A lost one may come back, and is ended then.
+        let ended = over && object.state != SessionState::Lost;
         sqlx::query(
             "update sessions set object = $2, state = $3, end_reason = case when $5 then coalesce($4, end_reason) end,
-                 ending = case when $5 then null else ending end, updated_at = clock_timestamp() where session_id = $1",
+                 ending = case when $6 then null else ending end, updated_at = clock_timestamp() where session_id = $1",
         )
         .bind(id.as_uuid())
         .bind(to_json(object))
         .bind(state.to_string())
         .bind(&object.end_reason)
         .bind(over)
+        .bind(ended)
         .execute(&mut *transaction)
         .await
         .map_err(problem)?;
@@ -208,6 +264,7 @@ impl Db {
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
             "update sessions set state = $3, end_reason = $4, updated_at = clock_timestamp(),
+                 ending = case when $3 in ('ended', 'failed') then null else ending end,
                  object = case when object is null then null else object || jsonb_build_object('state', $3::text, 'end_reason', $4::text) end
              where session_id = $1 and state = any($2) returning task_id",
         )
@@ -229,15 +286,19 @@ impl Db {
     pub(crate) async fn ask_end(&self, id: SessionId, end: &SessionEnd) -> Result<(), ApiError> {
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
-            "update sessions set ending = coalesce(ending, $2), state = 'ending', updated_at = clock_timestamp(), lease_until = now() + interval '20 seconds'
-             where session_id = $1 and state in ('creating', 'running') returning task_id",
+            "update sessions s set ending = coalesce(s.ending, $2), state = case when s.state = 'lost' then 'lost' else 'ending' end,
+                 updated_at = clock_timestamp(), lease_until = now() + interval '20 seconds'
+             from (select session_id, state from sessions where session_id = $1 for update) before
+             where s.session_id = before.session_id and before.state in ('creating', 'running', 'lost') returning s.task_id, s.state <> before.state as is_new",
         )
         .bind(id.as_uuid())
         .bind(to_json(end))
         .fetch_optional(&mut *transaction)
         .await
         .map_err(problem)?;
-        if let Some(row) = row {
+        if let Some(row) = row
+            && row.try_get("is_new").map_err(problem)?
+        {
             let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
             events::add(&mut transaction, &told(task_id, id, SessionState::Ending)).await?;
         }
@@ -245,14 +306,14 @@ impl Db {
     }
 
     /// Sessions that somebody left half way, for this orchestrator to bring forward.
-    pub(crate) async fn lease_sessions(&self, count: i64) -> Result<Vec<SessionRow>, ApiError> {
+    pub(crate) async fn lease_sessions(&self, count: usize) -> Result<Vec<SessionRow>, ApiError> {
         let rows = sqlx::query(
             "update sessions set lease_until = now() + interval '75 seconds' where session_id in (
-                 select session_id from sessions where state in ('creating', 'ending') and lease_until < now()
+                 select session_id from sessions where (state in ('creating', 'ending') or ending is not null) and lease_until < now()
                  order by lease_until limit $1 for update skip locked)
              returning *, clock_timestamp() as read_at",
         )
-        .bind(count)
+        .bind(i64::try_from(count).unwrap_or(i64::MAX))
         .fetch_all(&self.pool)
         .await
         .map_err(problem)?;
@@ -271,21 +332,28 @@ impl Db {
     }
 
     /// Sessions that a node has, or may have after all: one that was given up with its node comes back with it.
-    pub(crate) async fn sessions_of(&self, node_id: NodeId) -> Result<(Vec<(SessionId, SessionState)>, OffsetDateTime), ApiError> {
-        let read_at = sqlx::query_scalar("select clock_timestamp()").fetch_one(&self.pool).await.map_err(problem)?;
+    pub(crate) async fn sessions_of(&self, node_id: NodeId) -> Result<Vec<SessionRow>, ApiError> {
         let rows = sqlx::query(
-            "select session_id, state from sessions
+            "select *, clock_timestamp() as read_at from sessions
              where node_id = $1 and (state in ('creating', 'running', 'ending') or (state = 'lost' and updated_at > now() - interval '7 days'))",
         )
         .bind(node_id.as_uuid())
         .fetch_all(&self.pool)
         .await
         .map_err(problem)?;
-        let found = rows.iter().map(|row| {
-            let state = row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?;
-            Ok((SessionId::from_uuid(row.try_get("session_id").map_err(problem)?), state))
-        });
-        Ok((found.collect::<Result<_, ApiError>>()?, read_at))
+        rows.iter().map(session).collect()
+    }
+
+    /// Which of these ended here before their node had said anything of them.
+    pub(crate) async fn ended_unseen_of(&self, ids: &[SessionId]) -> Result<Vec<SessionId>, ApiError> {
+        let ids: Vec<Uuid> = ids.iter().map(|id| *id.as_uuid()).collect();
+        let ended: Vec<Uuid> =
+            sqlx::query_scalar("select session_id from sessions where session_id = any($1) and state in ('ended', 'failed') and object is null")
+                .bind(ids)
+                .fetch_all(&self.pool)
+                .await
+                .map_err(problem)?;
+        Ok(ended.into_iter().map(SessionId::from_uuid).collect())
     }
 
     /// The node that holds a workspace which an earlier session of the task kept.
@@ -312,6 +380,21 @@ impl Db {
         .await
         .map_err(problem)?;
         rows.iter().map(|row| Ok((NodeId::from_uuid(row.try_get("node_id").map_err(problem)?), row.try_get("given").map_err(problem)?))).collect()
+    }
+}
+
+impl SessionRow {
+    /// The state that it has by what its node says: an end that was asked for here may not have come there yet.
+    pub(crate) fn state_by(&self, object: &Session) -> SessionState {
+        if self.ending.is_some() && !is_over(object.state) { SessionState::Ending } else { object.state }
+    }
+
+    /// Whether a node's word says anything that is not written down.
+    pub(crate) fn is_news(&self, object: &Session) -> bool {
+        let state = self.state_by(object);
+        // A reason that was decided here stays when the node gives none.
+        let end_reason = object.end_reason.clone().or_else(|| self.object.end_reason.clone().filter(|_| is_over(object.state)));
+        self.state != state || lasting(&self.object) != lasting(&Session { state, end_reason, ..object.clone() })
     }
 }
 

@@ -1,9 +1,10 @@
 //! Jobs: given to a node, asked after, collected, acknowledged.
 
+use std::time::Duration;
+
 use cynode_api::{ErrorCode, Job, JobError, JobState, NodeId, Retry};
 use cynode_client::WorkerClient;
 use cynode_service::ApiError;
-use futures_util::{StreamExt as _, stream};
 use time::OffsetDateTime;
 
 use crate::{
@@ -13,21 +14,38 @@ use crate::{
     sessions::is_passing,
 };
 
-/// So many are taken at once, and so many of them are brought forward at the same time.
-const BATCH: i64 = 64;
-const AT_ONCE: usize = 16;
+/// So many are taken at once.
+const BATCH: usize = 64;
 /// How soon a running job is looked at again. Its node says when something happens, so this is for words that were lost.
 const LOOK: f64 = 5.0;
 const SOON: f64 = 1.0;
+/// A node that is given up, or that says nothing, is not asked for each of its jobs again and again; its return wakes them.
+const LATER: f64 = 60.0;
+/// A job waits for others of its node.
+const IN_LINE: f64 = 0.2;
+/// No call of a step takes longer. A lease holds for longer than that.
+const CALL: Duration = Duration::from_secs(15);
+/// While its output is fetched.
+const COLLECTING: f64 = 300.0;
 
 pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
     loop {
-        let jobs = orchestrator.db.lease_jobs(BATCH).await?;
-        let full = jobs.len() == usize::try_from(BATCH).unwrap_or(usize::MAX);
-        stream::iter(jobs)
-            .for_each_concurrent(AT_ONCE, async |row| {
-                let id = row.job_id;
-                let next = match step(orchestrator, row).await {
+        let room = orchestrator.job_lanes.free().min(BATCH);
+        if room == 0 {
+            return Ok(());
+        }
+        let jobs = orchestrator.db.lease_jobs(room).await?;
+        let full = jobs.len() == room;
+        for row in jobs {
+            let (id, node_id, leased) = (row.job_id, row.node_id, row.lease_until);
+            let Some(place) = orchestrator.job_lanes.enter(node_id) else {
+                let quiet = node_id.is_some_and(|id| orchestrator.fleet.is_quiet(id));
+                orchestrator.db.lease_until(id, leased, if quiet { LOOK } else { IN_LINE }).await?;
+                continue;
+            };
+            let orchestrator = orchestrator.clone();
+            tokio::spawn(async move {
+                let next = match step(&orchestrator, row).await {
                     Ok(next) => next,
                     Err(error) => {
                         tracing::debug!(job_id = %id, error = %error.0, "A job did not get further.");
@@ -35,11 +53,12 @@ pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
                     }
                 };
                 if let Some(seconds) = next {
-                    drop(orchestrator.db.release_job(id, seconds).await);
+                    drop(orchestrator.db.lease_until(id, leased, seconds).await);
                 }
-            })
-            .await;
-        orchestrator.told();
+                orchestrator.told();
+                drop(place);
+            });
+        }
         if !full {
             return Ok(());
         }
@@ -71,7 +90,9 @@ fn decided(row: &JobRow, state: JobState, error: Option<JobError>) -> Job {
 
 async fn dispatch(orchestrator: &Orchestrator, row: &JobRow) -> Result<Option<f64>, ApiError> {
     let Some(version) = row.image_version_id else { return Err(ApiError::new(ErrorCode::Internal, "the job has no image")) };
-    let node = match orchestrator.choose_node(version, &[]).await {
+    // Where it was stopped, it counts as ended.
+    let not = orchestrator.db.stopped_on(row.job_id).await?;
+    let node = match orchestrator.choose_node(version, &not).await {
         Ok(node) => node,
         // It waits until there is room.
         Err(error) if error.0.is(ErrorCode::NoCapacity) => return Ok(Some(SOON)),
@@ -87,7 +108,7 @@ async fn dispatch(orchestrator: &Orchestrator, row: &JobRow) -> Result<Option<f6
 
 /// Gives the job to its node, again if need be: the node runs it once. Only at the first try it is certain that nobody has it.
 async fn send(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, client: &WorkerClient, is_first: bool) -> Result<Option<f64>, ApiError> {
-    match client.run_job_async(&row.request).await.map_err(Failed::from) {
+    match orchestrator.fleet.call(node_id, CALL, client.run_job_async(&row.request)).await {
         Ok(job) => note(orchestrator, row, node_id, client, job).await,
         // Nobody has it: another node may be better.
         Err(Failed::NotSent(_)) if is_first => {
@@ -113,10 +134,13 @@ async fn follow(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> R
     if node.is_lost {
         return give_up(orchestrator, row, node_id).await;
     }
+    if node.silent_seconds > orchestrator.config.unreachable_after() {
+        return Ok(Some(LOOK));
+    }
     let client = orchestrator.fleet.client_of(&node)?;
     if row.stop_requested {
         // Also one that the node does not know: it must not take it up later.
-        if let Err(Failed::Refused(error)) = client.stop_job(row.task_id, row.job_id).await.map_err(Failed::from)
+        if let Err(Failed::Refused(error)) = orchestrator.fleet.call(node_id, CALL, client.stop_job(row.task_id, row.job_id)).await
             && error.0.is(ErrorCode::JobNotFound)
         {
             let object = decided(row, JobState::Canceled, None);
@@ -125,7 +149,7 @@ async fn follow(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> R
             return Ok(Some(LOOK));
         }
     }
-    match client.job(row.job_id).await.map_err(Failed::from) {
+    match orchestrator.fleet.call(node_id, CALL, client.job(row.job_id)).await {
         Ok(job) => note(orchestrator, row, node_id, &client, job).await,
         Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => send(orchestrator, row, node_id, &client, false).await,
         Err(_) => Ok(Some(SOON)),
@@ -139,15 +163,28 @@ async fn note(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, client
         orchestrator.db.advance_job(row.job_id, Some(node_id), &job, None, false).await?;
         return Ok(Some(LOOK));
     }
-    let output = match orchestrator.collect_output(client, row.job_id).await {
+    if !orchestrator.db.lease_until(row.job_id, row.lease_until, COLLECTING).await? {
+        // Somebody else looks at it.
+        return Ok(None);
+    }
+    let output = match orchestrator.collect_output(node_id, client, row.job_id).await {
         Ok(output) => output,
         // More than is kept for anybody: what its object holds is what there is.
         Err(error) if error.0.is(ErrorCode::TooLarge) => None,
-        Err(_) => return Ok(Some(SOON)),
+        Err(error) => {
+            tracing::debug!(job_id = %row.job_id, error = %error.0, "The output of a job can't be fetched.");
+            orchestrator.db.wake_job(row.job_id, node_id, SOON).await?;
+            return Ok(None);
+        }
     };
-    orchestrator.db.advance_job(row.job_id, Some(node_id), &job, output.as_deref(), false).await?;
+    let output = output.as_ref().map(|staged| (staged, &orchestrator.blobs));
+    orchestrator.db.advance_job(row.job_id, Some(node_id), &job, output, false).await?;
     orchestrator.told();
-    acknowledge(orchestrator, row, client).await
+    let next = acknowledge(orchestrator, row, node_id, client).await?;
+    if let Some(seconds) = next {
+        orchestrator.db.wake_job(row.job_id, node_id, seconds).await?;
+    }
+    Ok(None)
 }
 
 /// The job as the database can hold it: it has no NUL in texts, so streams with one are kept as bytes.
@@ -165,8 +202,8 @@ pub(super) fn storable(mut job: Job) -> Job {
     job
 }
 
-async fn acknowledge(orchestrator: &Orchestrator, row: &JobRow, client: &WorkerClient) -> Result<Option<f64>, ApiError> {
-    match client.ack_job(row.job_id).await.map_err(Failed::from) {
+async fn acknowledge(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, client: &WorkerClient) -> Result<Option<f64>, ApiError> {
+    match orchestrator.fleet.call(node_id, CALL, client.ack_job(row.job_id)).await {
         Ok(()) => {}
         Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => {}
         Err(_) => return Ok(Some(LOOK)),
@@ -186,26 +223,26 @@ async fn give_up(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> 
     let object = decided(row, JobState::Failed, Some(error));
     // Not acknowledged: should the node come back with a result, it is kept beside.
     orchestrator.db.advance_job(row.job_id, Some(node_id), &object, None, false).await?;
-    Ok(Some(LOOK))
+    Ok(Some(LATER))
 }
 
 /// The job has ended here; its node may still have to hear of it, or to say something late.
 async fn settle(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> Result<Option<f64>, ApiError> {
     let node = orchestrator.db.node(node_id).await?;
-    if node.silent_seconds > orchestrator.config.unreachable_after() {
-        return Ok(Some(LOOK));
+    if node.is_lost || node.silent_seconds > orchestrator.config.unreachable_after() {
+        return Ok(Some(LATER));
     }
     let client = orchestrator.fleet.client_of(&node)?;
     if row.object.reported_by == "orchestrator" {
-        match client.job(row.job_id).await.map_err(Failed::from) {
+        match orchestrator.fleet.call(node_id, CALL, client.job(row.job_id)).await {
             Ok(job) if job.state.is_final() => orchestrator.db.keep_late_result(row.job_id, &to_json(&storable(job))).await?,
             Ok(_) => {
-                drop(client.stop_job(row.task_id, row.job_id).await);
+                drop(orchestrator.fleet.call(node_id, CALL, client.stop_job(row.task_id, row.job_id)).await);
                 return Ok(Some(SOON));
             }
             Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => {}
             Err(_) => return Ok(Some(LOOK)),
         }
     }
-    acknowledge(orchestrator, row, &client).await
+    acknowledge(orchestrator, row, node_id, &client).await
 }

@@ -2,10 +2,12 @@
 //!
 //! What must stay true of each: it is woken by a signal and by a timer, so that a lost signal costs time and nothing else; it
 //! takes no input but the database; doing it twice, or on two orchestrators at once, does no harm; it does not retry by
-//! itself, the next round does.
+//! itself, the next round does. A round waits for no node: what it begins goes on beside it, in lanes.
 
 mod jobs;
+mod lanes;
 mod nodes;
+mod retention;
 mod sessions;
 
 use std::{sync::Arc, time::Duration};
@@ -13,6 +15,8 @@ use std::{sync::Arc, time::Duration};
 use cynode_service::ApiError;
 use futures_util::{FutureExt as _, future::BoxFuture};
 use tokio::{sync::Notify, task::JoinHandle};
+
+pub(crate) use lanes::Lanes;
 
 use crate::Orchestrator;
 
@@ -25,7 +29,7 @@ pub(crate) fn spawn(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
         every(orchestrator, "jobs", Duration::from_millis(500), jobs_wait, |orchestrator| jobs::round(orchestrator).boxed()),
         every(orchestrator, "sessions", Duration::from_secs(1), sessions_wait, |orchestrator| sessions::round(orchestrator).boxed()),
         every(orchestrator, "nodes", Duration::from_secs(1), Arc::default(), |orchestrator| nodes::round(orchestrator).boxed()),
-        every(orchestrator, "events", Duration::from_secs(600), Arc::default(), |orchestrator| expire(orchestrator).boxed()),
+        every(orchestrator, "retention", Duration::from_secs(600), Arc::default(), |orchestrator| retention::round(orchestrator).boxed()),
         tokio::spawn(listen(orchestrator.clone())),
     ]
 }
@@ -51,10 +55,6 @@ fn every(
             }
         }
     })
-}
-
-async fn expire(orchestrator: &Orchestrator) -> Result<(), ApiError> {
-    orchestrator.db.expire_events(orchestrator.config.event_days).await.map(drop)
 }
 
 /// Hears of events that other orchestrators wrote, so that readers here need not wait for their timer.

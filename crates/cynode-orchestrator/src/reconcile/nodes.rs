@@ -1,8 +1,18 @@
 //! Nodes: those that are silent for too long are given up, and what they were left with is cleared when they are back.
 
+use std::time::Duration;
+
+use cynode_api::ErrorCode;
 use cynode_service::ApiError;
 
-use crate::{Orchestrator, fleet::Failed};
+use crate::{
+    Orchestrator,
+    db::{LeftBehind, to_json},
+    fleet::Failed,
+};
+
+/// No call takes longer.
+const CALL: Duration = Duration::from_secs(15);
 
 pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
     let lost = orchestrator.db.give_up_silent_nodes(orchestrator.config.node_lost_after).await?;
@@ -18,19 +28,30 @@ pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
 
 /// A node that comes back may still run what went elsewhere meanwhile.
 async fn clear_leftovers(orchestrator: &Orchestrator) -> Result<(), ApiError> {
-    for (job_id, task_id, node_id) in orchestrator.db.left_behind(orchestrator.config.unreachable_after()).await? {
-        let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
-        let stopped = client.stop_job(task_id, job_id).await.map_err(Failed::from);
-        match stopped {
-            Ok(job) if !job.state.is_final() => continue,
-            Ok(job) => {
-                orchestrator.db.keep_late_result(job_id, &crate::db::to_json(&super::jobs::storable(job))).await?;
-                drop(client.ack_job(job_id).await);
+    for left in orchestrator.db.left_behind(orchestrator.config.unreachable_after()).await? {
+        let Some(place) = orchestrator.leftover_lanes.enter(Some(left.node_id)) else { continue };
+        let orchestrator = orchestrator.clone();
+        tokio::spawn(async move {
+            if let Err(error) = clear(&orchestrator, &left).await {
+                tracing::debug!(job_id = %left.job_id, error = %error.0, "What a node was left with can't be cleared yet.");
             }
-            Err(Failed::Refused(error)) if error.0.is(cynode_api::ErrorCode::JobNotFound) => {}
-            Err(_) => continue,
-        }
-        orchestrator.db.forget_left_behind(job_id, node_id).await?;
+            drop(place);
+        });
     }
     Ok(())
+}
+
+async fn clear(orchestrator: &Orchestrator, left: &LeftBehind) -> Result<(), ApiError> {
+    let LeftBehind { job_id, task_id, node_id } = *left;
+    let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
+    match orchestrator.fleet.call(node_id, CALL, client.stop_job(task_id, job_id)).await {
+        Ok(job) if !job.state.is_final() => Ok(()),
+        Ok(job) => {
+            orchestrator.db.keep_late_result(job_id, &to_json(&super::jobs::storable(job))).await?;
+            drop(orchestrator.fleet.call(node_id, CALL, client.ack_job(job_id)).await);
+            orchestrator.db.note_stopped_on(job_id, node_id).await
+        }
+        Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => orchestrator.db.forget_left_behind(job_id, node_id).await,
+        Err(failed) => Err(failed.problem()),
+    }
 }

@@ -12,14 +12,14 @@ use cynode_api::{
     exec_limits::{MAX_ENV, MAX_ENV_BYTES, MAX_OUTPUT_BYTES, MAX_STDIN_BYTES, MAX_TIMEOUT_MS},
 };
 use cynode_sba_proto::{MAX_DATA, Request, WORKSPACE};
-use cynode_service::{ApiError, JsonBody, QueryParams};
+use cynode_service::{ApiError, JsonBody, QueryParams, events::accepts_events};
 use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
 use super::{
     Api, gone,
-    output::{self, OutputQuery, accepts_events},
+    output::{self, OutputQuery},
     sessions::{Id, page, parse_id},
 };
 use crate::{

@@ -16,7 +16,7 @@ use cynode_api::{
 };
 use cynode_sba_proto::{FileOp, FileStat, Frame, Reply, Request};
 use cynode_service::{ApiError, JsonBody, QueryParams, body};
-use futures_util::{StreamExt as _, stream};
+use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
@@ -25,7 +25,7 @@ use utoipa::{IntoParams, ToSchema};
 use super::{Api, sessions::Id};
 use crate::{
     execs::hex,
-    sandbox::{ANSWER, Channel, LinkError, unavailable, unexpected},
+    sandbox::{ANSWER, Channel, unavailable, unexpected},
     sessions::{Activity, check_version},
 };
 
@@ -306,14 +306,14 @@ pub(super) async fn write(
         }
         hash.update(&piece);
         if let Err(error) = channel.send_data(&piece).await {
-            return Err(not_taken(&mut channel, error).await);
+            return Err(channel.not_taken(error).await);
         }
     }
     if expected.is_some_and(|expected| expected != hex(&hash.finalize())) {
         return Err(ApiError::invalid("X-Content-SHA256: the body has another hash; nothing was written"));
     }
     if let Err(error) = channel.send(&Frame::End).await {
-        return Err(not_taken(&mut channel, error).await);
+        return Err(channel.not_taken(error).await);
     }
     match channel.reply(PATIENCE).await? {
         Reply::Written(written) if is_sha256(&written.sha256) => {
@@ -329,18 +329,6 @@ pub(super) async fn write(
             Ok((status, [(header::ETAG, etag)], Json(answer)).into_response())
         }
         other => Err(unexpected(&format!("{other:?}"))),
-    }
-}
-
-/// Why an agent did not take what it was to receive.
-async fn not_taken(channel: &mut Channel, error: LinkError) -> ApiError {
-    if !matches!(error, LinkError::Gone) {
-        return unavailable(error);
-    }
-    // It has refused, and says why.
-    match channel.reply(ANSWER).await {
-        Err(error) => error,
-        Ok(other) => unexpected(&format!("{other:?}")),
     }
 }
 
@@ -405,7 +393,7 @@ pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBod
         Err(error) => Err(error),
     };
     if let Err(error) = sent {
-        return Err(not_taken(&mut channel, error).await);
+        return Err(channel.not_taken(error).await);
     }
     channel.body(PATIENCE).await.map(Json)
 }
@@ -455,20 +443,9 @@ pub(super) async fn import(
     body: Body,
 ) -> Result<StatusCode, ApiError> {
     let (mut channel, _activity) = open(&api, id, FileOp::Import { path: query.path()? }).await?;
-    let mut pieces = body.into_data_stream();
-    while let Some(piece) = pieces.next().await {
-        let piece = piece.map_err(|error| body::problem(&error, "the body broke off; what came before it may be unpacked"))?;
-        if let Err(error) = channel.send_data(&piece).await {
-            return Err(not_taken(&mut channel, error).await);
-        }
-    }
-    if let Err(error) = channel.send(&Frame::End).await {
-        return Err(not_taken(&mut channel, error).await);
-    }
-    match channel.reply(PATIENCE).await? {
-        Reply::Ok => Ok(StatusCode::NO_CONTENT),
-        other => Err(unexpected(&format!("{other:?}"))),
-    }
+    let broken = |error| body::problem(&error, "the body broke off; what came before it may be unpacked");
+    channel.import(body.into_data_stream().map_err(broken)).await?;
+    Ok(StatusCode::NO_CONTENT)
 }
 
 #[cfg(test)]

@@ -12,9 +12,12 @@ use cynode_api::{
     Base64Bytes, Chunk, ExecExit, ExecId, OutputPage, Stream, StreamEvent,
     exec_limits::{MAX_OUTPUT_BYTES, MAX_WAIT_MS},
 };
-use cynode_service::ApiError;
+use cynode_service::{
+    ApiError,
+    events::{EVENT_HEADERS, accepts_events, empty_event, without_output, write_event},
+};
 use futures_util::stream;
-use http::{HeaderMap, header};
+use http::HeaderMap;
 use serde::Deserialize;
 use time::OffsetDateTime;
 use tokio::time::Instant;
@@ -97,25 +100,11 @@ impl Asked {
 
     /// Of a command that has not been started; `ended` when it never will be.
     pub(super) fn nothing(self, exec_id: ExecId, ended: Option<(ExecExit, OffsetDateTime)>) -> Response {
-        if !self.events {
-            return Json(OutputPage { chunks: Vec::new(), next_seq: 0, lost_before_seq: None, exit: ended.map(|(exit, _)| exit) }).into_response();
+        if self.events {
+            return without_output(exec_id, self.from_start, ended);
         }
-        let mut events = Vec::new();
-        if let Some((exit, at)) = ended {
-            let of_it = StreamEvent { exec_id: Some(exec_id), ..empty(0, at) };
-            if self.from_start {
-                write_event("start", &of_it, &mut events);
-            }
-            write_event("exit", &StreamEvent { exit: Some(exit), ..of_it }, &mut events);
-        }
-        (EVENT_HEADERS, events).into_response()
+        Json(OutputPage { chunks: Vec::new(), next_seq: 0, lost_before_seq: None, exit: ended.map(|(exit, _)| exit) }).into_response()
     }
-}
-
-const EVENT_HEADERS: [(header::HeaderName, &str); 2] = [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-store")];
-
-pub(super) fn accepts_events(headers: &HeaderMap) -> bool {
-    headers.get_all(header::ACCEPT).iter().filter_map(|value| value.to_str().ok()).any(|value| value.contains("text/event-stream"))
 }
 
 fn at(millis: u64) -> OffsetDateTime {
@@ -135,30 +124,6 @@ fn chunk(piece: Piece) -> Chunk {
     Chunk { seq: piece.seq, stream: piece.stream, at: at(piece.at_ms), data, data_b64 }
 }
 
-fn write_event(name: &str, event: &StreamEvent, out: &mut Vec<u8>) {
-    out.extend_from_slice(b"event: ");
-    out.extend_from_slice(name.as_bytes());
-    out.extend_from_slice(format!("\nid: {}\ndata: ", event.seq).as_bytes());
-    // An exit's fields stand in the event itself too, beside the object.
-    let written = match &event.exit {
-        None => serde_json::to_writer(&mut *out, event),
-        Some(exit) => serde_json::to_value(exit).and_then(|mut fields| {
-            if let (serde_json::Value::Object(fields), serde_json::Value::Object(own)) = (&mut fields, serde_json::to_value(event)?) {
-                fields.extend(own);
-            }
-            serde_json::to_writer(&mut *out, &fields)
-        }),
-    };
-    if let Err(error) = written {
-        tracing::error!(%error, "Writing an event failed.");
-    }
-    out.extend_from_slice(b"\n\n");
-}
-
-const fn empty(seq: u64, at: OffsetDateTime) -> StreamEvent {
-    StreamEvent { seq, at, data: None, data_b64: None, exec_id: None, exit: None, lost_before_seq: None }
-}
-
 /// Follows an exec as an event stream to its end. A reader who does not read stops the stream, and so the program.
 pub(super) fn stream(reader: Reader, from_start: bool, stop: CancellationToken) -> Response {
     let mut first = Vec::new();
@@ -166,7 +131,7 @@ pub(super) fn stream(reader: Reader, from_start: bool, stop: CancellationToken) 
         let record = &reader.exec().record;
         write_event(
             "start",
-            &StreamEvent { exec_id: Some(record.exec_id), lost_before_seq: reader.lost_before_seq, ..empty(0, record.started_at) },
+            &StreamEvent { exec_id: Some(record.exec_id), lost_before_seq: reader.lost_before_seq, ..empty_event(0, record.started_at) },
             &mut first,
         );
     }
@@ -182,14 +147,14 @@ pub(super) fn stream(reader: Reader, from_start: bool, stop: CancellationToken) 
                         Stream::Stderr => "stderr",
                     };
                     let (data, data_b64) = text_or_bytes(piece.data);
-                    write_event(name, &StreamEvent { data, data_b64, ..empty(piece.seq, at(piece.at_ms)) }, &mut batch);
+                    write_event(name, &StreamEvent { data, data_b64, ..empty_event(piece.seq, at(piece.at_ms)) }, &mut batch);
                     if batch.len() < BATCH {
                         continue;
                     }
                 }
                 Ok(Next::Exit(exit, ended_at)) => {
                     let seq = reader.last_seq();
-                    write_event("exit", &StreamEvent { exit: Some(exit), exec_id: Some(reader.exec().id()), ..empty(seq, ended_at) }, &mut batch);
+                    write_event("exit", &StreamEvent { exit: Some(exit), exec_id: Some(reader.exec().id()), ..empty_event(seq, ended_at) }, &mut batch);
                     return Some((Ok::<_, Infallible>(Bytes::from(batch)), None));
                 }
                 Ok(Next::Nothing) if batch.is_empty() => {

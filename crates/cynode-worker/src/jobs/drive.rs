@@ -106,7 +106,7 @@ impl Jobs {
         }
         self.sessions.settled().await;
         let made = async {
-            let image = self.sessions.any_image(&run.sandbox.image_ref).await?;
+            let image = self.sessions.any_image(&run.sandbox.image_ref, run.sandbox.image_digest.as_deref()).await?;
             self.sessions.place(run, record.session_id, image, Room::WasPromised).await?.take().await
         };
         made.await.map_err(|error: ApiError| Outcome::failed(&error))

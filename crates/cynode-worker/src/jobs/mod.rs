@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use cynode_api::{ErrorCode, Job, JobId, JobRun, JobState, JobStop, Problem, SessionId, TaskId, job_limits::MAX_UNACKNOWLEDGED};
+use cynode_api::{ErrorCode, Job, JobId, JobRun, JobState, JobStop, Problem, SessionId, TaskId, WorkspaceRef, job_limits::MAX_UNACKNOWLEDGED};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
 use time::OffsetDateTime;
@@ -92,12 +92,15 @@ impl Jobs {
         }
         drive::check_command(&request)?;
         self.sessions.check_job(&request)?;
+        if matches!(request.sandbox.workspace_ref, Some(WorkspaceRef::Artifact(_))) {
+            self.sessions.upstream()?;
+        }
         let fingerprint = fingerprint(&request);
         if let Some(existing) = self.existing(request.job_id, &fingerprint)? {
             return Ok(existing);
         }
         self.sessions.wait_until_settled().await?;
-        let image = self.sessions.any_image(&request.sandbox.image_ref).await;
+        let image = self.sessions.any_image(&request.sandbox.image_ref, request.sandbox.image_digest.as_deref()).await;
         // To its end even when the caller goes away: a job is either not there or is driven.
         let jobs = Arc::clone(self);
         let admitted = tokio::spawn(async move { jobs.admit(request, fingerprint, image).await }).await;
@@ -125,15 +128,14 @@ impl Jobs {
         let image = match image {
             Ok(image) => image,
             // A job's own failure, as everything that is wrong with what it wants to run.
-            Err(error) if error.0.is(ErrorCode::ImageNotFound) => {
+            Err(error) if error.0.is(ErrorCode::ImageNotFound) || error.0.is(ErrorCode::ImageDigestMismatch) => {
                 let mut record = JobRecord::new(request, fingerprint, self.sessions.node_id, None);
                 record.conclude(Outcome::failed(&error));
                 return self.write_down(record).await;
             }
             Err(error) => return Err(error),
         };
-        let digest = image.digest.clone().unwrap_or_else(|| image.id.clone());
-        let record = JobRecord::new(request.clone(), fingerprint, self.sessions.node_id, Some(digest));
+        let record = JobRecord::new(request.clone(), fingerprint, self.sessions.node_id, Some(image.digest.clone()));
         let place = self.sessions.place(&request, record.session_id, image, Room::MustBeFree).await?;
         let entry = match self.write_down(record).await {
             Ok(entry) => entry,

@@ -48,11 +48,12 @@ pub(super) async fn version(docker: Docker) -> Result<String, Error> {
     Ok(format!("{name} {}", version.version.unwrap_or_default()))
 }
 
-pub(super) fn image(found: ImageInspect) -> Image {
+pub(super) fn image(found: ImageInspect, reference: &str) -> Image {
     let config = found.config.unwrap_or_default();
+    let id = found.id.unwrap_or_default();
     Image {
-        id: found.id.unwrap_or_default(),
-        digest: found.repo_digests.unwrap_or_default().into_iter().next().and_then(|digest| digest.split_once('@').map(|(_, digest)| digest.to_owned())),
+        digest: pin(reference, &id, &found.repo_digests.unwrap_or_default()),
+        id,
         labels: config.labels.unwrap_or_default().into_iter().collect(),
         env: config
             .env
@@ -69,17 +70,24 @@ pub(super) async fn images(docker: Docker) -> Result<Vec<LocalImage>, Error> {
     let mut images = Vec::new();
     for image in found {
         for reference in image.repo_tags {
-            // What has no name has no use here. What the operator loaded is pinned by its id, the rest by the registry's digest.
+            // What has no name has no use here.
             if reference.contains("<none>") {
                 continue;
             }
-            let repository = reference.rsplit_once(':').map_or(reference.as_str(), |(repository, _)| repository);
-            let digest = image.repo_digests.iter().find_map(|digest| digest.strip_prefix(repository)?.strip_prefix('@'));
-            let digest = digest.filter(|_| !reference.starts_with("localhost/")).map_or_else(|| with_algorithm(&image.id), str::to_owned);
+            let digest = pin(&reference, &image.id, &image.repo_digests);
             images.push(LocalImage { reference, digest, labels: image.labels.clone().into_iter().collect() });
         }
     }
     Ok(images)
+}
+
+/// What the operator loaded is pinned by its id, the rest by the registry's digest.
+fn pin(reference: &str, id: &str, repo_digests: &[String]) -> String {
+    let without_digest = reference.split('@').next().unwrap_or(reference);
+    // The colon of a port is followed by a path.
+    let repository = without_digest.rsplit_once(':').filter(|(_, tag)| !tag.contains('/')).map_or(without_digest, |(repository, _)| repository);
+    let digest = repo_digests.iter().find_map(|digest| digest.strip_prefix(repository)?.strip_prefix('@'));
+    digest.filter(|_| !reference.starts_with("localhost/")).map_or_else(|| with_algorithm(id), str::to_owned)
 }
 
 fn with_algorithm(id: &str) -> String {

@@ -253,7 +253,7 @@ impl Runtime for Docker {
 
     async fn image(&self, reference: &str) -> Result<Image, Error> {
         self.call("image", self.options.call_limit, |client| async move {
-            client.inspect_image(reference).await.map(compat::image).map_err(translate("image", reference))
+            client.inspect_image(reference).await.map(|found| compat::image(found, reference)).map_err(translate("image", reference))
         })
         .await
     }

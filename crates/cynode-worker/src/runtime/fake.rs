@@ -152,7 +152,7 @@ impl Runtime for Fake {
     async fn image(&self, reference: &str) -> Result<Image, Error> {
         self.check("image")?;
         let image = self.images.get(reference).ok_or_else(|| Error::NotFound(reference.to_owned()))?;
-        Ok(Image { id: reference.to_owned(), digest: None, labels: image.labels.clone(), env: image.env.clone() })
+        Ok(Image { id: reference.to_owned(), digest: reference.to_owned(), labels: image.labels.clone(), env: image.env.clone() })
     }
 
     async fn images(&self) -> Result<Vec<LocalImage>, Error> {

@@ -53,7 +53,8 @@ pub enum Error {
 pub struct Image {
     /// The id that pins it.
     pub id: String,
-    pub digest: Option<String>,
+    /// What it is pinned by: the digest in its registry, or its id when the operator loaded it.
+    pub digest: String,
     pub labels: BTreeMap<String, String>,
     pub env: Vec<(String, String)>,
 }

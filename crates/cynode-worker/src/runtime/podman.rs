@@ -160,7 +160,7 @@ impl Runtime for Podman {
     async fn image(&self, reference: &str) -> Result<Image, Error> {
         self.call("image", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
-            async move { docker.inspect_image(reference).await.map(compat::image).map_err(translate("image", reference)) }
+            async move { docker.inspect_image(reference).await.map(|found| compat::image(found, reference)).map_err(translate("image", reference)) }
         })
         .await
     }

@@ -4,6 +4,7 @@ mod agent;
 mod link;
 pub(crate) mod namespace;
 pub(crate) mod terminals;
+mod transfer;
 
 pub(crate) use agent::{ANSWER, unavailable, unexpected};
 pub(crate) use agent::{Channel, agent_problem};

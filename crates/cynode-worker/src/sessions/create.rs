@@ -40,7 +40,10 @@ impl Sessions {
             return self.outcome(&existing, false).await;
         }
         self.wait_until_settled().await?;
-        let image = self.image(&request.image_ref).await?;
+        if matches!(request.workspace_ref, Some(WorkspaceRef::Artifact(_))) {
+            self.upstream()?;
+        }
+        let image = self.image(&request.image_ref, request.image_digest.as_deref()).await?;
         // To its end even when the caller goes away: a session is either not there or is brought up.
         let sessions = Arc::clone(self);
         let admitted = tokio::spawn(async move { sessions.admit(request, &checked, image, begun).await }).await;
@@ -140,7 +143,7 @@ impl Sessions {
             }
             Err(error) => {
                 drop(self.journal.discard(&self.journal.session_directory(session_id)));
-                if record.request.workspace_ref.as_ref().is_none_or(|reference| *reference == WorkspaceRef::New) {
+                if record.request.workspace_ref.as_ref().is_none_or(WorkspaceRef::is_made) {
                     drop(self.delete_workspace(record.session.workspace_id).await);
                 }
                 Err(journal_error(&error))
@@ -172,13 +175,22 @@ impl Sessions {
         }
     }
 
-    /// An image that is on this node, whatever it may be used for.
-    pub(crate) async fn any_image(&self, reference: &str) -> Result<Image, ApiError> {
+    /// An image that is on this node, whatever it may be used for; the pinned one, when the caller says which.
+    pub(crate) async fn any_image(&self, reference: &str, pinned: Option<&str>) -> Result<Image, ApiError> {
         let reference = self.image_name(reference);
-        self.runtime.image(&reference).await.map_err(|error| match error {
-            runtime::Error::NotFound(_) => Problem::new(ErrorCode::ImageNotFound, format!("the image {reference} is not on this node")).into(),
-            other => runtime_problem(&other).into(),
-        })
+        let image = self.runtime.image(&reference).await.map_err(|error| -> ApiError {
+            match error {
+                runtime::Error::NotFound(_) => Problem::new(ErrorCode::ImageNotFound, format!("the image {reference} is not on this node")).into(),
+                other => runtime_problem(&other).into(),
+            }
+        })?;
+        match pinned {
+            Some(pinned) if pinned != image.digest => {
+                let detail = format!("{reference} is {} on this node, and {pinned} is asked for", image.digest);
+                Err(ApiError::new(ErrorCode::ImageDigestMismatch, detail))
+            }
+            _ => Ok(image),
+        }
     }
 
     fn image_name(&self, reference: &str) -> String {
@@ -186,8 +198,8 @@ impl Sessions {
     }
 
     /// An image that sessions may use.
-    pub(super) async fn image(&self, reference: &str) -> Result<Image, ApiError> {
-        let image = self.any_image(reference).await?;
+    pub(super) async fn image(&self, reference: &str, pinned: Option<&str>) -> Result<Image, ApiError> {
+        let image = self.any_image(reference, pinned).await?;
         let reference = self.image_name(reference);
         if image.labels.get(LABEL_AGENT_COMPATIBLE).is_none_or(|value| value != "true") {
             return Err(ApiError::new(ErrorCode::ImageNotCompatible, format!("the image {reference} does not carry the label {LABEL_AGENT_COMPATIBLE}=true")));
@@ -220,6 +232,12 @@ impl Sessions {
                 let millis = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
                 *entry.live.lock() = Some(Arc::clone(&live));
                 entry.touch();
+                if let Some(WorkspaceRef::Artifact(id)) = &record.request.workspace_ref
+                    && !record.resumed
+                    && let Err(error) = self.unpack_artifact(&live, *id).await
+                {
+                    return self.fail(entry, &record, error).await;
+                }
                 // A date of deletion from an earlier end no longer holds.
                 let kept = self.keep_workspace(record.session.workspace_id, false).await;
                 let init = live.init;
@@ -255,7 +273,7 @@ impl Sessions {
             drop(self.release_workspace(record.session.workspace_id).await);
             return self.set_lost(entry, error.0.detail, false).await;
         }
-        if record.request.workspace_ref.as_ref().is_none_or(|reference| *reference == WorkspaceRef::New) {
+        if record.request.workspace_ref.as_ref().is_none_or(WorkspaceRef::is_made) {
             // Its ids must not go to another while something may still run with them.
             if removed {
                 drop(self.delete_workspace(record.session.workspace_id).await);
@@ -285,7 +303,7 @@ pub(super) fn new_record(request: SessionCreate, checked: &validate::Checked, im
             state: SessionState::Creating,
             end_reason: None,
             image_ref: request.image_ref.clone(),
-            image_digest: Some(image.digest.clone().unwrap_or_else(|| image.id.clone())),
+            image_digest: Some(image.digest.clone()),
             workspace_id: WorkspaceId::generate(),
             node_id,
             warm: false,

@@ -40,6 +40,9 @@ impl Place<'_> {
     }
 
     pub(crate) async fn give_up(self) {
+        if !self.record.request.workspace_ref.as_ref().is_none_or(WorkspaceRef::is_made) {
+            return;
+        }
         if let Err(error) = self.sessions.delete_workspace(self.record.session.workspace_id).await {
             tracing::warn!(%error, "Deleting a workspace that nothing used failed; the next start does it.");
         }
@@ -74,7 +77,8 @@ impl Sessions {
             return Err(ApiError::new(ErrorCode::JobIdInUse, format!("{sandbox_id} is the id of another sandbox on this node")));
         }
         let disk = AskedDisk { bytes: checked.limits.disk_bytes, explicit: false };
-        let WorkspaceRecord { workspace_id, id_block, .. } = self.workspace(&WorkspaceRef::New, run.task_id, session_id, disk).await?;
+        let reference = run.sandbox.workspace_ref.clone().unwrap_or_default();
+        let WorkspaceRecord { workspace_id, id_block, .. } = self.workspace(&reference, run.task_id, session_id, disk).await?;
         let mut record = new_record(request, &checked, image, self.node_id);
         record.sandbox_id = sandbox_id;
         record.job_id = Some(run.job_id);
@@ -102,7 +106,10 @@ impl Sessions {
     /// Ends a job's sandbox for good.
     pub(crate) async fn end_of_job(self: &Arc<Self>, id: SessionId) -> Result<(), ApiError> {
         let Some(entry) = self.of_job(id) else { return Ok(()) };
-        self.end_entry(&entry, Ending { reason: "the job has ended".to_owned(), workspace: Disposal::Delete }).await
+        // One that was there before the job is there after it.
+        let is_made = entry.record().request.workspace_ref.as_ref().is_none_or(WorkspaceRef::is_made);
+        let workspace = if is_made { Disposal::Delete } else { Disposal::Keep };
+        self.end_entry(&entry, Ending { reason: "the job has ended".to_owned(), workspace }).await
     }
 
     /// Drops what is left of a job's sandbox, its output. False while it has not ended.
@@ -152,6 +159,7 @@ impl Entry {
 
 fn session_of(run: &JobRun, session_id: SessionId) -> SessionCreate {
     SessionCreate {
+        workspace_ref: run.sandbox.workspace_ref.clone(),
         limits: run.sandbox.limits,
         network_policy: run.sandbox.network_policy,
         max_lifetime_seconds: Some(MAX_LIFETIME_SECONDS),

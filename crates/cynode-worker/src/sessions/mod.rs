@@ -6,6 +6,7 @@
 mod create;
 mod end;
 mod environment;
+mod fill;
 mod job;
 mod life;
 mod live;
@@ -42,6 +43,7 @@ use crate::{
 pub(crate) use create::Created;
 pub(crate) use end::Ending;
 pub(crate) use environment::exec_environment;
+pub(crate) use fill::Upstream;
 pub(crate) use job::Room;
 pub(crate) use live::{Activity, Live};
 pub(crate) use validate::{check_argv, check_env, check_labels, check_version};
@@ -66,6 +68,8 @@ pub(crate) struct Sessions {
     disks: Result<Disks, String>,
     /// What `default` means: as configured, until an orchestrator says otherwise.
     pub(crate) default_image: Mutex<String>,
+    /// Where artifacts come from, once an orchestrator knows this node.
+    upstream: Mutex<Option<Upstream>>,
     pool: pool::Pool,
     /// Sandboxes that could not be removed, with their ids.
     doomed: Mutex<Vec<(SandboxId, u32)>>,
@@ -165,6 +169,7 @@ impl Sessions {
         }
         Ok(Arc::new(Self {
             default_image: Mutex::new(config.default_image.clone()),
+            upstream: Mutex::default(),
             config,
             node_id,
             runtime,

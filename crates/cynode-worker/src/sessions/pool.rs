@@ -340,7 +340,7 @@ impl Sessions {
 
     /// Gives up what no request can get any more, and makes what is missing.
     async fn fill(self: &Arc<Self>, stop: &CancellationToken) -> Result<(), ApiError> {
-        let image_id = self.image("default").await?.id;
+        let image_id = self.image("default", None).await?.id;
         let key = Key { image_id, limits: Limits::default(), network_policy: NetworkPolicy::default() };
         let stale: Vec<Spare> = {
             let ready = &mut self.pool.places.lock().ready;

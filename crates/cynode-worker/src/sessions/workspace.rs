@@ -33,7 +33,7 @@ impl Sessions {
         disk: AskedDisk,
     ) -> Result<WorkspaceRecord, ApiError> {
         match reference {
-            WorkspaceRef::New => {
+            WorkspaceRef::New | WorkspaceRef::Artifact(_) => {
                 let id_block =
                     self.take_ids().await.ok_or_else(|| ApiError::new(ErrorCode::NoCapacity, "every block of ids is used by a session or a kept workspace"))?;
                 let record = WorkspaceRecord {

@@ -26,6 +26,9 @@ pub struct Run {
     /// Task that the job belongs to [default: a new one]
     #[arg(long, value_name = "UUID")]
     pub task: Option<TaskId>,
+    /// Directory whose files the job begins with, in /workspace
+    #[arg(long, value_name = "DIR")]
+    pub workspace: Option<PathBuf>,
     /// Environment variable; may be repeated
     #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
     pub env: Vec<(String, String)>,

@@ -2,9 +2,9 @@
 //!
 //! The job's id is chosen here, so that a request whose answer was lost can be sent again and is the same job.
 
-use std::{process::ExitCode, time::Duration};
+use std::{path::Path, process::ExitCode, time::Duration};
 
-use cynode_api::{API_VERSION, JobCreate, JobId, JobState, LimitsRequest, Retry};
+use cynode_api::{API_VERSION, JobCreate, JobId, JobState, LimitsRequest, Retry, TaskCreate, WorkspaceRef};
 use cynode_client::UserClient;
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -21,7 +21,7 @@ use crate::{
     connect,
     failure::{Failure, INTERNAL, UNREACHABLE},
     output,
-    session::exit_code,
+    session::{exit_code, transfer::send_tree},
 };
 
 const TIMED_OUT: u8 = 124;
@@ -33,7 +33,10 @@ const PATIENCE: Duration = Duration::from_mins(1);
 pub async fn run(globals: &Globals, args: Run) -> Outcome {
     let client = connect::plane(globals)?;
     let id = JobId::generate();
-    let request = request(&args, id);
+    let mut request = request(&args, id);
+    if let Some(directory) = &args.workspace {
+        fill(&client, &mut request, directory, id).await?;
+    }
     create(&client, &request).await?;
     if args.detach {
         let job = client.job(id).await?;
@@ -73,6 +76,25 @@ fn request(args: &Run, id: JobId) -> JobCreate {
         retry: args.retry.then_some(Retry::OnNodeLoss),
         ..JobCreate::default()
     }
+}
+
+/// Sends a directory as an artifact of the job's task, for the job to begin with.
+async fn fill(client: &UserClient, request: &mut JobCreate, directory: &Path, id: JobId) -> Result<(), Failure> {
+    if !directory.is_dir() {
+        return Err(Failure::usage(format!("{} is not a directory", directory.display())));
+    }
+    let task = match request.task_id {
+        Some(task) => task,
+        None => client.create_task(&TaskCreate { name: format!("job {id}"), ..TaskCreate::default() }).await?.id,
+    };
+    let path = format!("inputs/{id}.tar");
+    let (sent, skipped) = send_tree(directory, async |body| client.put_artifact(task, &path, Some("application/x-tar"), body).await).await?;
+    for name in skipped {
+        output::note(&format!("cynode: left out: {}", crate::sanitize::line(&name)));
+    }
+    request.task_id = Some(task);
+    request.workspace_ref = Some(WorkspaceRef::Artifact(sent.id));
+    Ok(())
 }
 
 async fn create(client: &UserClient, request: &JobCreate) -> Result<(), Failure> {

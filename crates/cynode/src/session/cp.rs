@@ -12,15 +12,18 @@ use std::{
 };
 
 use cynode_api::{API_VERSION, ErrorCode, ExportFormat, ExportRequest, FileType, MkdirRequest, SessionId, file_limits};
-use cynode_client::{Body, FileBody, PutOptions, WorkerClient};
+use cynode_client::{FileBody, PutOptions, WorkerClient};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
-use super::stdio;
+use super::{
+    stdio,
+    transfer::{body, feed, joined, left_out, local, send_tree},
+};
 use crate::{
     archive::{self, PieceReader, PieceWriter},
     cli::Cp,
-    failure::{Failure, INTERNAL, USAGE},
-    output::{self, Progress},
+    failure::{Failure, INTERNAL},
+    output::Progress,
 };
 
 /// One side of a copy.
@@ -161,13 +164,8 @@ impl Remote<'_> {
 
     async fn upload_tree(&self, source: &Path, target: &Path) -> Result<(), Failure> {
         self.mkdir(target).await?;
-        let (to, from) = archive::channel();
-        let progress = Progress::start("copying");
-        let root = source.to_owned();
-        let packer = tokio::task::spawn_blocking(move || feed(PieceWriter::new(to), |writer| archive::pack_tree(&root, writer)));
-        let sent = self.client.import(self.id, target, body(from, progress)).await;
-        let packed = joined(packer.await, sent)?;
-        left_out(&packed.skipped, packed.skipped.len() as u64)
+        let ((), skipped) = send_tree(source, async |body| self.client.import(self.id, target, body).await).await?;
+        left_out(&skipped, skipped.len() as u64)
     }
 
     async fn mkdir(&self, path: &Path) -> Result<(), Failure> {
@@ -232,36 +230,6 @@ impl Remote<'_> {
     }
 }
 
-/// Runs a producer into the channel; a failure ends the stream as broken, so that nobody takes the half for the whole.
-fn feed<T>(mut writer: PieceWriter, produce: impl FnOnce(&mut PieceWriter) -> io::Result<T>) -> io::Result<T> {
-    let produced = produce(&mut writer).and_then(|value| io::Write::flush(&mut writer).map(|()| value));
-    if let Err(error) = &produced {
-        writer.fail(error);
-    }
-    produced
-}
-
-/// The local error when reading failed by itself, else what the other side said.
-fn joined<T>(reader: Result<io::Result<T>, tokio::task::JoinError>, sent: Result<(), cynode_client::Error>) -> Result<T, Failure> {
-    match (reader.map_err(|error| Failure::internal(error.to_string()))?, sent) {
-        (Err(error), _) if error.kind() != io::ErrorKind::BrokenPipe => Err(local(&error)),
-        (_, Err(error)) => Err(error.into()),
-        (result, Ok(())) => result.map_err(|error| local(&error)),
-    }
-}
-
-fn body(mut from: tokio::sync::mpsc::Receiver<io::Result<bytes::Bytes>>, progress: Progress) -> Body {
-    let mut total = 0;
-    Body::wrap_stream(futures_util::stream::poll_fn(move |context| {
-        let piece = from.poll_recv(context);
-        if let std::task::Poll::Ready(Some(Ok(piece))) = &piece {
-            total += piece.len() as u64;
-            progress.bytes("copying", total);
-        }
-        piece
-    }))
-}
-
 /// Writes beside the target and renames over it, so that a broken copy leaves what was there.
 async fn save(mut file: FileBody, target: &Path) -> Result<(), Failure> {
     let mode = file.info.mode.unwrap_or(0o644) & 0o777;
@@ -308,16 +276,6 @@ async fn show(mut file: FileBody, raw: bool) -> Result<(), Failure> {
     Ok(stdout.finish().await?)
 }
 
-fn left_out(named: &[String], count: u64) -> Result<(), Failure> {
-    if count == 0 {
-        return Ok(());
-    }
-    for skipped in named {
-        output::note(&format!("left out: {}", crate::sanitize::line(skipped)));
-    }
-    Err(Failure::new(INTERNAL, "partial_copy", format!("{count} entries were left out; the rest is copied")))
-}
-
 fn ends_in_slash(path: &Path) -> bool {
     path.as_os_str().as_bytes().ends_with(b"/")
 }
@@ -344,16 +302,6 @@ fn utf8(path: &Path) -> Result<String, Failure> {
 
 fn needs_recursive(path: &Path) -> Failure {
     Failure::usage(format!("{} is a directory", path.display())).remedy("Add -r to copy it and what is in it.")
-}
-
-/// A failure on this side's files is the person's to put right.
-fn local(error: &io::Error) -> Failure {
-    match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory | io::ErrorKind::AlreadyExists => {
-            Failure::new(USAGE, "local_file", error.to_string())
-        }
-        _ => Failure::from(io::Error::new(error.kind(), error.to_string())),
-    }
 }
 
 #[cfg(test)]

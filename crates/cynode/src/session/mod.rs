@@ -6,6 +6,7 @@ mod exec;
 mod list;
 mod shell;
 pub mod stdio;
+pub mod transfer;
 
 use std::process::ExitCode;
 

@@ -54,7 +54,8 @@ impl Stack {
         let api = self.orchestrator.as_ref().map(roles::api_url);
         Endpoints {
             version: 1,
-            mcp: api.as_ref().map(|api| format!("{api}/mcp")),
+            // Nothing answers there yet.
+            mcp: None,
             api,
             control: self.orchestrator.as_ref().map(roles::control_url),
             worker: Some(roles::worker_url(&self.worker)),

@@ -6,4 +6,7 @@ mod commands;
 mod description;
 mod faults;
 mod postgres;
+mod retention;
+mod small;
 mod stack;
+mod work;

@@ -115,7 +115,7 @@ async fn up_runs_every_role_and_down_leaves_nothing() -> Result<()> {
     let url = stack.up()?;
     let endpoints = stack.endpoints()?;
     assert_eq!(endpoints["api"].as_str(), Some(url.as_str()), "stdout is the API's address and nothing else");
-    assert_eq!(endpoints["mcp"], format!("{url}/mcp"));
+    assert!(endpoints["mcp"].is_null(), "nothing answers there yet: {endpoints}");
     for name in ["control", "worker"] {
         assert!(endpoints[name].as_str().is_some_and(|url| url.starts_with("http://127.0.0.1:")), "{endpoints}");
     }

@@ -1,0 +1,105 @@
+//! What is kept for a time goes when its time is over, and nothing else does.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
+
+use anyhow::{Result, ensure};
+use cynode_api::TaskCreate;
+use cynode_tests::{Plane, eventually};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The files of the store.
+fn stored(directory: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    let mut open = vec![directory.to_owned()];
+    while let Some(directory) = open.pop() {
+        for entry in fs_err::read_dir(directory)? {
+            let path = entry?.path();
+            if path.is_dir() { open.push(path) } else { found.push(path) }
+        }
+    }
+    Ok(found)
+}
+
+fn make_old(path: &Path) -> Result<()> {
+    let touched = Command::new("touch").args(["-d", "3 days ago"]).arg(path).status()?;
+    ensure!(touched.success(), "touch");
+    Ok(())
+}
+
+#[tokio::test]
+async fn bytes_that_nobody_needs_are_removed() -> Result<()> {
+    let plane = Plane::new().await?;
+    let mut orchestrator = plane.orchestrator("", &[]).await?;
+    let client = orchestrator.client()?;
+    let task = client.create_task(&TaskCreate { name: "t".to_owned(), ..Default::default() }).await?.id;
+    for (path, text) in [("kept", "one"), ("kept", "two"), ("young", "three"), ("gone", "four"), ("twice", "four")] {
+        client.put_artifact(task, path, None, text.as_bytes().to_vec()).await?;
+    }
+    let directory = orchestrator.state_dir().join("artifacts");
+    assert_eq!(stored(&directory)?.len(), 4, "the same bytes are there once");
+    let old = "update artifacts set created_at = now() - interval '40 days' where path in ('kept', 'gone', 'twice')";
+    plane.postgres.ask(old)?;
+    plane.postgres.ask("delete from artifacts where path = 'gone'")?;
+    for file in stored(&directory)? {
+        make_old(&file)?;
+    }
+    fs_err::create_dir_all(directory.join("incoming"))?;
+    for (name, is_old) in [("abandoned", true), ("under-way", false)] {
+        let path = directory.join("incoming").join(name);
+        fs_err::write(&path, "half")?;
+        if is_old {
+            make_old(&path)?;
+        }
+    }
+    fs_err::create_dir_all(directory.join("sha256/00"))?;
+    let unknown = directory.join(format!("sha256/00/{}", "00".repeat(32)));
+    fs_err::write(&unknown, "")?;
+    make_old(&unknown)?;
+    let fresh = directory.join(format!("sha256/00/{}", "01".repeat(32)));
+    fs_err::write(&fresh, "")?;
+
+    orchestrator.kill()?;
+    let orchestrator = plane.orchestrator("", &[("artifact_days", "30"), ("event_days", "30")]).await?;
+    let client = orchestrator.client()?;
+    // 'one' was superseded long ago; the rest is the newest of an open task, or young.
+    let expected = async || Ok(client.artifacts(task).await?.len() == 3 && !unknown.exists());
+    eventually("what is over is gone", PATIENCE, expected).await?;
+    let mut left: Vec<String> = client.artifacts(task).await?.iter().map(|artifact| format!("{} {}", artifact.path, artifact.version)).collect();
+    left.sort();
+    assert_eq!(left, ["kept 2", "twice 1", "young 1"]);
+    for path in ["kept", "twice", "young"] {
+        let mut body = client.get_artifact(task, path, None).await?;
+        assert!(body.chunk().await?.is_some(), "{path}");
+    }
+    let settled = async || Ok(stored(&directory)?.len() == 5);
+    eventually("three artifacts, one that is young, one under way", PATIENCE, settled).await?;
+    assert!(fresh.exists() && directory.join("incoming/under-way").exists() && !directory.join("incoming/abandoned").exists());
+    Ok(())
+}
+
+#[tokio::test]
+async fn old_events_go_and_their_cursors_are_refused() -> Result<()> {
+    let plane = Plane::new().await?;
+    let mut orchestrator = plane.orchestrator("", &[]).await?;
+    let client = orchestrator.client()?;
+    let task = client.create_task(&TaskCreate { name: "t".to_owned(), ..Default::default() }).await?.id;
+    plane.postgres.ask(&format!(
+        "insert into events (cursor, at, type, task_id, state) select n, now() - make_interval(days => 12000 - n), 'job.state', '{task}', 'accepted'
+         from generate_series(1, 12000) n; update event_head set last = 12000"
+    ))?;
+    orchestrator.kill()?;
+    let orchestrator = plane.orchestrator("", &[("event_days", "30")]).await?;
+    let client = orchestrator.client()?;
+    let expired = async || Ok(plane.postgres.ask("select count(*) from events")? == "30");
+    eventually("old events are gone", PATIENCE, expired).await?;
+    let refused = client.events(5, None, Duration::ZERO).await.expect_err("gone");
+    assert!(refused.is(cynode_api::ErrorCode::CursorExpired), "{refused}");
+    let page = client.events(0, None, Duration::ZERO).await?;
+    assert_eq!((page.items.len(), page.items.first().map(|event| event.cursor), page.next_cursor), (30, Some(11_971), 12_000));
+    Ok(())
+}

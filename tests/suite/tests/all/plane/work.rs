@@ -1,0 +1,300 @@
+//! Jobs and sessions through an orchestrator, with a node that runs them.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use cynode_api::{
+    Artifact, ErrorCode, ExportFormat, ExportRequest, Job, JobCreate, JobId, JobState, LimitsRequest, PreferenceScope, Session, SessionCreate, SessionEnd,
+    SessionId, SessionState, TaskCreate, TaskId, TokenCreate, TokenKind, UserSessionCreate, WorkspaceRef,
+};
+use cynode_client::{OutputQuery, SessionFilter, UserClient};
+use cynode_tests::{Answer, IMAGE, eventually, sh};
+use http::Method;
+
+use super::small::Small;
+use crate::cli::{cynode, run};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn limits() -> LimitsRequest {
+    LimitsRequest { memory_bytes: Some(64 << 20), disk_bytes: Some(32 << 20), ..Default::default() }
+}
+
+fn script(text: &str) -> JobCreate {
+    JobCreate {
+        job_id: Some(JobId::generate()),
+        command: ["/bin/sh", "-c", text].map(str::to_owned).to_vec(),
+        timeout_seconds: Some(60),
+        limits: Some(limits()),
+        ..Default::default()
+    }
+}
+
+async fn ended(client: &UserClient, request: &JobCreate) -> Result<Job> {
+    let id = client.create_job(request).await?.job_id;
+    eventually("the job ends", PATIENCE, async || Ok(client.job(id).await?.state.is_final())).await?;
+    Ok(client.job(id).await?)
+}
+
+async fn session(client: &UserClient, request: UserSessionCreate) -> Result<Session> {
+    Ok(client.sessions().create_user_session(&UserSessionCreate { limits: Some(limits()), ..request }).await?)
+}
+
+async fn task(client: &UserClient) -> Result<TaskId> {
+    Ok(client.create_task(&TaskCreate { name: "work".to_owned(), ..Default::default() }).await?.id)
+}
+
+/// A tar archive of one file.
+fn archive(name: &str, text: &str) -> Result<Vec<u8>> {
+    let mut tar = tar::Builder::new(Vec::new());
+    let mut header = tar::Header::new_gnu();
+    header.set_size(text.len() as u64);
+    header.set_mode(0o644);
+    tar.append_data(&mut header, name, text.as_bytes())?;
+    Ok(tar.into_inner()?)
+}
+
+#[tokio::test]
+async fn the_kept_output_of_a_job_says_how_it_ended_in_pages_and_as_events() -> Result<()> {
+    let small = Small::start().await?;
+    let client = small.orchestrator.client()?;
+    let job = ended(&client, &script("echo out; echo err >&2; exit 3")).await?;
+    let id = job.job_id;
+    assert_eq!((job.state, job.exit_code), (JobState::Failed, Some(3)));
+    let page = client.job_output(id, &OutputQuery::default()).await?;
+    assert_eq!(page.exit.as_ref().and_then(|exit| exit.exit_code), Some(3), "{page:?}");
+    assert_eq!(page.exit.map(|exit| (exit.bytes.stdout, exit.bytes.stderr)), Some((4, 4)));
+    // A page that does not hold the rest says nothing of the end.
+    let first = client.job_output(id, &OutputQuery { max_bytes: Some(1), ..Default::default() }).await?;
+    assert!(first.chunks.len() == 1 && first.exit.is_none(), "{first:?}");
+    let rest = client.job_output(id, &OutputQuery { after_seq: Some(first.next_seq), wait_ms: Some(60_000), ..Default::default() }).await?;
+    assert!(rest.chunks.len() == 1 && rest.exit.is_some(), "{rest:?}");
+
+    let small = &small;
+    let events = |last: Option<u64>| async move {
+        let mut request = small.request(Method::GET, &format!("/v1/jobs/{id}/output"))?.header("accept", "text/event-stream");
+        if let Some(last) = last {
+            request = request.header("last-event-id", last);
+        }
+        Ok::<_, anyhow::Error>(request.send().await?.error_for_status()?.text().await?)
+    };
+    let names = |text: &str| text.lines().filter_map(|line| line.strip_prefix("event: ").map(str::to_owned)).collect::<Vec<_>>();
+    let (whole, resumed) = (events(None).await?, events(Some(1)).await?);
+    let mut streams = names(&whole);
+    ensure!(streams.first().is_some_and(|name| name == "start") && streams.last().is_some_and(|name| name == "exit"), "{whole}");
+    streams.sort();
+    assert_eq!(streams, ["exit", "start", "stderr", "stdout"], "{whole}");
+    assert!(whole.contains("\"exit_code\":3"), "{whole}");
+    assert_eq!(names(&resumed).len(), 2, "what was seen does not come again: {resumed}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_job_that_never_ran_has_an_end_to_follow() -> Result<()> {
+    let small = Small::start().await?;
+    let client = small.orchestrator.client()?;
+    let node = client.nodes().await?.pop().context("a node")?;
+    client.drain_node(node.id, true).await?;
+    let id = client.create_job(&script("true")).await?.job_id;
+    // Nobody has it yet: who asks without waiting is told so at once.
+    let page = client.job_output(id, &OutputQuery::default()).await?;
+    assert!(page.chunks.is_empty() && page.exit.is_none(), "{page:?}");
+    let followed = small.request(Method::GET, &format!("/v1/jobs/{id}/output"))?.header("accept", "text/event-stream").send();
+    let (stopped, followed) = tokio::join!(client.stop_job(id), followed);
+    assert_eq!(stopped?.state, JobState::Canceled);
+    let text = followed?.error_for_status()?.text().await?;
+    assert!(text.contains("event: exit"), "{text}");
+    assert!(client.job_output(id, &OutputQuery::default()).await?.exit.is_some());
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_session_that_its_node_refused_is_listed_shown_and_can_be_ended() -> Result<()> {
+    let small = Small::start().await?;
+    let client = small.orchestrator.client()?;
+    let sessions = client.sessions();
+    let task = task(&client).await?;
+    let mut request = SessionCreate::new(task, SessionId::generate(), "default");
+    request.limits = Some(LimitsRequest { nofile: Some(u64::MAX), ..limits() });
+    let refused = sessions.create_session(&request).await.expect_err("no host gives so many");
+    assert!(refused.status().is_some_and(|status| (400..500).contains(&status)), "{refused}");
+    let id = request.session_id;
+    let shown = sessions.get_session(id).await?;
+    assert_eq!((shown.state, shown.task_id), (SessionState::Failed, task));
+    assert!(shown.end_reason.is_some_and(|reason| reason.contains("nofile")) && shown.ended_at.is_some());
+    let listed = sessions.list_sessions(&SessionFilter { task_id: Some(task), ..Default::default() }).await?;
+    assert_eq!(listed.iter().map(|session| session.session_id).collect::<Vec<_>>(), [id]);
+    assert_eq!(sessions.end_session(id, &SessionEnd::default()).await?.state, SessionState::Failed);
+    // The same request again is the same session, and it has failed.
+    assert_eq!(sessions.create_session(&request).await?.state, SessionState::Failed);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_workspace_begins_with_what_an_artifact_holds() -> Result<()> {
+    let small = Small::start().await?;
+    let client = small.orchestrator.client()?;
+    let task = task(&client).await?;
+    let artifact = client.put_artifact(task, "seed.tar", Some("application/x-tar"), archive("dir/hello", "from an artifact")?).await?;
+    let reference = WorkspaceRef::Artifact(artifact.id);
+    let made = session(&client, UserSessionCreate { task_id: Some(task), workspace_ref: Some(reference.clone()), ..Default::default() }).await?;
+    assert_eq!(made.state, SessionState::Running);
+    let said = client.sessions().exec(made.session_id, &sh("cat dir/hello; id -u; stat -c %u dir/hello")).await?;
+    assert_eq!(said.stdout, "from an artifact1000\n1000\n", "{said:?}");
+    let job = ended(&client, &JobCreate { task_id: Some(task), workspace_ref: Some(reference), ..script("cat dir/hello") }).await?;
+    assert_eq!((job.state, job.output.stdout.as_str()), (JobState::Completed, "from an artifact"), "{job:?}");
+
+    // What is no archive makes no session; nobody else's artifact does.
+    let broken = client.put_artifact(task, "broken", None, b"no archive at all".to_vec()).await?;
+    let request = UserSessionCreate { task_id: Some(task), workspace_ref: Some(WorkspaceRef::Artifact(broken.id)), ..Default::default() };
+    let refused = session(&client, request).await.expect_err("no archive");
+    assert!(format!("{refused:#}").contains("archive") || format!("{refused:#}").contains("tar"), "{refused:#}");
+    let (_, other) = small.user("other").await?;
+    let other = UserClient::new(&small.orchestrator.url()?, &other)?;
+    let stolen = UserSessionCreate { workspace_ref: Some(WorkspaceRef::Artifact(artifact.id)), ..Default::default() };
+    let refused = other.sessions().create_user_session(&stolen).await.expect_err("another's artifact");
+    assert!(refused.is(ErrorCode::NotFound), "{refused}");
+    client.sessions().end_session(made.session_id, &SessionEnd::default()).await?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn run_takes_a_directory_along() -> Result<()> {
+    let small = Small::start().await?;
+    let directory = small.plane.world.directory().join("along");
+    fs_err::create_dir_all(directory.join("deep"))?;
+    fs_err::write(directory.join("deep/file"), "carried")?;
+    let mut command = cynode(&small.plane.world)?;
+    command.env("CYNODE_URL", small.orchestrator.url()?).env("CYNODE_TOKEN", small.orchestrator.token()?);
+    let ran = run(command.args(["run", "--memory", "64m", "--workspace"]).arg(&directory).args(["--", "/bin/sh", "-c", "cat deep/file; exit 7"]), b"")?;
+    assert_eq!((ran.code, ran.text().as_str()), (Some(7), "carried"), "{ran:?}");
+    let mut command = cynode(&small.plane.world)?;
+    command.env("CYNODE_URL", small.orchestrator.url()?).env("CYNODE_TOKEN", small.orchestrator.token()?);
+    let missing = run(command.args(["run", "--workspace", "nowhere", "--", "true"]), b"")?;
+    assert_eq!(missing.code, Some(64), "{missing:?}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_job_works_in_a_workspace_that_a_session_kept() -> Result<()> {
+    let small = Small::start().await?;
+    let client = small.orchestrator.client()?;
+    let task = task(&client).await?;
+    let made = session(&client, UserSessionCreate { task_id: Some(task), ..Default::default() }).await?;
+    client.sessions().exec(made.session_id, &sh("echo one > kept")).await?;
+    let keep = SessionEnd { workspace: Some(cynode_api::WorkspaceDisposal::Keep), ..Default::default() };
+    client.sessions().end_session(made.session_id, &keep).await?;
+    let reference = Some(WorkspaceRef::Workspace(made.workspace_id));
+    let job = ended(&client, &JobCreate { task_id: Some(task), workspace_ref: reference.clone(), ..script("cat kept; echo two >> kept") }).await?;
+    assert_eq!(job.output.stdout, "one\n", "{job:?}");
+    // It is there after the job, with what the job did. The job's sandbox is on its way out.
+    let again = async || {
+        let request = UserSessionCreate { task_id: Some(task), workspace_ref: reference.clone(), ..Default::default() };
+        match session(&client, request).await {
+            Ok(made) => Ok(Some(client.sessions().exec(made.session_id, &sh("cat kept")).await?.stdout)),
+            Err(error) if format!("{error:#}").contains("another session") => Ok(None),
+            Err(error) => Err(error),
+        }
+    };
+    let mut said = None;
+    eventually("the workspace is free", PATIENCE, async || {
+        said = again().await?;
+        Ok(said.is_some())
+    })
+    .await?;
+    assert_eq!(said.as_deref(), Some("one\ntwo\n"));
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_export_is_an_artifact_or_its_bytes() -> Result<()> {
+    let small = Small::start().await?;
+    let client = small.orchestrator.client()?;
+    let made = session(&client, UserSessionCreate::default()).await?;
+    let id = made.session_id;
+    client.sessions().exec(id, &sh("echo text > file")).await?;
+    let request = ExportRequest { version: None, format: ExportFormat::Tar, base: None, path: None };
+    let answer = Answer::of(small.request(Method::POST, &format!("/v1/sessions/{id}/export"))?.json(&request)).await?;
+    assert_eq!(answer.status, 201);
+    let artifact: Artifact = serde_json::from_slice(&answer.body)?;
+    assert_eq!((artifact.task_id, artifact.version, artifact.media_type.as_str()), (made.task_id, 1, "application/x-tar"));
+    let mut bytes = Vec::new();
+    let mut content = client.artifact_content(artifact.id).await?;
+    while let Some(piece) = content.chunk().await? {
+        bytes.extend_from_slice(&piece);
+    }
+    let names: Vec<String> = tar::Archive::new(bytes.as_slice()).entries()?.map(|entry| Ok(entry?.path()?.display().to_string())).collect::<Result<_>>()?;
+    assert!(names.iter().any(|name| name.trim_start_matches("./") == "file"), "{names:?}");
+    // The client's own way: the bytes, and no artifact more.
+    let mut direct = client.sessions().export(id, &request).await?;
+    let mut length = 0;
+    while let Some(piece) = direct.chunk().await? {
+        length += piece.len();
+    }
+    assert!(length > 0 && client.artifacts(made.task_id).await?.len() == 1);
+    // A patch of what is no repository is the node's to refuse.
+    let patch = ExportRequest { format: ExportFormat::Patch, ..request };
+    let refused = Answer::of(small.request(Method::POST, &format!("/v1/sessions/{id}/export"))?.json(&patch)).await?;
+    assert!(refused.status == 409 && String::from_utf8_lossy(&refused.body).contains("not_a_repository"), "{}", refused.status);
+    Ok(())
+}
+
+// proves: REQ-SANDBX-0118
+#[tokio::test]
+async fn only_the_pinned_image_runs() -> Result<()> {
+    let small = Small::start().await?;
+    let client = small.orchestrator.client()?;
+    let made = session(&client, UserSessionCreate::default()).await?;
+    let image = client.images().await?.into_iter().find(|image| image.versions.iter().any(|version| version.image_ref == IMAGE)).context("the image")?;
+    assert_eq!(made.image_digest, image.versions[0].image_digest, "what runs is what is written down");
+    client.sessions().end_session(made.session_id, &SessionEnd::default()).await?;
+
+    // The register means another image than the one that the node has under that name: it is not there.
+    let digest = format!("sha256:{}", "ab".repeat(32));
+    small.plane.postgres.ask(&format!("update sandbox_image_versions set image_digest = '{digest}' where image_ref = '{IMAGE}'"))?;
+    let worker = small.worker.client()?;
+    let mut request = SessionCreate::new(TaskId::generate(), SessionId::generate(), IMAGE);
+    request.image_digest = Some(digest.clone());
+    let refused = worker.create_session(&request).await.expect_err("another image");
+    assert!(refused.is(ErrorCode::ImageDigestMismatch), "{refused}");
+    let mut job = cynode_tests::job("true");
+    job.sandbox.image_digest = Some(digest);
+    let job = worker.run_job(&job).await?;
+    assert_eq!(job.error.map(|error| error.code).as_deref(), Some("image_digest_mismatch"));
+
+    // Who wants only pinned images gets no other.
+    small.plane.postgres.ask(&format!("update sandbox_image_versions set image_digest = null where image_ref = '{IMAGE}'"))?;
+    client.put_preference(PreferenceScope::System, "-", "sandbox_images.require_digest_pinning", true.into()).await?;
+    let refused = client.sessions().create_user_session(&UserSessionCreate::default()).await.expect_err("not pinned");
+    assert!(refused.is(ErrorCode::ImageNotAllowed), "{refused}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_a_token_began_ends_when_it_is_revoked() -> Result<()> {
+    let small = Small::start().await?;
+    let client = small.orchestrator.client()?;
+    let made = session(&client, UserSessionCreate::default()).await?;
+    let token = client.create_token(&TokenCreate { kind: TokenKind::User, expires_in_seconds: Some(3_600), ..token_defaults() }).await?;
+    let theirs = UserClient::new(&small.orchestrator.url()?, &token.token)?;
+    let mut events = small.request_by(&token.token, Method::GET, "/v1/events")?.header("accept", "text/event-stream").send().await?.error_for_status()?;
+    let mut output = theirs.sessions().exec_stream(made.session_id, &sh("while :; do echo line; sleep 1; done")).await?;
+    let waiting = small.request_by(&token.token, Method::GET, "/v1/events?after=0&wait_ms=60000&task_id=01890000-0000-7000-8000-000000000001")?.send();
+    let revoked = async {
+        ensure!(output.next().await?.is_some(), "it begins");
+        client.revoke_token(token.id).await?;
+        Ok(())
+    };
+    let (revoked, waited) = tokio::join!(revoked, waiting);
+    revoked?;
+    assert_eq!(waited?.status(), 401);
+    while events.chunk().await?.is_some() {}
+    while let Ok(Some(_)) = output.next().await {}
+    assert!(theirs.tasks(None).await.is_err());
+    client.sessions().end_session(made.session_id, &SessionEnd::default()).await?;
+    Ok(())
+}
+
+fn token_defaults() -> TokenCreate {
+    serde_json::from_value(serde_json::json!({"kind": "user"})).expect("a token")
+}
