@@ -55,19 +55,16 @@ impl Fleet {
 
     /// A call to a node, within a limit of time. Whether it was answered is remembered.
     pub(crate) async fn call<T>(&self, id: NodeId, limit: Duration, call: impl Future<Output = Result<T, ClientError>>) -> Result<T, Failed> {
-        let answered = match tokio::time::timeout(limit, call).await {
-            Ok(answer) => answer.map_err(Failed::from),
-            Err(_) => Err(Failed::Unknown(format!("it has not answered for {} s", limit.as_secs()))),
-        };
+        let answer = tokio::time::timeout(limit, call).await;
         let mut quiet = self.quiet.lock();
-        match &answered {
-            Ok(_) | Err(Failed::Refused(_)) => drop(quiet.remove(&id)),
-            Err(_) => {
-                let pause = quiet.get(&id).map_or(FIRST_QUIET, |known| (known.pause * 2).min(LONGEST_QUIET));
-                quiet.insert(id, Quiet { until: Instant::now() + pause, pause });
-            }
+        if matches!(answer, Ok(Ok(_) | Err(ClientError::Problem(_)))) {
+            quiet.remove(&id);
+        } else {
+            let pause = quiet.get(&id).map_or(FIRST_QUIET, |known| (known.pause * 2).min(LONGEST_QUIET));
+            quiet.insert(id, Quiet { until: Instant::now() + pause, pause });
         }
-        answered
+        drop(quiet);
+        answer.map_or_else(|_| Err(Failed::Unknown(format!("it has not answered for {} s", limit.as_secs()))), |answer| answer.map_err(Failed::from))
     }
 
     /// A client for a node's Worker API.

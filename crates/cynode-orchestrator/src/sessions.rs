@@ -129,7 +129,7 @@ impl Orchestrator {
         let client = self.fleet.client(&self.db, row.node_id).await?;
         match answer_for(row.session_id, self.fleet.call(row.node_id, CREATE, client.create_session(&row.request)).await) {
             Ok(session) => {
-                self.db.observe_session(&session, row.read_at).await?;
+                let session = self.write_down(row.node_id, session, row.read_at).await?;
                 if session.state == SessionState::Creating {
                     self.db.release_session(row.session_id, 1).await?;
                 }
@@ -153,6 +153,27 @@ impl Orchestrator {
         }
     }
 
+    /// Writes down what a node answered to a question of `asked_at`. When somebody else wrote something meanwhile, nobody knows
+    /// which is newer: then the node is asked again, so that the caller's next call finds what this answer says.
+    pub(crate) async fn write_down(&self, node_id: NodeId, mut session: Session, mut asked_at: OffsetDateTime) -> Result<Session, ApiError> {
+        let id = session.session_id;
+        for _ in 0..5 {
+            if self.db.observe_session(&session, asked_at).await? {
+                break;
+            }
+            let Some(row) = self.db.any_session(id).await? else { break };
+            asked_at = row.read_at;
+            let client = self.fleet.client(&self.db, node_id).await?;
+            match answer_for(id, self.fleet.call(node_id, SHOW, client.get_session(id)).await) {
+                Ok(now) => session = now,
+                // What was answered first is true enough; the reconciler looks again.
+                Err(_) => break,
+            }
+        }
+        self.told();
+        Ok(session)
+    }
+
     /// The node that has the workspace which a request wants.
     pub(crate) async fn workspace_node(&self, task_id: TaskId, wanted: Option<&WorkspaceRef>) -> Result<Option<NodeId>, ApiError> {
         let Some(WorkspaceRef::Workspace(id)) = wanted else { return Ok(None) };
@@ -164,6 +185,10 @@ impl Orchestrator {
     pub(crate) async fn end_session(&self, row: SessionRow, end: SessionEnd) -> Result<Session, ApiError> {
         self.db.ask_end(row.session_id, &end).await?;
         let Some(row) = self.db.any_session(row.session_id).await? else { return Err(ApiError::new(ErrorCode::SessionNotFound, "the session is gone")) };
+        let node = self.db.node(row.node_id).await?;
+        if node.is_lost || node.silent_seconds > self.config.unreachable_after() {
+            return Ok(row.object);
+        }
         match self.tell_end(&row, &end).await {
             Ok(session) => Ok(session),
             // The node has forgotten it, or never had it: it has ended.

@@ -94,8 +94,7 @@ pub(super) async fn patch(
     let row = orchestrator.db.session(&caller.scope, id).await?;
     let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
     let session = answer_for(id, client.patch_session(id, &patch).await.map_err(Failed::from)).map_err(Failed::problem)?;
-    orchestrator.db.observe_session(&session, row.read_at).await?;
-    Ok(Json(session))
+    orchestrator.write_down(row.node_id, session, row.read_at).await.map(Json)
 }
 
 /// End a session. 200 also when it has ended already.
@@ -131,9 +130,7 @@ pub(super) async fn resume(
     let row = orchestrator.db.session(&caller.scope, id).await?;
     let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
     let session = answer_for(id, client.resume_session(id).await.map_err(Failed::from)).map_err(Failed::problem)?;
-    orchestrator.db.observe_session(&session, row.read_at).await?;
-    orchestrator.told();
-    Ok(Json(session))
+    orchestrator.write_down(row.node_id, session, row.read_at).await.map(Json)
 }
 
 /// Passes a call on to the node of a session that the caller may know of. The address there is made of ids that were read as

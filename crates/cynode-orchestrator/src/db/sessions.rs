@@ -217,8 +217,8 @@ impl Db {
     }
 
     /// Writes down what a node said of a session when it was asked at `as_of` (by the database's clock). What was written since
-    /// then is newer, and stays. Changed states are told as events.
-    pub(crate) async fn observe_session(&self, object: &Session, as_of: OffsetDateTime) -> Result<(), ApiError> {
+    /// then is newer, and stays: then this says false. Changed states are told as events.
+    pub(crate) async fn observe_session(&self, object: &Session, as_of: OffsetDateTime) -> Result<bool, ApiError> {
         let id = object.session_id;
         let mut transaction = self.begin().await?;
         let before = sqlx::query("select *, clock_timestamp() as read_at, updated_at > $2 as is_newer from sessions where session_id = $1 for update")
@@ -227,13 +227,13 @@ impl Db {
             .fetch_optional(&mut *transaction)
             .await
             .map_err(problem)?;
-        let Some(before) = before else { return Ok(()) };
+        let Some(before) = before else { return Ok(true) };
         if before.try_get::<bool, _>("is_newer").map_err(problem)? {
-            return Ok(());
+            return Ok(false);
         }
         let before = session(&before)?;
         if !before.is_news(object) {
-            return Ok(());
+            return Ok(true);
         }
         let state = before.state_by(object);
         let over = is_over(object.state);
@@ -255,7 +255,8 @@ impl Db {
         if before.state != state {
             events::add(&mut transaction, &told(before.task_id, id, state)).await?;
         }
-        super::commit(transaction).await
+        super::commit(transaction).await?;
+        Ok(true)
     }
 
     /// Sets the state of a session without its node: it failed, or its node is gone.

@@ -22,11 +22,11 @@ const SOON: f64 = 1.0;
 /// A node that is given up, or that says nothing, is not asked for each of its jobs again and again; its return wakes them.
 const LATER: f64 = 60.0;
 /// A job waits for others of its node.
-const IN_LINE: f64 = 0.2;
+const IN_LINE: f64 = 1.0;
 /// No call of a step takes longer. A lease holds for longer than that.
 const CALL: Duration = Duration::from_secs(15);
 /// While its output is fetched.
-const COLLECTING: f64 = 300.0;
+const COLLECTING: f64 = 60.0;
 
 pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
     loop {
