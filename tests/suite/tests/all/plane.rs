@@ -5,5 +5,7 @@ mod callers;
 mod commands;
 mod description;
 mod faults;
+mod nodes;
 mod postgres;
 mod stack;
+mod tls;
