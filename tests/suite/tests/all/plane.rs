@@ -8,4 +8,6 @@ mod faults;
 mod nodes;
 mod postgres;
 mod stack;
+mod streams;
 mod tls;
+mod upgrade;
