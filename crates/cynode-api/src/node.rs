@@ -118,7 +118,7 @@ pub enum NodeState {
     NotReady,
     /// It takes no new work; what runs goes on.
     Draining,
-    /// No heartbeat for a while.
+    /// No heartbeat for a while, or no way from the orchestrator to it.
     Unreachable,
     /// For so long that its work is given up.
     Lost,

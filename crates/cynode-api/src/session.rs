@@ -110,6 +110,9 @@ pub struct UserSessionCreate {
     pub pty_allowed: Option<bool>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub labels: BTreeMap<String, String>,
+    /// Labels that its node must have, all of them.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub node_labels: BTreeMap<String, String>,
 }
 
 /// Where a session's files come from.

@@ -1,6 +1,9 @@
 //! The client itself: one connection pool, one way to send, one way to read an answer.
 
-use std::time::Duration;
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use bytes::{Bytes, BytesMut};
 use cynode_api::{API_VERSION, Problem, SessionId};
@@ -29,6 +32,18 @@ pub enum Surface {
     User,
 }
 
+/// Whose certificates are trusted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Trust<'a> {
+    /// Those that the system trusts, and those in the file that `CYNODE_CA_FILE` names.
+    #[default]
+    Environment,
+    /// Those that the system trusts, and those in this file.
+    Also(&'a Path),
+    /// Those in this file and no others.
+    Only(&'a Path),
+}
+
 /// Whether a worker is ready to do its job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Readiness {
@@ -55,13 +70,12 @@ pub struct WorkerClient {
 }
 
 impl WorkerClient {
-    /// A client for the worker at `base` (`http://127.0.0.1:12090`). The certificates in the file that `CYNODE_CA_FILE`
-    /// names are trusted as well as the system's.
+    /// A client for the worker at `base` (`http://127.0.0.1:12090`).
     pub fn new(base: &str, token: &str) -> Result<Self> {
-        Self::for_surface(base, token, Surface::Worker)
+        Self::trusting(base, token, Surface::Worker, Trust::Environment)
     }
 
-    pub fn for_surface(base: &str, token: &str, surface: Surface) -> Result<Self> {
+    pub fn trusting(base: &str, token: &str, surface: Surface, trust: Trust<'_>) -> Result<Self> {
         let base = parse_base(base)?;
         let mut bearer = HeaderValue::try_from(format!("Bearer {}", token.trim()))
             .map_err(|_| Error::Setup("the token holds characters that can't be sent; it must be one line of plain text".to_owned()))?;
@@ -79,20 +93,21 @@ impl WorkerClient {
             // A proxy from the environment can't reach this machine's own loopback, and must not see the token.
             builder = builder.no_proxy();
         }
-        if let Some(path) = std::env::var_os("CYNODE_CA_FILE").filter(|path| !path.is_empty()) {
-            let shown = path.to_string_lossy();
-            let pem = fs_err::read(&path).map_err(|error| Error::Setup(format!("can't read CYNODE_CA_FILE: {error}")))?;
-            let certificates =
-                reqwest::Certificate::from_pem_bundle(&pem).map_err(|_| Error::Setup(format!("CYNODE_CA_FILE '{shown}' holds no PEM certificates")))?;
-            builder = builder.tls_certs_merge(certificates);
-        }
+        builder = match trust {
+            Trust::Only(path) => builder.tls_certs_only(certificates(path)?),
+            Trust::Also(path) => builder.tls_certs_merge(certificates(path)?),
+            Trust::Environment => match std::env::var_os("CYNODE_CA_FILE").filter(|path| !path.is_empty()) {
+                Some(path) => builder.tls_certs_merge(certificates(&PathBuf::from(path))?),
+                None => builder,
+            },
+        };
         let http = builder.build().map_err(|error| Error::Setup(format!("can't set up the HTTP client: {error}")))?;
         Ok(Self { http, base, surface })
     }
 
     /// Which side of CyNode answers at an address that is known to be one of the two.
-    pub async fn find_surface(base: &str, token: &str) -> Result<Surface> {
-        let client = Self::for_surface(base, token, Surface::Worker)?;
+    pub async fn find_surface(base: &str, token: &str, trust: Trust<'_>) -> Result<Surface> {
+        let client = Self::trusting(base, token, Surface::Worker, trust)?;
         // Only a worker has this path. Who is refused for another reason finds out by the call itself.
         let answer = send(client.request(Method::GET, "/v1/worker/sessions?limit=1").timeout(CALL)).await?;
         Ok(if answer.status().as_u16() == 404 { Surface::User } else { Surface::Worker })
@@ -121,6 +136,11 @@ impl WorkerClient {
             503 => Ok(Readiness::NotReady(reason(&body))),
             _ => Err(refusal(url, status, &body)),
         }
+    }
+
+    /// Whether it can be called at all.
+    pub async fn reach(&self) -> Result<()> {
+        accept(send(self.request(Method::GET, "/healthz").timeout(Duration::from_secs(10))).await?).await.map(drop)
     }
 
     /// Asks the worker to end its process. It answers at once and goes on in the background.
@@ -162,6 +182,13 @@ impl WorkerClient {
     pub(crate) async fn get<T: DeserializeOwned>(&self, path: &str, query: &(impl Serialize + Sync)) -> Result<T> {
         json(send(self.request(Method::GET, path).timeout(CALL).query(query)).await?).await
     }
+}
+
+/// The certificates of those who are trusted.
+fn certificates(path: &Path) -> Result<Vec<reqwest::Certificate>> {
+    let pem = fs_err::read(path).map_err(|error| Error::Setup(format!("can't read the trusted certificates: {error}")))?;
+    let found = reqwest::Certificate::from_pem_bundle(&pem).ok().filter(|found| !found.is_empty());
+    found.ok_or_else(|| Error::Setup(format!("'{}' holds no PEM certificates", path.display())))
 }
 
 fn parse_base(text: &str) -> Result<Url> {

@@ -1,6 +1,6 @@
 //! A typed HTTP client over `cynode-api`.
 //!
-//! One constructor, [`WorkerClient::new`], of which [`UserClient`] is made too: a connect timeout, no redirects (a bearer token must not follow one), and no
+//! One constructor, [`WorkerClient::trusting`], of which [`UserClient`] is made too: a connect timeout, no redirects (a bearer token must not follow one), and no
 //! overall timeout on streams. Everything that the other side sends is bounded before it is kept. A rustls provider must
 //! be installed before an `https` address is used.
 #![forbid(unsafe_code)]
@@ -16,7 +16,7 @@ mod pty;
 mod sessions;
 pub mod sse;
 
-pub use client::{Readiness, Sandboxes, Surface, WorkerClient};
+pub use client::{Readiness, Sandboxes, Surface, Trust, WorkerClient};
 pub use error::{Error, Result};
 pub use events::{ExecEvent, ExecEvents};
 pub use execs::OutputQuery;

@@ -14,7 +14,7 @@ use serde::{Serialize, de::DeserializeOwned};
 use serde_json::Value;
 
 use crate::{
-    Error, OutputQuery, Readiness, Result, Surface, WorkerClient,
+    Error, OutputQuery, Readiness, Result, Surface, Trust, WorkerClient,
     client::{CALL, accept, json, send, shown},
 };
 
@@ -68,7 +68,11 @@ fn parts(path: &str) -> Result<String> {
 impl UserClient {
     /// A client for the orchestrator at `base` (`http://127.0.0.1:12080`).
     pub fn new(base: &str, token: &str) -> Result<Self> {
-        WorkerClient::for_surface(base, token, Surface::User).map(Self)
+        Self::trusting(base, token, Trust::Environment)
+    }
+
+    pub fn trusting(base: &str, token: &str, trust: Trust<'_>) -> Result<Self> {
+        WorkerClient::trusting(base, token, Surface::User, trust).map(Self)
     }
 
     /// The calls of sessions, which are those of the Worker API.

@@ -45,12 +45,16 @@ pub struct Config {
     pub artifact_store: Option<String>,
 }
 
-/// Certificate chain and key, as PEM files.
+/// Certificate chain, key and authority, as PEM files.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TlsFiles {
     pub cert: Option<PathBuf>,
     pub key: Option<PathBuf>,
+    /// Who signed the certificates of the nodes; no other is trusted then. When absent, whom the system trusts and `CYNODE_CA_FILE`.
+    pub ca: Option<PathBuf>,
+    /// The name in the certificate, by which those on this machine call; the address when absent.
+    pub name: Option<String>,
 }
 
 impl Default for Config {

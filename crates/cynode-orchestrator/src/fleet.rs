@@ -2,11 +2,12 @@
 
 use std::{
     collections::HashMap,
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
 use cynode_api::{ErrorCode, NodeId, Session, SessionId};
-use cynode_client::{Error as ClientError, WorkerClient};
+use cynode_client::{Error as ClientError, Surface, Trust, WorkerClient};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
 
@@ -24,8 +25,12 @@ const LONGEST_QUIET: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 pub(crate) struct Fleet {
     keys: Keys,
+    /// Who signs the nodes' certificates.
+    authority: Option<PathBuf>,
     known: Mutex<HashMap<NodeId, Known>>,
-    /// Nodes that did not answer when they were last called, and until when they get nothing new.
+    /// Nodes to which no connection could be made from here, and why. It is only for the moment, and for this orchestrator.
+    troubles: Mutex<HashMap<NodeId, String>>,
+    /// Nodes that did not answer a call, and until when they get nothing new.
     quiet: Mutex<HashMap<NodeId, Quiet>>,
 }
 
@@ -44,8 +49,8 @@ struct Known {
 }
 
 impl Fleet {
-    pub(crate) fn new(keys: Keys) -> Self {
-        Self { keys, known: Mutex::default(), quiet: Mutex::default() }
+    pub(crate) fn new(keys: Keys, authority: Option<PathBuf>) -> Self {
+        Self { keys, authority, known: Mutex::default(), troubles: Mutex::default(), quiet: Mutex::default() }
     }
 
     /// Whether a node did not answer a moment ago. It may still send heartbeats.
@@ -65,6 +70,33 @@ impl Fleet {
         }
         drop(quiet);
         answer.map_or_else(|_| Err(Failed::Unknown(format!("it has not answered for {} s", limit.as_secs()))), |answer| answer.map_err(Failed::from))
+    }
+
+    /// Why no connection can be made to a node, if so.
+    pub(crate) fn trouble(&self, id: NodeId) -> Option<String> {
+        self.troubles.lock().get(&id).cloned()
+    }
+
+    /// Tries whether a node can be called from here. A node that is slow is not gone: only a connection that can't be made counts.
+    pub(crate) async fn try_node(&self, node: &NodeRow) {
+        let tried = match self.client_of(node) {
+            Ok(client) => client.reach().await.map_err(|error| (matches!(error, ClientError::Unreachable { never_sent: true, .. }), error.chain())),
+            Err(error) => Err((true, error.0.detail.clone())),
+        };
+        let mut troubles = self.troubles.lock();
+        match tried {
+            Err((true, why)) => {
+                if troubles.get(&node.id) != Some(&why) {
+                    tracing::warn!(node = node.name, node_id = %node.id, why, "A node can't be called from here.");
+                }
+                troubles.insert(node.id, why);
+            }
+            Ok(()) | Err((false, _)) => {
+                if troubles.remove(&node.id).is_some() {
+                    tracing::info!(node = node.name, node_id = %node.id, "A node can be called again.");
+                }
+            }
+        }
     }
 
     /// A client for a node's Worker API.
@@ -87,7 +119,8 @@ impl Fleet {
             known.at = Instant::now();
             return Ok(known.client.clone());
         }
-        let client = WorkerClient::new(&node.api_url, &self.keys.worker_token(node.id, node.token_epoch))
+        let trust = self.authority.as_deref().map_or(Trust::Environment, Trust::Only);
+        let client = WorkerClient::trusting(&node.api_url, &self.keys.worker_token(node.id, node.token_epoch), Surface::Worker, trust)
             .map_err(|error| ApiError::new(ErrorCode::NodeUnreachable, format!("the node {} can't be addressed: {error}", node.name)))?;
         all.insert(node.id, Known { at: Instant::now(), api_url: node.api_url.clone(), epoch: node.token_epoch, client: client.clone() });
         Ok(client)

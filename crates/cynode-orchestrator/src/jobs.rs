@@ -9,7 +9,7 @@ use crate::{
     Orchestrator,
     caller::Caller,
     db::{JobRow, NewJob, to_json},
-    placement::Work,
+    placement::{Work, check_node_labels},
 };
 
 impl Orchestrator {
@@ -112,6 +112,7 @@ fn check(body: &JobCreate) -> Result<(), ApiError> {
     if body.command.is_empty() {
         return Err(ApiError::invalid("command: must name a program"));
     }
+    check_node_labels(&body.node_labels)?;
     if !body.timeout_seconds.is_none_or(|seconds| (1..=job_limits::MAX_TIMEOUT_SECONDS).contains(&seconds)) {
         return Err(ApiError::invalid(format!("timeout_seconds: must lie between 1 and {}", job_limits::MAX_TIMEOUT_SECONDS)));
     }

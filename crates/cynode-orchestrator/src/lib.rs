@@ -88,7 +88,7 @@ pub(crate) struct Orchestrator {
 
 /// Runs an orchestrator until it is told to stop.
 pub async fn run(config: Config) -> Result<(), Error> {
-    let tls = Tls { cert: config.tls.cert.clone(), key: config.tls.key.clone(), insecure: config.insecure_listen };
+    let tls = Tls { cert: config.tls.cert.clone(), key: config.tls.key.clone(), ca: config.tls.ca.clone(), insecure: config.insecure_listen };
     let listener = listen::prepare(config.listen, &tls)?;
     let control = listen::prepare(config.control_listen, &tls)?;
     let url = config.database_url.clone().ok_or(Error::NoDatabase)?;
@@ -112,7 +112,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
         observer_lanes: Lanes::new(128, 1, Arc::default()),
         leftover_lanes: Lanes::new(64, 4, Arc::default()),
         db,
-        fleet: Arc::new(Fleet::new(keys.clone())),
+        fleet: Arc::new(Fleet::new(keys.clone(), config.tls.ca.clone())),
         keys,
         blobs,
         config: Arc::new(config),

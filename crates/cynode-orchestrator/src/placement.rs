@@ -1,6 +1,8 @@
 //! Which image and which node a request gets.
 
-use cynode_api::{DEFAULT_IMAGE_KEY, ErrorCode, ImageVersionId, NodeId, NodeState};
+use std::collections::BTreeMap;
+
+use cynode_api::{DEFAULT_IMAGE_KEY, ErrorCode, ImageVersionId, NodeId, NodeState, session_limits};
 use cynode_service::ApiError;
 
 use crate::{
@@ -48,25 +50,26 @@ impl Orchestrator {
         Ok(preferences.iter().any(|preference| preference.key == REQUIRE_PINNING && preference.value == true))
     }
 
-    /// The node with the most room that has the image. `not` had it before: there it counts as ended.
-    pub(crate) async fn choose_node(&self, version: ImageVersionId, not: &[NodeId]) -> Result<NodeRow, ApiError> {
+    /// The node with the most room that has the image and the labels. One that can't be reached from here is taken only when no
+    /// other is left. `not` had it before: there it counts as ended.
+    pub(crate) async fn choose_node(&self, version: ImageVersionId, labels: &NodeLabels, not: &[NodeId]) -> Result<NodeRow, ApiError> {
         let nodes = self.db.nodes().await?;
         let with_image = self.db.nodes_with(version).await?;
         let given = self.db.load().await?;
         let after = self.config.unreachable_after();
         let mut reasons = Vec::new();
-        let mut best: Option<(f64, NodeRow)> = None;
+        let mut best: Option<((bool, f64), NodeRow)> = None;
         for node in nodes {
             if not.contains(&node.id) {
                 reasons.push((node.name, "had it before".to_owned()));
                 continue;
             }
             let given = given.iter().find(|(id, _)| *id == node.id).map_or(0, |(_, count)| *count);
-            if let Some(reason) = unfit(&node, after, with_image.contains(&node.id), given, self.fleet.is_quiet(node.id)) {
+            if let Some(reason) = unfit(&node, after, with_image.contains(&node.id), given, labels, self.fleet.is_quiet(node.id)) {
                 reasons.push((node.name, reason));
                 continue;
             }
-            let use_now = load(&node, given);
+            let use_now = (self.fleet.trouble(node.id).is_some(), load(&node, given));
             if best.as_ref().is_none_or(|(least, _)| use_now < *least) {
                 best = Some((use_now, node));
             }
@@ -79,11 +82,35 @@ impl Orchestrator {
     }
 }
 
+/// What a request wants of its node.
+pub(crate) type NodeLabels = BTreeMap<String, String>;
+
+/// Refuses labels that no node can have.
+pub(crate) fn check_node_labels(labels: &NodeLabels) -> Result<(), ApiError> {
+    use session_limits::{MAX_LABEL_BYTES, MAX_LABELS};
+    if labels.len() > MAX_LABELS {
+        return Err(ApiError::new(ErrorCode::TooLarge, format!("node_labels: more than {MAX_LABELS}")));
+    }
+    match labels.iter().find(|(name, value)| name.is_empty() || name.len() > MAX_LABEL_BYTES || value.len() > MAX_LABEL_BYTES) {
+        Some((name, _)) => Err(ApiError::invalid(format!("node_labels: {name:?} is not a label (1 to {MAX_LABEL_BYTES} bytes)"))),
+        None => Ok(()),
+    }
+}
+
+/// The first label that a node would need and has not.
+pub(crate) fn missing_label(node: &NodeRow, labels: &NodeLabels) -> Option<String> {
+    let missing = labels.iter().find(|(name, value)| node.capability.labels.get(*name) != Some(value));
+    missing.map(|(name, value)| format!("does not have the label {name}={value}"))
+}
+
 /// Why a node can't take this work now.
-fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: i64, is_quiet: bool) -> Option<String> {
+fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: i64, labels: &NodeLabels, is_quiet: bool) -> Option<String> {
     let (state, reason) = node.state(unreachable_after);
     if state != NodeState::Ready {
         return Some(reason.unwrap_or_else(|| "is draining".to_owned()));
+    }
+    if let Some(reason) = missing_label(node, labels) {
+        return Some(reason);
     }
     if is_quiet {
         return Some("did not answer a moment ago".to_owned());

@@ -17,7 +17,7 @@ use crate::{
     caller::Caller,
     db::{NewSession, SessionRow, to_json},
     fleet::{Failed, answer_for},
-    placement::Work,
+    placement::{NodeLabels, Work, check_node_labels, missing_label},
 };
 
 /// A node answers a create within a minute, with how far it is.
@@ -48,6 +48,7 @@ fn unnamed_task(id: TaskId, name: String, created_by: &str) -> Task {
 
 impl Orchestrator {
     pub(crate) async fn create_session(&self, caller: &Caller, body: UserSessionCreate) -> Result<(StatusCode, Session), ApiError> {
+        check_node_labels(&body.node_labels)?;
         let session_id = body.session_id.unwrap_or_else(SessionId::generate);
         if body.session_id.is_some()
             && let Some(existing) = self.db.any_session(session_id).await?
@@ -75,8 +76,8 @@ impl Orchestrator {
         };
         let kept = self.workspace_node(task_id, body.workspace_ref.as_ref()).await?;
         let node_id = match kept {
-            Some(node_id) => node_id,
-            None => self.choose_node(image.version_id, &[]).await?.id,
+            Some(node_id) => self.labelled_node(node_id, &body.node_labels).await?,
+            None => self.choose_node(image.version_id, &body.node_labels, &[]).await?.id,
         };
         let new = NewSession { body: &body, request: &request, node_id, image_version_id: image.version_id, created_by: &caller.user_name };
         let Some(row) = self.db.insert_session(&new, is_new.then_some(&task), &caller.scope).await? else {
@@ -179,6 +180,18 @@ impl Orchestrator {
         let Some(WorkspaceRef::Workspace(id)) = wanted else { return Ok(None) };
         let node = self.db.workspace_node(task_id, *id.as_uuid()).await?;
         node.map(Some).ok_or_else(|| ApiError::new(ErrorCode::WorkspaceNotFound, format!("no session of this task kept a workspace {id}")))
+    }
+
+    /// A node that has a workspace, if it has the labels too.
+    async fn labelled_node(&self, id: NodeId, labels: &NodeLabels) -> Result<NodeId, ApiError> {
+        if labels.is_empty() {
+            return Ok(id);
+        }
+        let node = self.db.node(id).await?;
+        match missing_label(&node, labels) {
+            Some(reason) => Err(ApiError::new(ErrorCode::NoCapacity, format!("{}, which has the workspace, {reason}", node.name))),
+            None => Ok(id),
+        }
     }
 
     /// Ends a session: written down first, so that it ends also when its node can't be asked now.

@@ -25,6 +25,8 @@ pub enum ListenError {
 pub struct Tls {
     pub cert: Option<PathBuf>,
     pub key: Option<PathBuf>,
+    /// Whom this role trusts when it calls others. Not for the listener; only looked at, so that a bad file is found before a port opens.
+    pub ca: Option<PathBuf>,
     pub insecure: bool,
 }
 
@@ -56,6 +58,9 @@ pub struct Prepared {
 }
 
 pub fn prepare(address: SocketAddr, tls: &Tls) -> Result<Prepared, ListenError> {
+    if let Some(path) = &tls.ca {
+        authorities(path)?;
+    }
     let tls = match (&tls.cert, &tls.key) {
         (Some(cert), Some(key)) => Some(Arc::new(tls_config(cert, key)?)),
         (None, None) if address.ip().is_loopback() || tls.insecure => None,
@@ -73,6 +78,14 @@ impl Prepared {
         let address = listener.local_addr().map_err(failed)?;
         Ok(Bound { listener, tls, address })
     }
+}
+
+/// Certificates of those who are trusted; at least one.
+fn authorities(path: &PathBuf) -> Result<(), ListenError> {
+    use rustls::pki_types::{CertificateDer, pem, pem::PemObject as _};
+    let failed = |source| ListenError::Pem { path: path.clone(), what: "trusted certificates", source };
+    let found: Vec<_> = CertificateDer::pem_file_iter(path).and_then(Iterator::collect).map_err(failed)?;
+    if found.is_empty() { Err(failed(pem::Error::NoItemsFound)) } else { Ok(()) }
 }
 
 fn tls_config(cert: &PathBuf, key: &PathBuf) -> Result<rustls::ServerConfig, ListenError> {

@@ -10,7 +10,7 @@ use cynode_api::{ExecVia, Unenforced};
 use cynode_service::{ConfigError, config};
 use serde::Deserialize;
 
-use crate::rootless;
+use crate::{control, rootless};
 
 /// What `make up` builds and loads.
 pub const DEFAULT_IMAGE: &str = "localhost/cynode/sba-runner:latest";
@@ -71,12 +71,16 @@ pub enum Engine {
     Docker,
 }
 
-/// Certificate chain and key, as PEM files.
+/// Certificate chain, key and authority, as PEM files.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TlsFiles {
     pub cert: Option<PathBuf>,
     pub key: Option<PathBuf>,
+    /// Who signed the certificates of the orchestrators; no other is trusted then. When absent, whom the system trusts and `CYNODE_CA_FILE`.
+    pub ca: Option<PathBuf>,
+    /// The name in the certificate, by which those on this machine call; the address when absent.
+    pub name: Option<String>,
 }
 
 impl Default for Config {
@@ -136,7 +140,21 @@ impl Config {
         if read.pty_timeout_seconds == 0 {
             return Err(ConfigError::Value { key: "worker.pty_timeout_seconds".to_owned(), message: "must be at least 1".to_owned() });
         }
+        read.check_orchestrator()?;
         Ok(read)
+    }
+
+    /// Keys and tokens go to the orchestrator and back, so the way there has to be as safe as the listener.
+    fn check_orchestrator(&self) -> Result<(), ConfigError> {
+        let Some(url) = &self.orchestrator_url else { return Ok(()) };
+        let bad = |key: &str, message: &str| Err(ConfigError::Value { key: format!("worker.{key}"), message: message.to_owned() });
+        if !url.starts_with("https://") && !control::is_on_this_machine(url) && !self.insecure_listen {
+            return bad("orchestrator_url", "leads beyond this machine without TLS: give an https address, or --insecure-listen to do without");
+        }
+        if self.listen.ip().is_unspecified() && self.api_url.is_none() {
+            return bad("api_url", "must say where orchestrators reach this worker, which listens on every address");
+        }
+        Ok(())
     }
 
     /// Where this worker keeps its own things.

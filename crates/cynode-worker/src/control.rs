@@ -3,10 +3,15 @@
 //! What must stay true: nothing here is needed for sandboxes to go on. While no orchestrator answers, the node does its work,
 //! keeps its results, and asks again. Tokens are on disk before they are used.
 
-use std::{io, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use cynode_api::{API_VERSION, Capability, Heartbeat, HeartbeatAnswer, JobId, NodeConfig, NodeRegister, NodeRegistered};
-use cynode_service::{auth, files};
+use cynode_service::{auth, files, telemetry::Chain};
 use http::StatusCode;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tokio::sync::mpsc;
@@ -61,6 +66,21 @@ fn other(error: impl std::fmt::Display) -> Failed {
     Failed::Other(error.to_string())
 }
 
+/// With its causes: a certificate that is not trusted is one.
+fn unsent(error: reqwest::Error) -> Failed {
+    Failed::Other(Chain(&error.without_url()).to_string())
+}
+
+/// Whether an address leads to nobody but ourselves.
+pub(crate) fn is_on_this_machine(url: &str) -> bool {
+    let url: Option<reqwest::Url> = url.parse().ok();
+    match url.as_ref().and_then(reqwest::Url::host_str) {
+        Some("localhost") => true,
+        Some(host) => host.trim_matches(['[', ']']).parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback()),
+        None => false,
+    }
+}
+
 impl Node {
     /// Reads what is known from before: its tokens are good at once.
     pub(crate) fn new(sessions: &Arc<Sessions>, ready: Arc<Readiness>, url: &str, own_token: auth::Token, accepted: auth::Tokens) -> io::Result<Self> {
@@ -74,11 +94,13 @@ impl Node {
         };
         let registration = registration.filter(|known: &Registration| Some(&known.orchestrator_url) == config.orchestrator_url.as_ref());
         let mut builder = reqwest::Client::builder().timeout(CALL).redirect(reqwest::redirect::Policy::none());
-        if let Some(path) = std::env::var_os("CYNODE_CA_FILE").filter(|path| !path.is_empty()) {
-            let certificates = reqwest::Certificate::from_pem_bundle(&fs_err::read(path)?).map_err(io::Error::other)?;
-            builder = builder.tls_certs_merge(certificates);
+        let certificates = |path: &Path| reqwest::Certificate::from_pem_bundle(&fs_err::read(path)?).map_err(io::Error::other);
+        if let Some(path) = &config.tls.ca {
+            builder = builder.tls_certs_only(certificates(path)?);
+        } else if let Some(path) = std::env::var_os("CYNODE_CA_FILE").filter(|path| !path.is_empty()) {
+            builder = builder.tls_certs_merge(certificates(Path::new(&path))?);
         }
-        if config.orchestrator_url.as_ref().is_some_and(|url| url.contains("//127.") || url.contains("//[::1]") || url.contains("//localhost")) {
+        if config.orchestrator_url.as_deref().is_some_and(is_on_this_machine) {
             builder = builder.no_proxy();
         }
         let http = builder.build().map_err(io::Error::other)?;
@@ -193,7 +215,7 @@ impl Node {
         if answer.config_revision != self.config.revision {
             let token = self.registration.as_ref().map(|known| known.node_token.clone());
             let request = self.http.get(format!("{base}/v1/nodes/config")).bearer_auth(token.unwrap_or_default());
-            let config = read(request.send().await.map_err(other)?).await?;
+            let config = read(request.send().await.map_err(unsent)?).await?;
             self.apply(config);
         }
         Ok(())
@@ -204,7 +226,7 @@ impl Node {
         let Some(known) = &self.registration else { return Ok(()) };
         let body = serde_json::json!({ "version": API_VERSION });
         let request = self.http.post(format!("{base}/v1/nodes/jobs/{id}/status")).bearer_auth(&known.node_token).json(&body);
-        request.send().await.map(drop).map_err(|error| other(error.without_url()))
+        request.send().await.map(drop).map_err(unsent)
     }
 
     fn apply(&mut self, config: NodeConfig) {
@@ -219,7 +241,7 @@ impl Node {
         if let Some(token) = token {
             request = request.bearer_auth(token);
         }
-        read(request.send().await.map_err(|error| other(error.without_url()))?).await
+        read(request.send().await.map_err(unsent)?).await
     }
 
     async fn capability(&self) -> Result<Capability, Failed> {

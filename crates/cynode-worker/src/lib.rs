@@ -144,7 +144,7 @@ fn podman(config: &Config, choice: &host::Choice) -> Arc<dyn Runtime> {
 /// Runs a worker until it is told to stop.
 pub async fn run(config: Config) -> Result<(), Error> {
     // What only the configuration decides comes first: it is wrong whatever the host is like.
-    let tls = Tls { cert: config.tls.cert.clone(), key: config.tls.key.clone(), insecure: config.insecure_listen };
+    let tls = Tls { cert: config.tls.cert.clone(), key: config.tls.key.clone(), ca: config.tls.ca.clone(), insecure: config.insecure_listen };
     let listener = listen::prepare(config.listen, &tls)?;
     process::raise_open_files();
     let held = hold(&config)?;

@@ -31,6 +31,9 @@ pub struct Globals {
     /// Configuration file (TOML)
     #[arg(long, global = true, env = "CYNODE_CONFIG", value_name = "FILE")]
     pub config: Option<PathBuf>,
+    /// Certificates (PEM) to trust besides the system's
+    #[arg(long, global = true, env = "CYNODE_CA_FILE", value_name = "FILE")]
+    pub ca: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -288,6 +291,9 @@ pub struct Create {
     /// Label; may be repeated
     #[arg(long, short, value_name = "KEY=VALUE", value_parser = parse::key_value)]
     pub label: Vec<(String, String)>,
+    /// Only on a node with this label; may be repeated
+    #[arg(long, value_name = "KEY=VALUE", value_parser = parse::key_value)]
+    pub node_label: Vec<(String, String)>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]

@@ -1,6 +1,8 @@
 //! Which CyNode a command talks to: `CYNODE_URL` and `CYNODE_TOKEN`, else the files of the state directory.
 
-use cynode_client::{Surface, UserClient, WorkerClient};
+use std::path::{Path, PathBuf};
+
+use cynode_client::{Surface, Trust, UserClient, WorkerClient};
 
 use crate::{
     cli::Globals,
@@ -14,6 +16,14 @@ struct Target {
     token: String,
     /// Unknown when the environment names an address that the files don't.
     surface: Option<Surface>,
+    /// Who signed its certificate, as far as the files say.
+    authority: Option<PathBuf>,
+}
+
+/// Whose certificates are trusted: what was given, else what the files of this machine say.
+pub fn trust<'a>(globals: &'a Globals, known: Option<&'a Path>) -> Trust<'a> {
+    let given = globals.ca.as_deref().filter(|path| !path.as_os_str().is_empty());
+    given.or(known).map_or(Trust::Environment, Trust::Also)
 }
 
 /// For sessions, which orchestrator and worker both serve.
@@ -21,9 +31,9 @@ pub async fn client(globals: &Globals) -> Result<WorkerClient, Failure> {
     let target = target(globals)?;
     let surface = match target.surface {
         Some(surface) => surface,
-        None => WorkerClient::find_surface(&target.url, &target.token).await?,
+        None => WorkerClient::find_surface(&target.url, &target.token, trust(globals, target.authority.as_deref())).await?,
     };
-    Ok(WorkerClient::for_surface(&target.url, &target.token, surface)?)
+    Ok(WorkerClient::trusting(&target.url, &target.token, surface, trust(globals, target.authority.as_deref()))?)
 }
 
 /// For what only the orchestrator has.
@@ -33,7 +43,7 @@ pub fn plane(globals: &Globals) -> Result<UserClient, Failure> {
         return Err(Failure::new(USAGE, "no_orchestrator", format!("only a worker runs here, at {}", target.url))
             .remedy("Start CyNode without --worker-only, or name an orchestrator by CYNODE_URL and CYNODE_TOKEN."));
     }
-    Ok(UserClient::new(&target.url, &target.token)?)
+    Ok(UserClient::trusting(&target.url, &target.token, trust(globals, target.authority.as_deref()))?)
 }
 
 /// Whether the environment says whom to talk to.
@@ -55,7 +65,8 @@ fn find(url: Option<String>, token: Option<String>, state: &StateDir) -> Result<
     match (url, token, local) {
         (Some(url), Some(token), _) => {
             let surface = endpoints.as_ref().and_then(|endpoints| surface_of(endpoints, &url));
-            Ok(Target { url, token, surface })
+            let authority = endpoints.and_then(|endpoints| endpoints.ca).filter(|_| surface.is_some());
+            Ok(Target { url, token, surface, authority })
         }
         // The token on disk is for the address on disk, and goes nowhere else.
         (Some(url), None, Some(local)) if same(&url, &local.url) => on_disk(local, state),
@@ -81,7 +92,7 @@ fn same(one: &str, other: &str) -> bool {
 
 /// The orchestrator when there is one, else the worker. The token comes later.
 fn preferred(endpoints: &Endpoints) -> Option<Target> {
-    let target = |url: &String, surface| Target { url: url.clone(), token: String::new(), surface: Some(surface) };
+    let target = |url: &String, surface| Target { url: url.clone(), token: String::new(), surface: Some(surface), authority: endpoints.ca.clone() };
     endpoints.api.as_ref().map(|url| target(url, Surface::User)).or_else(|| endpoints.worker.as_ref().map(|url| target(url, Surface::Worker)))
 }
 
@@ -103,7 +114,7 @@ mod tests {
 
     fn state(api: bool) -> (tempfile::TempDir, StateDir) {
         let directory = tempfile::tempdir().expect("temporary directory");
-        let globals = Globals { output: crate::cli::Format::Table, state_dir: Some(directory.path().to_owned()), config: None };
+        let globals = Globals { output: crate::cli::Format::Table, state_dir: Some(directory.path().to_owned()), config: None, ca: None };
         let state = StateDir::new(&globals).expect("state");
         fs_err::write(directory.path().join("worker.token"), "w\n").expect("token");
         fs_err::write(directory.path().join("admin.token"), "a\n").expect("token");

@@ -5,13 +5,14 @@
 
 use std::{process::ExitCode, time::Duration};
 
-use cynode_client::{Error, Sandboxes, WorkerClient};
+use cynode_client::{Error, Sandboxes, Surface, WorkerClient};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::Serialize;
 use tokio::time::{Instant, sleep};
 
 use crate::{
     cli::{Down, Format, Globals},
+    connect,
     failure::{Failure, INTERNAL},
     output::{self, Progress},
     postgres, roles,
@@ -45,7 +46,7 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
     let sandboxes = if args.keep_sessions { Sandboxes::Keep } else { Sandboxes::End };
     let progress = Progress::start("stopping CyNode");
     let supervised = is_up(&state)?;
-    let asked = ask_worker(&state, &roles::worker_url(&config), sandboxes).await?;
+    let asked = ask_worker(globals, &state, &config, sandboxes).await?;
     let mut clean = asked;
     if asked {
         progress.say(if args.keep_sessions { "the worker is stopping" } else { "the worker is ending its sandboxes" });
@@ -86,11 +87,13 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
 }
 
 /// Asks the worker to stop; false when it does not answer.
-async fn ask_worker(state: &StateDir, configured: &str, sandboxes: Sandboxes) -> Result<bool, Failure> {
+async fn ask_worker(globals: &Globals, state: &StateDir, config: &cynode_worker::Config, sandboxes: Sandboxes) -> Result<bool, Failure> {
     // A worker can run without `up`; then there are no endpoints.
-    let url = state.endpoints()?.and_then(|endpoints| endpoints.worker).unwrap_or_else(|| configured.to_owned());
+    let endpoints = state.endpoints()?.unwrap_or_default();
+    let url = endpoints.worker.unwrap_or_else(|| roles::worker_url(config));
     let Some(token) = state.token("worker.token")? else { return Ok(false) };
-    let client = WorkerClient::new(&url, &token)?;
+    let authority = endpoints.ca.as_deref().or(config.tls.ca.as_deref());
+    let client = WorkerClient::trusting(&url, &token, Surface::Worker, connect::trust(globals, authority))?;
     match client.shutdown(sandboxes).await {
         Ok(()) => Ok(true),
         // Nobody there, somebody else's, or one that can't: the offline way does it.

@@ -39,20 +39,23 @@ fn bad_config(error: &dyn std::error::Error, section: Section) -> Failure {
 
 /// The worker's address for those on this machine.
 pub fn worker_url(config: &cynode_worker::Config) -> String {
-    local_url(config.listen, config.tls.cert.is_some())
+    local_url(config.listen, config.tls.cert.is_some(), config.tls.name.as_deref())
 }
 
 /// The user API's, likewise.
 pub fn api_url(config: &cynode_orchestrator::Config) -> String {
-    local_url(config.listen, config.tls.cert.is_some())
+    local_url(config.listen, config.tls.cert.is_some(), config.tls.name.as_deref())
 }
 
 /// The control plane's, likewise.
 pub fn control_url(config: &cynode_orchestrator::Config) -> String {
-    local_url(config.control_listen, config.tls.cert.is_some())
+    local_url(config.control_listen, config.tls.cert.is_some(), config.tls.name.as_deref())
 }
 
-fn local_url(mut address: SocketAddr, tls: bool) -> String {
+fn local_url(mut address: SocketAddr, tls: bool, name: Option<&str>) -> String {
+    if let (true, Some(name)) = (tls, name) {
+        return format!("https://{name}:{}", address.port());
+    }
     if address.ip().is_unspecified() {
         address.set_ip(if address.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
     }

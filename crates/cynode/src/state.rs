@@ -27,6 +27,9 @@ pub struct Endpoints {
     pub control: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub worker: Option<String>,
+    /// Who signed the certificates of these, when they have any and the configuration names it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ca: Option<PathBuf>,
     pub pid: u32,
 }
 

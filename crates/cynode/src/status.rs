@@ -77,7 +77,7 @@ async fn look(globals: &Globals) -> Result<Status, Failure> {
             status.reason = Some(starting.to_owned());
             return Ok(status);
         };
-        status.roles = roles(&endpoints, &state).await?;
+        status.roles = roles(globals, &endpoints, &state).await?;
     }
     let client = match connect::client(globals).await {
         Ok(client) => client,
@@ -117,13 +117,14 @@ async fn look(globals: &Globals) -> Result<Status, Failure> {
 }
 
 /// Every role that `up` runs here.
-async fn roles(endpoints: &Endpoints, state: &StateDir) -> Result<Vec<RoleStatus>, Failure> {
+async fn roles(globals: &Globals, endpoints: &Endpoints, state: &StateDir) -> Result<Vec<RoleStatus>, Failure> {
     let mut roles = Vec::new();
+    let trust = connect::trust(globals, endpoints.ca.as_deref());
     if let (Some(api), Some(token)) = (&endpoints.api, state.token("admin.token")?) {
-        roles.push(role_status("orchestrator", api, UserClient::new(api, &token)?.readyz().await));
+        roles.push(role_status("orchestrator", api, UserClient::trusting(api, &token, trust)?.readyz().await));
     }
     if let (Some(worker), Some(token)) = (&endpoints.worker, state.token("worker.token")?) {
-        roles.push(role_status("worker", worker, WorkerClient::new(worker, &token)?.readyz().await));
+        roles.push(role_status("worker", worker, WorkerClient::trusting(worker, &token, Surface::Worker, trust)?.readyz().await));
     }
     let server = postgres::Server::of(state);
     if endpoints.api.is_some() && server.was_started() {

@@ -16,7 +16,7 @@ pub use dockerd::{OTHER_RUNTIME, TEST_USER};
 pub use plane::{Plane, Postgres, RunningOrchestrator, postgres_programs};
 pub use random::Random;
 pub use requests::{Answer, Http};
-pub use world::{Engine, Options, RunningWorker, World, eventually, repository};
+pub use world::{Engine, Options, RunningWorker, World, eventually, forget_memory_peak, memory, repository};
 
 /// Makes a test of each of these functions for each runtime, in modules named after them. A function is given its world.
 #[macro_export]

@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use cynode_client::{UserClient, WorkerClient};
 
-use crate::World;
+use crate::{World, world::asking};
 
 const POLL: Duration = Duration::from_millis(20);
 const STARTUP: Duration = Duration::from_secs(60);
@@ -177,9 +177,15 @@ impl RunningOrchestrator {
         self.child.id()
     }
 
+    /// What it says.
+    #[must_use]
+    pub fn log(&self) -> PathBuf {
+        self.log.clone()
+    }
+
     pub async fn wait_until_ready(&self) -> Result<()> {
         let deadline = Instant::now() + STARTUP;
-        let client = reqwest::Client::builder().timeout(Duration::from_secs(5)).no_proxy().build()?;
+        let client = asking()?;
         loop {
             if let Ok(url) = self.url()
                 && let Ok(response) = client.get(format!("{url}/readyz")).send().await

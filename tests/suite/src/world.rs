@@ -397,7 +397,7 @@ impl RunningWorker {
 
     pub async fn wait_until_ready(&self) -> Result<()> {
         let deadline = Instant::now() + Duration::from_secs(60);
-        let client = reqwest::Client::builder().timeout(Duration::from_secs(5)).build()?;
+        let client = asking()?;
         loop {
             if let Ok(url) = self.url()
                 && let Ok(response) = client.get(format!("{url}/readyz")).send().await
@@ -455,14 +455,31 @@ impl RunningWorker {
 
     /// The worker's resident memory in bytes, now and at its highest.
     pub fn memory(&self) -> Result<(u64, u64)> {
-        let status = fs_err::read_to_string(format!("/proc/{}/status", self.child.id()))?;
-        let field = |name: &str| {
-            status
-                .lines()
-                .find_map(|line| line.strip_prefix(name)?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
-                .map(|kilobytes| kilobytes * 1024)
-                .with_context(|| format!("no {name}"))
-        };
-        Ok((field("VmRSS:")?, field("VmHWM:")?))
+        memory(self.child.id())
     }
+}
+
+/// A process's resident memory in bytes, now and at its highest.
+pub fn memory(pid: u32) -> Result<(u64, u64)> {
+    let status = fs_err::read_to_string(format!("/proc/{pid}/status"))?;
+    let field = |name: &str| {
+        status
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+            .map(|kilobytes| kilobytes * 1024)
+            .with_context(|| format!("no {name}"))
+    };
+    Ok((field("VmRSS:")?, field("VmHWM:")?))
+}
+
+/// The highest that a process's memory was counts from now on.
+pub fn forget_memory_peak(pid: u32) -> Result<()> {
+    Ok(fs_err::write(format!("/proc/{pid}/clear_refs"), "5")?)
+}
+
+/// Asks whether somebody is there; whose certificate it shows is another question.
+pub(crate) fn asking() -> Result<reqwest::Client> {
+    // Installed once per process; a second time changes nothing.
+    drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
+    Ok(reqwest::Client::builder().timeout(Duration::from_secs(5)).no_proxy().tls_danger_accept_invalid_certs(true).build()?)
 }

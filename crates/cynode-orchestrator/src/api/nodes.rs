@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::{Json, extract::State};
-use cynode_api::{Node, NodeDrain, NodeId, NodeKeyCreate, NodeKeyCreated, Page, Problem};
+use cynode_api::{Node, NodeDrain, NodeId, NodeKeyCreate, NodeKeyCreated, NodeState, Page, Problem};
 use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
 use time::OffsetDateTime;
@@ -12,8 +12,22 @@ use super::{Body, Id, Paging, check_version};
 use crate::{
     Orchestrator,
     caller::{self, Person},
+    db::NodeRow,
     keys,
 };
+
+impl Orchestrator {
+    /// A node as it is seen from here: one that says it is ready and can't be called is not.
+    fn node_object(&self, node: &NodeRow) -> Node {
+        let object = node.object(self.config.unreachable_after());
+        match self.fleet.trouble(node.id) {
+            Some(why) if object.state == NodeState::Ready => {
+                Node { state: NodeState::Unreachable, reason: Some(format!("the orchestrator can't call it: {why}")), ..object }
+            }
+            _ => object,
+        }
+    }
+}
 
 /// List nodes.
 #[utoipa::path(get, path = "/v1/nodes", tag = "nodes", params(Paging),
@@ -23,11 +37,10 @@ pub(super) async fn list(
     Person(_): Person,
     QueryParams(paging): QueryParams<Paging>,
 ) -> Result<Json<Page<Node>>, ApiError> {
-    let after = orchestrator.config.unreachable_after();
     let mut nodes = orchestrator.db.nodes().await?;
     nodes.sort_by_key(|node| node.id);
     let (cursor, limit) = (paging.after()?, paging.limit()?);
-    let items = nodes.iter().filter(|node| cursor.is_none_or(|cursor| *node.id.as_uuid() > cursor)).map(|node| node.object(after)).collect();
+    let items = nodes.iter().filter(|node| cursor.is_none_or(|cursor| *node.id.as_uuid() > cursor)).map(|node| orchestrator.node_object(node)).collect();
     Ok(Json(crate::db::page(items, limit, |node: &Node| node.id.to_string())))
 }
 
@@ -35,7 +48,7 @@ pub(super) async fn list(
 #[utoipa::path(get, path = "/v1/nodes/{id}", tag = "nodes", params(("id" = NodeId, Path)),
     responses((status = 200, body = Node), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(_): Person, Id(id): Id<NodeId>) -> Result<Json<Node>, ApiError> {
-    Ok(Json(orchestrator.db.node(id).await?.object(orchestrator.config.unreachable_after())))
+    Ok(Json(orchestrator.node_object(&orchestrator.db.node(id).await?)))
 }
 
 /// Give a node no new work, or some again. Administrators only.
@@ -49,7 +62,7 @@ pub(super) async fn drain(
 ) -> Result<Json<Node>, ApiError> {
     caller.require_admin()?;
     check_version(body.version)?;
-    Ok(Json(orchestrator.db.drain_node(id, body.drain.unwrap_or(true)).await?.object(orchestrator.config.unreachable_after())))
+    Ok(Json(orchestrator.node_object(&orchestrator.db.drain_node(id, body.drain.unwrap_or(true)).await?)))
 }
 
 /// Make a key by which a node registers. Administrators only.

@@ -1,5 +1,7 @@
 //! Jobs: who has them, how far they are, what came of them.
 
+use std::collections::BTreeMap;
+
 use cynode_api::{ErrorCode, ImageVersionId, Job, JobCreate, JobId, JobRun, JobState, NodeId, Page, Retry, TaskId};
 use cynode_service::ApiError;
 use serde_json::Value;
@@ -76,6 +78,11 @@ fn job(row: &PgRow) -> Result<JobRow, ApiError> {
 }
 
 impl JobRow {
+    /// What its node must have.
+    pub(crate) fn node_labels(&self) -> Result<BTreeMap<String, String>, ApiError> {
+        self.body.get("node_labels").map_or_else(|| Ok(BTreeMap::new()), |labels| stored(labels.clone()))
+    }
+
     /// As callers see it.
     pub(crate) fn into_object(self) -> Job {
         Job { state: self.state, node_id: self.node_id, late_result: self.late_result, created_by: Some(self.created_by), ..self.object }

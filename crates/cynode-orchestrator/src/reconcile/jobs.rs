@@ -90,9 +90,10 @@ fn decided(row: &JobRow, state: JobState, error: Option<JobError>) -> Job {
 
 async fn dispatch(orchestrator: &Orchestrator, row: &JobRow) -> Result<Option<f64>, ApiError> {
     let Some(version) = row.image_version_id else { return Err(ApiError::new(ErrorCode::Internal, "the job has no image")) };
+    let labels = row.node_labels()?;
     // Where it was stopped, it counts as ended.
     let not = orchestrator.db.stopped_on(row.job_id).await?;
-    let node = match orchestrator.choose_node(version, &not).await {
+    let node = match orchestrator.choose_node(version, &labels, &not).await {
         Ok(node) => node,
         // It waits until there is room.
         Err(error) if error.0.is(ErrorCode::NoCapacity) => return Ok(Some(SOON)),

@@ -13,7 +13,7 @@ mod sessions;
 use std::{sync::Arc, time::Duration};
 
 use cynode_service::ApiError;
-use futures_util::{FutureExt as _, future::BoxFuture};
+use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 use tokio::{sync::Notify, task::JoinHandle};
 
 pub(crate) use lanes::Lanes;
@@ -29,6 +29,7 @@ pub(crate) fn spawn(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
         every(orchestrator, "jobs", Duration::from_millis(500), jobs_wait, |orchestrator| jobs::round(orchestrator).boxed()),
         every(orchestrator, "sessions", Duration::from_secs(1), sessions_wait, |orchestrator| sessions::round(orchestrator).boxed()),
         every(orchestrator, "nodes", Duration::from_secs(1), Arc::default(), |orchestrator| nodes::round(orchestrator).boxed()),
+        every(orchestrator, "reach", Duration::from_secs(2), Arc::default(), |orchestrator| reach(orchestrator).boxed()),
         every(orchestrator, "retention", Duration::from_secs(600), Arc::default(), |orchestrator| retention::round(orchestrator).boxed()),
         tokio::spawn(listen(orchestrator.clone())),
     ]
@@ -55,6 +56,14 @@ fn every(
             }
         }
     })
+}
+
+/// Which nodes can be called from here.
+async fn reach(orchestrator: &Orchestrator) -> Result<(), ApiError> {
+    let nodes = orchestrator.db.nodes().await?;
+    let heard = nodes.iter().filter(|node| !node.is_lost && node.silent_seconds <= orchestrator.config.unreachable_after());
+    stream::iter(heard).for_each_concurrent(None, |node| orchestrator.fleet.try_node(node)).await;
+    Ok(())
 }
 
 /// Hears of events that other orchestrators wrote, so that readers here need not wait for their timer.

@@ -41,6 +41,9 @@ pub struct Run {
     /// Processors, such as 1.5
     #[arg(long, value_name = "N", value_parser = parse::cpus)]
     pub cpus: Option<f64>,
+    /// Only on a node with this label; may be repeated
+    #[arg(long, value_name = "KEY=VALUE", value_parser = parse::key_value)]
+    pub node_label: Vec<(String, String)>,
     /// Run again on another node when the node is lost
     #[arg(long)]
     pub retry: bool,

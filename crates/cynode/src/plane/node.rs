@@ -16,9 +16,9 @@ pub async fn run(globals: &Globals, command: Node) -> Outcome {
     match command {
         Node::List => {
             let nodes = client.nodes().await?;
-            list(globals, &nodes, ["NODE", "NAME", "STATE", "SANDBOXES", "HEARTBEAT", "ADDRESS"], |node| {
+            list(globals, &nodes, ["NODE", "NAME", "STATE", "SANDBOXES", "HEARTBEAT", "ADDRESS", "LABELS"], |node| {
                 let sandboxes = format!("{}/{}", node.running_sandboxes, node.capability.max_sandboxes);
-                [node.id.to_string(), node.name.clone(), word(&node.state), sandboxes, age(node.last_heartbeat_at), node.api_url.clone()]
+                [node.id.to_string(), node.name.clone(), word(&node.state), sandboxes, age(node.last_heartbeat_at), node.api_url.clone(), labels(node)]
             })
         }
         Node::Show { node } => {
@@ -35,7 +35,7 @@ pub async fn run(globals: &Globals, command: Node) -> Outcome {
                 ("engine", format!("{}{}", has.engine, if has.rootless { ", rootless" } else { "" })),
                 ("machine", format!("{} processors, {}", has.cpus, output::size(has.memory_bytes))),
                 ("unenforced", has.unenforced.iter().map(word).collect::<Vec<_>>().join(", ")),
-                ("labels", has.labels.iter().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(",")),
+                ("labels", labels(&node)),
                 ("images", has.images.iter().map(|image| image.reference.as_str()).collect::<Vec<_>>().join(", ")),
                 ("registered", moment(node.registered_at)),
                 ("heartbeat", moment(node.last_heartbeat_at)),
@@ -55,6 +55,10 @@ pub async fn run(globals: &Globals, command: Node) -> Outcome {
             made(globals, &key, &key.psk, &format!("good for {uses} until {}; it is not shown again", moment(key.expires_at)))
         }
     }
+}
+
+fn labels(node: &Object) -> String {
+    node.capability.labels.iter().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(",")
 }
 
 async fn find(client: &UserClient, wanted: &str) -> Result<Object, Failure> {

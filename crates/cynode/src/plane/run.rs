@@ -74,6 +74,7 @@ fn request(args: &Run, id: JobId) -> JobCreate {
         timeout_seconds: super::seconds(args.timeout),
         limits: (limits != LimitsRequest::default()).then_some(limits),
         retry: args.retry.then_some(Retry::OnNodeLoss),
+        node_labels: args.node_label.iter().cloned().collect(),
         ..JobCreate::default()
     }
 }

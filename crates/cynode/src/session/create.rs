@@ -17,6 +17,9 @@ const PATIENCE: Duration = Duration::from_mins(15);
 
 pub async fn create(client: &WorkerClient, globals: &Globals, args: Create) -> Result<ExitCode, Failure> {
     let request = request(args);
+    if client.surface() == Surface::Worker && !request.node_labels.is_empty() {
+        return Err(Failure::usage("--node-label chooses among nodes, and only a worker is asked here").remedy("Ask an orchestrator, or leave it out."));
+    }
     let progress = Progress::start("creating the session");
     let session = match client.surface() {
         Surface::User => client.create_user_session(&request).await?,
@@ -49,6 +52,7 @@ fn request(args: Create) -> UserSessionCreate {
         idle_timeout_seconds: args.idle.map(|time| time.as_secs().max(1)),
         pty_allowed: args.pty.then_some(true),
         labels: args.label.into_iter().collect(),
+        node_labels: args.node_label.into_iter().collect(),
     }
 }
 

@@ -3,12 +3,12 @@
 use std::{
     ffi::OsString,
     net::{SocketAddr, TcpListener},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use rustix::process::Signal;
 
-use super::role::{Probe, Role};
+use super::role::{NodeOf, Probe, Role};
 use crate::{
     cli::{Globals, Section, Settings},
     failure::Failure,
@@ -59,8 +59,20 @@ impl Stack {
             api,
             control: self.orchestrator.as_ref().map(roles::control_url),
             worker: Some(roles::worker_url(&self.worker)),
+            ca: self.authority(),
             pid: std::process::id(),
         }
+    }
+
+    /// Who signed the certificates of this machine's roles.
+    fn authority(&self) -> Option<PathBuf> {
+        let known = self.orchestrator.as_ref().and_then(|config| config.tls.ca.as_ref()).or(self.worker.tls.ca.as_ref());
+        known.and_then(|path| std::path::absolute(path).ok())
+    }
+
+    /// Where orchestrators reach this machine's worker.
+    fn worker_address(&self) -> String {
+        self.worker.api_url.clone().unwrap_or_else(|| roles::worker_url(&self.worker))
     }
 
     pub fn roles(&self, globals: &Globals, state: &StateDir) -> Result<Vec<Role>, Failure> {
@@ -97,13 +109,15 @@ impl Stack {
             cynode_service::files::read_or_create_token(&key)?;
             settings.set.push(("orchestrator.registration_key_file".to_owned(), key.display().to_string()));
             let url = roles::api_url(config);
-            let orchestrator = role("orchestrator", arguments(globals, state, &settings, Section::Orchestrator)?, url.clone(), Probe::Orchestrator { url });
+            let probe = Probe::Orchestrator { url: url.clone(), authority: self.authority() };
+            let orchestrator = role("orchestrator", arguments(globals, state, &settings, Section::Orchestrator)?, url, probe);
             roles.push(Role { needs, takes_database: true, ..orchestrator });
             settings.set.extend(self.registration(config, &key));
         }
         let url = roles::worker_url(&self.worker);
-        let node_of = self.orchestrator.as_ref().map(roles::api_url);
-        let worker = role("worker", arguments(globals, state, &settings, Section::Worker)?, url.clone(), Probe::Worker { url, node_of });
+        let node_of = self.orchestrator.as_ref().map(|config| NodeOf { orchestrator: roles::api_url(config), api_url: self.worker_address() });
+        let probe = Probe::Worker { url: url.clone(), authority: self.authority(), node_of };
+        let worker = role("worker", arguments(globals, state, &settings, Section::Worker)?, url, probe);
         roles.push(Role { ends_all: true, ..worker });
         Ok(roles)
     }
@@ -113,7 +127,7 @@ impl Stack {
         [
             ("worker.orchestrator_url", roles::control_url(config)),
             ("worker.registration_key_file", key.display().to_string()),
-            ("worker.api_url", roles::worker_url(&self.worker)),
+            ("worker.api_url", self.worker_address()),
         ]
         .map(|(key, value)| (key.to_owned(), value))
         .to_vec()

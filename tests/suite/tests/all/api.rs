@@ -1,7 +1,7 @@
 //! The Worker API as a foreign client meets it: who is let in, what is refused and how, what is described.
 
 mod bodies;
-mod listener;
+pub(crate) mod listener;
 mod pty;
 
 use std::collections::BTreeSet;

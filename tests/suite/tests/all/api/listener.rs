@@ -31,7 +31,7 @@ fn quoted(path: &Path) -> String {
 }
 
 /// A certificate for 127.0.0.1 and the authority that signed it: (authority, certificate, key).
-fn certificates(directory: &Path) -> Result<(PathBuf, PathBuf, PathBuf)> {
+pub(crate) fn certificates(directory: &Path) -> Result<(PathBuf, PathBuf, PathBuf)> {
     let [authority, authority_key, certificate, request, key, extensions] =
         ["ca.pem", "ca.key", "cert.pem", "cert.csr", "cert.key", "cert.ext"].map(|name| directory.join(name));
     fs_err::write(&extensions, "subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")?;

@@ -57,12 +57,12 @@ impl Stack {
         Ok(serde_json::from_slice(&fs_err::read(self.world.state_dir().join("endpoints.json"))?)?)
     }
 
-    fn up_pid(&self) -> Result<u32> {
+    pub(crate) fn up_pid(&self) -> Result<u32> {
         Ok(u32::try_from(self.endpoints()?["pid"].as_u64().context("a pid")?)?)
     }
 
     /// The supervisor's child with this in its command line.
-    fn child(&self, what: &str) -> Result<u32> {
+    pub(crate) fn child(&self, what: &str) -> Result<u32> {
         let up = self.up_pid()?;
         let children = fs_err::read_to_string(format!("/proc/{up}/task/{up}/children"))?;
         let found = children.split_whitespace().find(|pid| {

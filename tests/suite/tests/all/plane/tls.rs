@@ -1,0 +1,161 @@
+//! Machines that trust one another by certificates: everything goes on as without, and who shows a wrong one is refused.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
+use cynode_api::{JobState, NodeState, UserSessionCreate};
+use cynode_client::{PtyMessage, PtyOpen, Trust, UserClient};
+use cynode_tests::{Options, World, eventually, sh};
+
+use super::nodes::{Fleet, PATIENCE, ended, free_address, job, until, wanted};
+use crate::{
+    api::listener::certificates,
+    cli::{cynode, run},
+};
+
+/// An authority, and a certificate for this machine that it signed.
+struct Signed {
+    authority: PathBuf,
+    certificate: PathBuf,
+    key: PathBuf,
+}
+
+impl Signed {
+    fn new(world: &World, name: &str) -> Result<Self> {
+        let directory = world.directory().join(name);
+        fs_err::create_dir_all(&directory)?;
+        let (authority, certificate, key) = certificates(&directory)?;
+        Ok(Self { authority, certificate, key })
+    }
+}
+
+fn quoted(path: &Path) -> String {
+    format!("{:?}", path.display().to_string())
+}
+
+/// Every address of the machine, with the port of one of them.
+fn open_to_all(address: &str) -> String {
+    address.replace("127.0.0.1", "0.0.0.0")
+}
+
+/// A worker that is open to all, with this certificate, and trusts this authority.
+fn secured(options: Options, address: &str, signed: &Signed, authority: &Path) -> Options {
+    options
+        .set("listen", &format!("{:?}", open_to_all(address)))
+        .set("api_url", &format!("{:?}", format!("https://{address}")))
+        .set("tls.cert", &quoted(&signed.certificate))
+        .set("tls.key", &quoted(&signed.key))
+        .set("tls.ca", &quoted(authority))
+}
+
+#[tokio::test]
+async fn everything_goes_over_tls_and_a_wrong_certificate_is_refused() -> Result<()> {
+    let files = World::new()?;
+    let (ours, theirs) = (Signed::new(&files, "ours")?, Signed::new(&files, "theirs")?);
+    let (api, control) = (free_address()?, free_address()?);
+    let [certificate, key, authority] = [&ours.certificate, &ours.key, &ours.authority].map(|path| path.display().to_string());
+    let (listen, control_listen) = (open_to_all(&api), open_to_all(&control));
+    let fleet =
+        Fleet::with(&[("listen", &listen), ("control_listen", &control_listen), ("tls.cert", &certificate), ("tls.key", &key), ("tls.ca", &authority)]).await?;
+    let (url, control) = (format!("https://{api}"), format!("https://{control}"));
+    let token = fleet.orchestrator.token()?;
+    let client = UserClient::trusting(&url, &token, Trust::Only(&ours.authority))?;
+    let near = free_address()?;
+    let _near = fleet.plane.world.worker(&secured(fleet.options("near", &control), &near, &ours, &ours.authority)).await?;
+    let node = until(&client, "near", |node| node.state == NodeState::Ready).await?;
+    assert_eq!(node.api_url, format!("https://{near}"));
+
+    // Commands, terminals and jobs.
+    let sessions = client.sessions();
+    let id = sessions.create_user_session(&UserSessionCreate { pty_allowed: Some(true), ..wanted(&[]) }).await?.session_id;
+    assert_eq!(sessions.exec(id, &sh("echo through; exit 4")).await?.stdout, "through\n");
+    let mut pty = sessions.open_pty(id, &PtyOpen { cols: 90, rows: 20, argv: vec!["/bin/sh".to_owned()] }).await?;
+    pty.write("echo $((6 * 7))-seen; exit 5\n").await?;
+    let mut seen = String::new();
+    let reading = async {
+        loop {
+            match pty.next().await?.context("an end")? {
+                PtyMessage::Data(data) => seen.push_str(&String::from_utf8_lossy(&data)),
+                PtyMessage::Exit { exit_code, .. } => return Ok::<_, anyhow::Error>(exit_code),
+                PtyMessage::Ready => {}
+                PtyMessage::Error { code, detail } => anyhow::bail!("{code}: {detail}"),
+            }
+        }
+    };
+    assert_eq!(tokio::time::timeout(PATIENCE, reading).await??, Some(5));
+    assert!(seen.contains("42-seen"), "{seen}");
+    let done = ended(&client, &job("echo done; exit 6", &[])).await?;
+    assert_eq!((done.state, done.exit_code, done.output.stdout.as_str()), (JobState::Failed, Some(6), "done\n"));
+
+    // The command line trusts whom it is told to.
+    let by_hand = |arguments: &[&str]| {
+        let mut command = cynode(&fleet.plane.world)?;
+        run(command.env("CYNODE_URL", &url).env("CYNODE_TOKEN", &token).args(arguments), b"")
+    };
+    let ran = by_hand(&["run", "--memory", "64m", "--ca", &authority, "--", "sh", "-c", "echo hi; exit 3"])?;
+    assert_eq!((ran.code, ran.text().as_str()), (Some(3), "hi\n"), "{ran:?}");
+    for arguments in [vec!["node", "list"], vec!["node", "list", "--ca", theirs.authority.to_str().context("a path")?]] {
+        let refused = by_hand(&arguments)?;
+        assert!(refused.failure() == (69, "unreachable".to_owned()) && refused.stderr.contains("certificate"), "{refused:?}");
+    }
+
+    // A worker whose certificate somebody else signed joins, because it knows the key; but nobody here calls it, and work goes elsewhere.
+    let other = World::new()?;
+    let far = free_address()?;
+    let mut worker = other.start_worker(&secured(fleet.options("far", &control), &far, &theirs, &ours.authority))?;
+    let node = until(&client, "far", |node| node.state == NodeState::Unreachable).await?;
+    assert!(node.reason.as_ref().is_some_and(|reason| reason.contains("certificate")), "{node:?}");
+    let log = fs_err::read_to_string(fleet.orchestrator.log())?;
+    assert!(log.lines().any(|line| line.contains("A node can't be called from here") && line.contains("certificate")), "{log}");
+    for _ in 0..3 {
+        let session = sessions.create_user_session(&wanted(&[])).await?;
+        assert_ne!(session.node_id, node.id);
+        assert_eq!(ended(&client, &job("echo done", &[])).await?.state, JobState::Completed);
+    }
+    worker.kill()?;
+
+    // One that does not trust the orchestrator's never joins, and says why.
+    fs_err::remove_dir_all(other.state_dir())?;
+    let mut worker = other.start_worker(&secured(fleet.options("doubting", &control), &free_address()?, &ours, &theirs.authority))?;
+    let said = async || Ok(fs_err::read_to_string(worker.log())?.lines().any(|line| line.contains("can't be spoken to") && line.contains("certificate")));
+    eventually("the worker says why", PATIENCE, said).await?;
+    assert!(client.nodes().await?.iter().all(|node| node.name != "doubting"));
+    worker.kill()
+}
+
+#[tokio::test]
+async fn nothing_secret_goes_beyond_the_machine_without_tls_unless_it_was_allowed() -> Result<()> {
+    let world = World::new()?;
+    let ours = Signed::new(&world, "ours")?;
+    let authority = ours.authority.display().to_string();
+    let refused = |role: &str, config: &[&str], settings: &[(&str, &str)], said: &str| {
+        let mut command = cynode(&world)?;
+        command.arg(role).args(config);
+        for (key, value) in settings {
+            command.arg("--set").arg(format!("{role}.{key}={value}"));
+        }
+        let ran = run(&mut command, b"")?;
+        anyhow::ensure!(ran.failure() == (64, "config".to_owned()) && ran.stderr.contains(said), "{settings:?}: {ran:?}");
+        Ok(())
+    };
+    for (settings, said) in [
+        (vec![("listen", "0.0.0.0:0")], "tls.cert"),
+        (vec![("control_listen", "0.0.0.0:0")], "tls.cert"),
+        (vec![("tls.cert", authority.as_str())], "tls.cert and tls.key"),
+        (vec![("tls.ca", "/nowhere.pem")], "/nowhere.pem"),
+        (vec![("tls.ca", "/etc/hostname")], "/etc/hostname"),
+    ] {
+        refused("orchestrator", &[], &settings, said)?;
+    }
+    let config = world.config(&Options::default())?;
+    // A worker tells its keys to nobody in plain text, and says where it is reached.
+    for (settings, said) in [
+        (vec![("orchestrator_url", "http://192.0.2.1:12082")], "worker.orchestrator_url"),
+        (vec![("orchestrator_url", "http://127.0.0.1.example:12082")], "worker.orchestrator_url"),
+        (vec![("orchestrator_url", "https://192.0.2.1:12082"), ("listen", "0.0.0.0:0")], "worker.api_url"),
+        (vec![("tls.ca", "/nowhere.pem")], "/nowhere.pem"),
+    ] {
+        refused("worker", &["--config", config.to_str().context("a path")?], &settings, said)?;
+    }
+    Ok(())
+}
