@@ -119,6 +119,18 @@ impl Postgres {
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
+
+    /// What a statement answers.
+    pub fn ask(&self, statement: &str) -> Result<String> {
+        let mut command = Command::new(postgres_programs()?.join("psql"));
+        command
+            .current_dir("/")
+            .args(["-X", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-U", "cynode", "-d", "postgres", "-c", statement, "-h"])
+            .arg(&self.directory);
+        let ran = command.output()?;
+        ensure!(ran.status.success(), "{statement}: {}", String::from_utf8_lossy(&ran.stderr));
+        Ok(String::from_utf8(ran.stdout)?.trim().to_owned())
+    }
 }
 
 /// An orchestrator process.
