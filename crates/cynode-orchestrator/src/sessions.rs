@@ -143,6 +143,8 @@ impl Orchestrator {
             Ok(session) => Ok(session),
             Err(Failed::Refused(error)) if !is_passing(&error) => Err(error),
             Err(failed) => {
+                // Not when the time that this call was given is over, but soon.
+                self.db.release_session(row.session_id, 1).await?;
                 self.sessions_wait.notify_one();
                 let error = failed.problem();
                 let row = self.db.any_session(row.session_id).await?.ok_or_else(|| error.clone())?;

@@ -174,10 +174,13 @@ impl Db {
             .await
             .map_err(problem)?;
         let Some(before) = before else { return Ok(()) };
-        if before.try_get::<bool, _>("is_newer").map_err(problem)? {
+        let is_newer = before.try_get::<bool, _>("is_newer").map_err(problem)?;
+        let before = session(&before)?;
+        // While it was being made, a list may have shown it so: that it runs is newer, whenever it was asked for.
+        let has_come_up = before.state == SessionState::Creating && object.state == SessionState::Running;
+        if is_newer && !has_come_up {
             return Ok(());
         }
-        let before = session(&before)?;
         if before.state == object.state && before.object.as_ref().is_some_and(|known| lasting(known) == lasting(object)) {
             return Ok(());
         }

@@ -5,5 +5,6 @@ mod callers;
 mod commands;
 mod description;
 mod faults;
+mod nodes;
 mod postgres;
 mod stack;
