@@ -19,6 +19,11 @@ pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
 /// A node that comes back may still run what went elsewhere meanwhile.
 async fn clear_leftovers(orchestrator: &Orchestrator) -> Result<(), ApiError> {
     for (job_id, task_id, node_id) in orchestrator.db.left_behind(orchestrator.config.unreachable_after()).await? {
+        // It was given to that node again, which knew it, and has told its end.
+        if orchestrator.db.any_job(job_id).await?.is_some_and(|job| job.node_id == Some(node_id)) {
+            orchestrator.db.forget_left_behind(job_id, node_id).await?;
+            continue;
+        }
         let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
         let stopped = client.stop_job(task_id, job_id).await.map_err(Failed::from);
         match stopped {

@@ -1,5 +1,6 @@
 //! The control plane: what `up` runs besides the worker, the user API, and the commands that speak with it.
 
+mod away;
 mod backup;
 mod callers;
 mod commands;
@@ -8,3 +9,4 @@ mod faults;
 mod nodes;
 mod postgres;
 mod stack;
+mod two;
