@@ -213,6 +213,8 @@ impl Orchestrator {
             // It ends when the node answers again.
             Err(failed) => {
                 tracing::debug!(session_id = %row.session_id, problem = %failed.problem().0, "A node can't be told of an end now.");
+                // Not when the time that this call was given is over, but soon.
+                self.db.release_session(row.session_id, 1).await?;
                 self.sessions_wait.notify_one();
                 Ok(row.object)
             }

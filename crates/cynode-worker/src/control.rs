@@ -7,7 +7,7 @@ use std::{
     io,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use cynode_api::{API_VERSION, Capability, Heartbeat, HeartbeatAnswer, JobId, NodeConfig, NodeRegister, NodeRegistered};
@@ -26,6 +26,8 @@ use crate::{
 const CALL: Duration = Duration::from_secs(20);
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
+/// How long the token before the present one stays good. Orchestrators look for a new one every few seconds.
+const OVERLAP: Duration = Duration::from_secs(10);
 
 /// What an orchestrator gave us, kept over restarts.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -49,6 +51,8 @@ pub(crate) struct Node {
     /// The one on disk for people on this machine.
     own_token: auth::Token,
     accepted: auth::Tokens,
+    /// Since when the present tokens are used.
+    rotated: Instant,
     /// What was last said.
     said: Option<Capability>,
     config: NodeConfig,
@@ -113,6 +117,7 @@ impl Node {
             registration,
             own_token,
             accepted,
+            rotated: Instant::now(),
             said: None,
             config: NodeConfig { heartbeat_seconds: 5, ..NodeConfig::default() },
         };
@@ -211,6 +216,10 @@ impl Node {
             let previous = if new.worker_token == known.worker_token { known.previous_worker_token } else { Some(known.worker_token) };
             let registration = Registration { node_token: new.node_token, worker_token: new.worker_token, previous_worker_token: previous, ..known };
             self.keep(registration)?;
+            self.rotated = Instant::now();
+        } else if known.previous_worker_token.is_some() && self.rotated.elapsed() > OVERLAP {
+            // The orchestrators know that we have the new one: it was just shown to one of them.
+            self.keep(Registration { previous_worker_token: None, ..known })?;
         }
         if answer.config_revision != self.config.revision {
             let token = self.registration.as_ref().map(|known| known.node_token.clone());

@@ -8,14 +8,18 @@
 mod dockerd;
 mod plane;
 mod random;
+mod relay;
 mod requests;
+mod simulated;
 mod user;
 mod world;
 
 pub use dockerd::{OTHER_RUNTIME, TEST_USER};
 pub use plane::{Plane, Postgres, RunningOrchestrator, postgres_programs};
 pub use random::Random;
+pub use relay::Relay;
 pub use requests::{Answer, Http};
+pub use simulated::{Fault, SimulatedWorker};
 pub use world::{Engine, Options, RunningWorker, World, eventually, forget_memory_peak, memory, repository};
 
 /// Makes a test of each of these functions for each runtime, in modules named after them. A function is given its world.

@@ -228,10 +228,13 @@ impl Db {
             .await
             .map_err(problem)?;
         let Some(before) = before else { return Ok(true) };
-        if before.try_get::<bool, _>("is_newer").map_err(problem)? {
+        let is_newer = before.try_get::<bool, _>("is_newer").map_err(problem)?;
+        let before = session(&before)?;
+        // While it was being made, a list may have shown it so: that it runs is newer, whenever it was asked for.
+        let has_come_up = before.state == SessionState::Creating && object.state == SessionState::Running;
+        if is_newer && !has_come_up {
             return Ok(false);
         }
-        let before = session(&before)?;
         if !before.is_news(object) {
             return Ok(true);
         }

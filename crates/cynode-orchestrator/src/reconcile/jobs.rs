@@ -152,6 +152,10 @@ async fn follow(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> R
     }
     match orchestrator.fleet.call(node_id, CALL, client.job(row.job_id)).await {
         Ok(job) => note(orchestrator, row, node_id, &client, job).await,
+        // It had begun, and may do so once: a node that lost its disk does not get it again.
+        Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) && row.state == JobState::InProgress && row.retry == Retry::Never => {
+            fail_lost(orchestrator, row, node_id, "its node does not know it any more").await
+        }
         Err(Failed::Refused(error)) if error.0.is(ErrorCode::JobNotFound) => send(orchestrator, row, node_id, &client, false).await,
         Err(_) => Ok(Some(SOON)),
     }
@@ -220,7 +224,11 @@ async fn give_up(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> 
         orchestrator.db.unassign_job(row.job_id, node_id).await?;
         return Ok(Some(0.0));
     }
-    let error = JobError { code: "node_lost".to_owned(), detail: "its node was not heard of for too long".to_owned() };
+    fail_lost(orchestrator, row, node_id, "its node was not heard of for too long").await
+}
+
+async fn fail_lost(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, detail: &str) -> Result<Option<f64>, ApiError> {
+    let error = JobError { code: "node_lost".to_owned(), detail: detail.to_owned() };
     let object = decided(row, JobState::Failed, Some(error));
     // Not acknowledged: should the node come back with a result, it is kept beside.
     orchestrator.db.advance_job(row.job_id, Some(node_id), &object, None, false).await?;

@@ -43,6 +43,10 @@ async fn clear_leftovers(orchestrator: &Orchestrator) -> Result<(), ApiError> {
 
 async fn clear(orchestrator: &Orchestrator, left: &LeftBehind) -> Result<(), ApiError> {
     let LeftBehind { job_id, task_id, node_id } = *left;
+    // It was given to that node again, which knew it, and has told its end.
+    if orchestrator.db.any_job(job_id).await?.is_some_and(|job| job.node_id == Some(node_id)) {
+        return orchestrator.db.forget_left_behind(job_id, node_id).await;
+    }
     let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
     match orchestrator.fleet.call(node_id, CALL, client.stop_job(task_id, job_id)).await {
         Ok(job) if !job.state.is_final() => Ok(()),

@@ -5,6 +5,7 @@ mod agent;
 mod api;
 mod by_runtime;
 mod cli;
+mod contract;
 mod crash;
 mod docker;
 mod escape;

@@ -1,5 +1,6 @@
 //! The control plane: what `up` runs besides the worker, the user API, and the commands that speak with it.
 
+mod away;
 mod backup;
 mod callers;
 mod commands;
@@ -8,9 +9,11 @@ mod faults;
 mod nodes;
 mod postgres;
 mod retention;
+mod simulated;
 mod small;
 mod stack;
 mod streams;
 mod tls;
+mod two;
 mod upgrade;
 mod work;

@@ -15,16 +15,16 @@ use cynode_api::{Event, JobCreate, JobId, JobState, LimitsRequest, Retry, Sessio
 use cynode_client::{OutputQuery, UserClient};
 use cynode_tests::{IMAGE, Options, Plane, Random, RunningOrchestrator, RunningWorker, eventually, sh};
 
-const PATIENCE: Duration = Duration::from_secs(180);
+pub(super) const PATIENCE: Duration = Duration::from_secs(180);
 /// Between two tries of a caller whose call was cut off.
 const AGAIN: Duration = Duration::from_millis(200);
 
 /// A port that is free now; a role that is started again must have the same.
-fn free_port() -> Result<String> {
+pub(super) fn free_port() -> Result<String> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string())
 }
 
-fn small() -> LimitsRequest {
+pub(super) fn small() -> LimitsRequest {
     LimitsRequest { memory_bytes: Some(64 << 20), disk_bytes: Some(32 << 20), cpus: Some(0.5), ..Default::default() }
 }
 
@@ -95,10 +95,10 @@ enum Role {
 
 /// What callers wait for at a moment.
 #[derive(Debug, Default)]
-struct Open {
-    job_creates: AtomicUsize,
-    session_creates: AtomicUsize,
-    execs: AtomicUsize,
+pub(super) struct Open {
+    pub(super) job_creates: AtomicUsize,
+    pub(super) session_creates: AtomicUsize,
+    pub(super) execs: AtomicUsize,
     /// The last state of each job that was told.
     jobs: Mutex<HashMap<JobId, String>>,
 }
@@ -122,7 +122,7 @@ impl Open {
 }
 
 /// Calls again until it is answered, as a caller does who was cut off.
-async fn persist<T>(counter: &AtomicUsize, mut call: impl AsyncFnMut() -> cynode_client::Result<T>) -> Result<T> {
+pub(super) async fn persist<T>(counter: &AtomicUsize, mut call: impl AsyncFnMut() -> cynode_client::Result<T>) -> Result<T> {
     counter.fetch_add(1, Ordering::SeqCst);
     let deadline = tokio::time::Instant::now() + PATIENCE;
     let outcome = loop {
@@ -137,13 +137,13 @@ async fn persist<T>(counter: &AtomicUsize, mut call: impl AsyncFnMut() -> cynode
 }
 
 /// Reads every event in order, from the last cursor again when it was cut off, until everything has ended.
-async fn read_events(client: UserClient, open: Arc<Open>, last: impl Fn() -> Option<i64>) -> Result<Vec<Event>> {
+pub(super) async fn read_events(next: impl Fn() -> UserClient, open: Arc<Open>, last: impl Fn() -> Option<i64>) -> Result<Vec<Event>> {
     let mut seen: Vec<Event> = Vec::new();
     let mut cursor = 0;
     let deadline = tokio::time::Instant::now() + 3 * PATIENCE;
     while last().is_none_or(|last| cursor < last) {
         ensure!(tokio::time::Instant::now() < deadline, "the events did not end");
-        match client.events(cursor, None, Duration::from_millis(500)).await {
+        match next().events(cursor, None, Duration::from_millis(500)).await {
             Ok(page) => {
                 for event in page.items {
                     ensure!(event.cursor == seen.last().map_or(0, |event| event.cursor) + 1, "after {:?} came {event:?}", seen.last());
@@ -162,7 +162,7 @@ async fn read_events(client: UserClient, open: Arc<Open>, last: impl Fn() -> Opt
 }
 
 /// A job that says a name nobody else has, so that a second run would show, and ends as it is told.
-fn job(task_id: TaskId, number: usize, random: &mut Random) -> JobCreate {
+pub(super) fn job(task_id: TaskId, number: usize, random: &mut Random) -> JobCreate {
     let (pause, code) = (random.below(20), number % 3);
     let script = format!("cat /proc/sys/kernel/random/uuid; sleep {}.{}; echo number {number}; exit {code}", pause / 10, pause % 10);
     JobCreate {
@@ -185,7 +185,7 @@ async fn rounds(rounds: usize, jobs: usize, sessions: usize) -> Result<()> {
     let last_event = Arc::new(Mutex::new(None));
     let reader = tokio::spawn({
         let (client, open, last_event) = (client.clone(), Arc::clone(&open), Arc::clone(&last_event));
-        async move { read_events(client, open, || *last_event.lock().expect("not poisoned")).await }
+        async move { read_events(|| client.clone(), open, || *last_event.lock().expect("not poisoned")).await }
     });
 
     let mut all_jobs = BTreeMap::new();
@@ -268,7 +268,7 @@ async fn rounds(rounds: usize, jobs: usize, sessions: usize) -> Result<()> {
     Ok(())
 }
 
-async fn newest(client: &UserClient) -> Result<i64> {
+pub(super) async fn newest(client: &UserClient) -> Result<i64> {
     let mut cursor = 0;
     loop {
         let page = client.events(cursor, None, Duration::ZERO).await?;
@@ -280,7 +280,7 @@ async fn newest(client: &UserClient) -> Result<i64> {
 }
 
 /// Each job: accepted, perhaps in progress, one end. Each session: creating, running, ended.
-fn check_events(events: &[Event], jobs: &BTreeMap<JobId, usize>, sessions: &[SessionId]) -> Result<()> {
+pub(super) fn check_events(events: &[Event], jobs: &BTreeMap<JobId, usize>, sessions: &[SessionId]) -> Result<()> {
     for id in jobs.keys() {
         let states: Vec<&str> = events.iter().filter(|event| event.job_id == Some(*id)).map(|event| event.state.as_str()).collect();
         let middle = states.get(1..states.len().saturating_sub(1)).unwrap_or_default();

@@ -1,0 +1,478 @@
+//! Sessions, their commands and their files.
+
+use std::{convert::Infallible, sync::Arc, time::Duration};
+
+use axum::{
+    Json, Router,
+    body::{Body, Bytes},
+    extract::{DefaultBodyLimit, Path, State},
+    response::{IntoResponse as _, Response},
+    routing::{get, post},
+};
+use cynode_api::{
+    ErrorCode, Exec, ExecAccepted, ExecId, ExecRequest, ExecState, Limits, LimitsRequest, Page, Session, SessionCreate, SessionEnd, SessionId, SessionPatch,
+    SessionState, SignalExec, SignalSession, Stream, StreamEvent, TaskId, WorkspaceDisposal, WorkspaceId, WorkspaceRef,
+    exec_limits::{DEFAULT_OUTPUT_BYTES, MAX_WAIT_MS},
+    session_limits::{DEFAULT_IDLE_SECONDS, DEFAULT_LIFETIME_SECONDS},
+};
+use cynode_service::{ApiError, JsonBody, QueryParams};
+use futures_util::stream;
+use http::{HeaderMap, StatusCode, header};
+use serde::Deserialize;
+use sha2::{Digest as _, Sha256};
+use time::OffsetDateTime;
+
+use super::{
+    Files, SessionEntry, Shared, State as Kept, check_version, id,
+    run::{Run, absolute},
+};
+
+type Answer<T> = Result<T, ApiError>;
+
+pub(super) fn routes() -> Router<Arc<Shared>> {
+    Router::new()
+        .route("/v1/worker/sessions", post(create).get(list))
+        .route("/v1/worker/sessions/{id}", get(show).patch(patch))
+        .route("/v1/worker/sessions/{id}/end", post(end))
+        .route("/v1/worker/sessions/{id}/resume", post(resume))
+        .route("/v1/worker/sessions/{id}/signal", post(signal_all))
+        .route("/v1/worker/sessions/{id}/exec", post(exec))
+        .route("/v1/worker/sessions/{id}/execs", get(execs))
+        .route("/v1/worker/sessions/{id}/execs/{exec_id}", get(show_exec))
+        .route("/v1/worker/sessions/{id}/execs/{exec_id}/output", get(exec_output))
+        .route("/v1/worker/sessions/{id}/execs/{exec_id}/signal", post(signal_exec))
+        .route("/v1/worker/sessions/{id}/files", get(read_file).head(read_file).put(write_file).delete(delete_file))
+        .layer(DefaultBodyLimit::disable())
+}
+
+/// A part of a list, and the cursor of the next one: the id of the last item.
+pub(super) fn page<T>(mut items: Vec<T>, limit: Option<usize>, id: impl Fn(&T) -> String) -> Answer<Page<T>> {
+    let limit = limit.unwrap_or(1_000);
+    if !(1..=1_000).contains(&limit) {
+        return Err(ApiError::invalid("limit: must lie between 1 and 1000"));
+    }
+    let next_cursor = (items.len() > limit).then(|| id(&items[limit - 1]));
+    items.truncate(limit);
+    Ok(Page { items, next_cursor })
+}
+
+fn after(seconds: u64) -> OffsetDateTime {
+    OffsetDateTime::now_utc() + Duration::from_secs(seconds)
+}
+
+impl SessionEntry {
+    pub(super) fn object(&self) -> Session {
+        let running = self.execs.iter().filter(|(_, run)| run.end().is_none()).count();
+        Session { running_execs: u32::try_from(running).unwrap_or(u32::MAX), ..self.session.clone() }
+    }
+}
+
+impl Kept {
+    fn entry(&mut self, text: &str) -> Answer<&mut SessionEntry> {
+        let id: SessionId = id(text, ErrorCode::SessionNotFound)?;
+        self.sessions.get_mut(&id).ok_or_else(|| ApiError::new(ErrorCode::SessionNotFound, format!("no session {id} on this node")))
+    }
+
+    /// One that runs, for a call into it.
+    fn live(&mut self, text: &str) -> Answer<(&mut SessionEntry, Files)> {
+        let workspace = self.entry(text)?.session.workspace_id;
+        let files = self.workspaces.get(&workspace).map(|(_, files)| Arc::clone(files)).unwrap_or_default();
+        let entry = self.entry(text)?;
+        match entry.session.state {
+            SessionState::Running => Ok((entry, files)),
+            SessionState::Ending | SessionState::Ended => Err(ApiError::new(ErrorCode::SessionEnded, "the session has ended")),
+            state => Err(ApiError::new(ErrorCode::NotRunning, format!("the session is {state}"))),
+        }
+    }
+
+    fn exec(&mut self, text: &str, exec: &str) -> Answer<(ExecRequest, Arc<Run>)> {
+        let entry = self.entry(text)?;
+        if entry.session.state == SessionState::Ended {
+            return Err(ApiError::new(ErrorCode::SessionEnded, "the session has ended"));
+        }
+        let exec: ExecId = id(exec, ErrorCode::ExecNotFound)?;
+        let found = entry.execs.iter().find(|(_, run)| run.id == exec);
+        found.cloned().ok_or_else(|| ApiError::new(ErrorCode::ExecNotFound, format!("no exec {exec} in this session")))
+    }
+
+    fn workspace(&mut self, request: &SessionCreate) -> Answer<WorkspaceId> {
+        match request.workspace_ref.clone().unwrap_or_default() {
+            WorkspaceRef::New => {
+                let id = WorkspaceId::generate();
+                self.workspaces.insert(id, (request.task_id, Files::default()));
+                Ok(id)
+            }
+            WorkspaceRef::Workspace(id) if self.workspaces.get(&id).is_none_or(|(task, _)| *task != request.task_id) => {
+                Err(ApiError::new(ErrorCode::WorkspaceNotFound, format!("no workspace {id} is kept for this task")))
+            }
+            WorkspaceRef::Workspace(id) => {
+                let is_used = self.sessions.values().any(|other| other.session.workspace_id == id && other.session.state == SessionState::Running);
+                if is_used { Err(ApiError::new(ErrorCode::WorkspaceInUse, format!("workspace {id} is mounted in another session"))) } else { Ok(id) }
+            }
+            WorkspaceRef::Artifact(_) => Err(ApiError::invalid("workspace_ref: artifacts come from an orchestrator, and this node has none")),
+        }
+    }
+}
+
+async fn create(State(shared): State<Arc<Shared>>, JsonBody(request): JsonBody<SessionCreate>) -> Answer<(StatusCode, Json<Session>)> {
+    check_version(request.version)?;
+    let id = request.session_id;
+    let is_new = shared.admit_session(request)?;
+    // To its end even when the caller goes away.
+    let making = Arc::clone(&shared);
+    let made: tokio::task::JoinHandle<Answer<Session>> = tokio::spawn(async move {
+        drop(making.holds_creates.subscribe().wait_for(|hold| !hold).await);
+        let mut state = making.state();
+        let entry = state.entry(&id.to_string())?;
+        if entry.session.state == SessionState::Creating {
+            entry.session.state = SessionState::Running;
+        }
+        Ok(entry.object())
+    });
+    let session = made.await.map_err(|_| ApiError::new(ErrorCode::Internal, "it was interrupted"))??;
+    Ok((if is_new { StatusCode::CREATED } else { StatusCode::OK }, Json(session)))
+}
+
+impl Shared {
+    /// Takes a request in; false when the same one came before.
+    fn admit_session(&self, request: SessionCreate) -> Answer<bool> {
+        let shared = self;
+        let image = shared.image(&request.image_ref);
+        let mut state = shared.state();
+        if let Some(known) = state.sessions.get(&request.session_id) {
+            return if known.request == request {
+                Ok(false)
+            } else {
+                Err(ApiError::new(ErrorCode::SessionIdInUse, format!("session {} was made by another request", request.session_id)))
+            };
+        }
+        let image = image?;
+        if image.labels.is_empty() {
+            return Err(ApiError::new(ErrorCode::ImageNotCompatible, "the image is not marked"));
+        }
+        let workspace_id = state.workspace(&request)?;
+        let (asked, most) = (request.limits.unwrap_or_default(), Limits::default());
+        let LimitsRequest { memory_bytes, cpus, pids, disk_bytes, nofile } = asked;
+        let session = Session {
+            session_id: request.session_id,
+            task_id: request.task_id,
+            state: SessionState::Creating,
+            end_reason: None,
+            image_ref: request.image_ref.clone(),
+            image_digest: Some(image.digest.clone()),
+            workspace_id,
+            node_id: shared.node_id,
+            warm: false,
+            limits: Limits {
+                memory_bytes: memory_bytes.unwrap_or(most.memory_bytes),
+                cpus: cpus.unwrap_or(most.cpus),
+                pids: pids.unwrap_or(most.pids),
+                disk_bytes: disk_bytes.unwrap_or(most.disk_bytes),
+                nofile: nofile.unwrap_or(most.nofile),
+            },
+            unenforced: Vec::new(),
+            network_policy: request.network_policy.unwrap_or_default(),
+            pty_allowed: request.pty_allowed.unwrap_or_default(),
+            labels: request.labels.clone(),
+            created_at: OffsetDateTime::now_utc(),
+            expires_at: after(request.max_lifetime_seconds.unwrap_or(DEFAULT_LIFETIME_SECONDS)),
+            idle_expires_at: after(request.idle_timeout_seconds.unwrap_or(DEFAULT_IDLE_SECONDS)),
+            ended_at: None,
+            create_duration_ms: Some(0),
+            running_execs: 0,
+        };
+        state.sessions.insert(request.session_id, SessionEntry { request, session, execs: Vec::new() });
+        Ok(true)
+    }
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ListQuery {
+    state: Option<SessionState>,
+    task_id: Option<TaskId>,
+    label: Option<String>,
+    limit: Option<usize>,
+    cursor: Option<SessionId>,
+}
+
+async fn list(State(shared): State<Arc<Shared>>, QueryParams(query): QueryParams<ListQuery>) -> Answer<Json<Page<Session>>> {
+    let has_label = |session: &Session| {
+        query.label.as_ref().is_none_or(|label| match label.split_once('=') {
+            Some((name, value)) => session.labels.get(name).is_some_and(|found| found == value),
+            None => session.labels.contains_key(label),
+        })
+    };
+    let mut sessions: Vec<Session> = shared.state().sessions.values().map(SessionEntry::object).collect();
+    sessions.sort_by_key(|session| (session.created_at, session.session_id));
+    sessions.retain(|session| query.state.is_none_or(|state| session.state == state) && query.task_id.is_none_or(|task| session.task_id == task));
+    sessions.retain(has_label);
+    let start = query.cursor.map_or(0, |cursor| sessions.iter().position(|session| session.session_id == cursor).map_or(sessions.len(), |place| place + 1));
+    Ok(Json(page(sessions.split_off(start), query.limit, |session| session.session_id.to_string())?))
+}
+
+async fn show(State(shared): State<Arc<Shared>>, Path(text): Path<String>) -> Answer<Json<Session>> {
+    Ok(Json(shared.state().entry(&text)?.object()))
+}
+
+async fn patch(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(patch): JsonBody<SessionPatch>) -> Answer<Json<Session>> {
+    check_version(patch.version)?;
+    let mut state = shared.state();
+    let entry = state.entry(&text)?;
+    if entry.session.state != SessionState::Running {
+        return Err(ApiError::new(ErrorCode::SessionEnded, format!("the session is {}", entry.session.state)));
+    }
+    if let Some(seconds) = patch.max_lifetime_seconds {
+        entry.session.expires_at = after(seconds);
+    }
+    if let Some(seconds) = patch.idle_timeout_seconds {
+        entry.session.idle_expires_at = after(seconds);
+    }
+    if let Some(labels) = patch.labels {
+        entry.session.labels = labels;
+    }
+    Ok(Json(entry.object()))
+}
+
+async fn end(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(end): JsonBody<SessionEnd>) -> Answer<Json<Session>> {
+    check_version(end.version)?;
+    let mut state = shared.state();
+    let entry = state.entry(&text)?;
+    if entry.session.state == SessionState::Ended {
+        return Ok(Json(entry.object()));
+    }
+    entry.session.state = SessionState::Ended;
+    entry.session.end_reason = Some(end.reason.unwrap_or_else(|| "ended by the caller".to_owned()));
+    entry.session.ended_at = Some(OffsetDateTime::now_utc());
+    for (_, run) in entry.execs.drain(..) {
+        run.kill(cynode_api::SignalName::KILL);
+    }
+    let ended = entry.object();
+    if end.workspace.unwrap_or_default() == WorkspaceDisposal::Delete {
+        state.workspaces.remove(&ended.workspace_id);
+    }
+    Ok(Json(ended))
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Resume {
+    version: Option<u32>,
+}
+
+async fn resume(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(resume): JsonBody<Resume>) -> Answer<(StatusCode, Json<Session>)> {
+    check_version(resume.version)?;
+    let mut state = shared.state();
+    let session = state.entry(&text)?.object();
+    if session.state == SessionState::Running {
+        return Ok((StatusCode::OK, Json(session)));
+    }
+    if !state.workspaces.contains_key(&session.workspace_id) {
+        return Err(ApiError::new(ErrorCode::NotResumable, "the workspace of the session is gone"));
+    }
+    let entry = state.entry(&text)?;
+    (entry.session.state, entry.session.end_reason, entry.session.ended_at) = (SessionState::Running, None, None);
+    Ok((StatusCode::CREATED, Json(entry.object())))
+}
+
+async fn signal_all(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(request): JsonBody<SignalSession>) -> Answer<StatusCode> {
+    check_version(request.version)?;
+    for (_, run) in &shared.state().live(&text)?.0.execs {
+        run.kill(request.signal);
+    }
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn exec(State(shared): State<Arc<Shared>>, Path(text): Path<String>, headers: HeaderMap, JsonBody(request): JsonBody<ExecRequest>) -> Answer<Response> {
+    check_version(request.version)?;
+    if request.argv.first().is_none_or(String::is_empty) || (request.timeout_ms == 0 && !request.background) {
+        return Err(ApiError::invalid("argv, timeout_ms: must be given"));
+    }
+    let run = {
+        let mut state = shared.state();
+        let (entry, files) = state.live(&text)?;
+        let exec_id = request.exec_id.unwrap_or_else(ExecId::generate);
+        match entry.execs.iter().find(|(_, run)| run.id == exec_id) {
+            Some((known, run)) if *known == request => Arc::clone(run),
+            Some(_) => return Err(ApiError::new(ErrorCode::ExecIdInUse, format!("exec {exec_id} was made by another request"))),
+            None => {
+                let limit = (request.timeout_ms > 0).then(|| Duration::from_millis(request.timeout_ms));
+                let run = Run::start(exec_id, &request.argv, files, limit, shared.awake.subscribe())?;
+                entry.execs.push((request.clone(), Arc::clone(&run)));
+                run
+            }
+        }
+    };
+    if accepts_events(&headers) {
+        return Ok(events(run, 0, true));
+    }
+    if request.background {
+        return Ok((StatusCode::ACCEPTED, Json(ExecAccepted { exec_id: run.id })).into_response());
+    }
+    Ok(Json(run.result(request.max_output_bytes.unwrap_or(DEFAULT_OUTPUT_BYTES)).await).into_response())
+}
+
+fn object((request, run): &(ExecRequest, Arc<Run>)) -> Exec {
+    let (exit, ended_at) = run.end().unzip();
+    Exec {
+        exec_id: run.id,
+        state: if exit.is_some() { ExecState::Exited } else { ExecState::Running },
+        argv: request.argv.clone(),
+        cwd: absolute(request.cwd.as_deref().unwrap_or_default()).trim_end_matches('/').to_owned(),
+        background: request.background,
+        started_at: run.started_at,
+        ended_at,
+        exit,
+    }
+}
+
+async fn execs(State(shared): State<Arc<Shared>>, Path(text): Path<String>) -> Answer<Json<Page<Exec>>> {
+    let mut state = shared.state();
+    let entry = state.entry(&text)?;
+    if entry.session.state == SessionState::Ended {
+        return Err(ApiError::new(ErrorCode::SessionEnded, "the session has ended"));
+    }
+    Ok(Json(Page { items: entry.execs.iter().map(object).collect(), next_cursor: None }))
+}
+
+async fn show_exec(State(shared): State<Arc<Shared>>, Path((text, exec)): Path<(String, String)>) -> Answer<Json<Exec>> {
+    Ok(Json(object(&shared.state().exec(&text, &exec)?)))
+}
+
+async fn signal_exec(
+    State(shared): State<Arc<Shared>>,
+    Path((text, exec)): Path<(String, String)>,
+    JsonBody(request): JsonBody<SignalExec>,
+) -> Answer<StatusCode> {
+    check_version(request.version)?;
+    let (_, run) = shared.state().exec(&text, &exec)?;
+    if run.kill(request.signal) { Ok(StatusCode::NO_CONTENT) } else { Err(ApiError::new(ErrorCode::ExecEnded, "the exec has ended")) }
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct OutputQuery {
+    after_seq: Option<u64>,
+    max_bytes: Option<u64>,
+    wait_ms: Option<u64>,
+}
+
+impl OutputQuery {
+    pub(super) fn wait(&self) -> Duration {
+        Duration::from_millis(self.wait_ms.unwrap_or(0).min(MAX_WAIT_MS))
+    }
+
+    pub(super) async fn answer(&self, run: Arc<Run>, headers: &HeaderMap) -> Answer<Response> {
+        let resumed = headers.get("last-event-id").and_then(|value| value.to_str().ok()?.parse().ok());
+        let after_seq = resumed.or(self.after_seq).unwrap_or(0);
+        if accepts_events(headers) {
+            return Ok(events(run, after_seq, resumed.is_none()));
+        }
+        Ok(Json(run.page(after_seq, self.max_bytes.unwrap_or(1 << 20), self.wait()).await).into_response())
+    }
+}
+
+async fn exec_output(
+    State(shared): State<Arc<Shared>>,
+    Path((text, exec)): Path<(String, String)>,
+    headers: HeaderMap,
+    QueryParams(query): QueryParams<OutputQuery>,
+) -> Answer<Response> {
+    let (_, run) = shared.state().exec(&text, &exec)?;
+    query.answer(run, &headers).await
+}
+
+fn accepts_events(headers: &HeaderMap) -> bool {
+    headers.get(header::ACCEPT).is_some_and(|value| value.as_bytes().starts_with(b"text/event-stream"))
+}
+
+/// Follows a command to its end.
+fn events(run: Arc<Run>, after_seq: u64, from_start: bool) -> Response {
+    let empty = |seq| StreamEvent { seq, at: OffsetDateTime::now_utc(), data: None, data_b64: None, exec_id: None, exit: None, lost_before_seq: None };
+    let written = |name: &str, event: &StreamEvent| {
+        let data = serde_json::to_string(event).expect("events serialise");
+        format!("event: {name}\nid: {}\ndata: {data}\n\n", event.seq)
+    };
+    let start = if from_start { written("start", &StreamEvent { exec_id: Some(run.id), ..empty(0) }) } else { String::new() };
+    let pieces = stream::unfold(Some((run, after_seq, start)), move |state| async move {
+        let (run, after_seq, mut text) = state?;
+        // What is there already comes without waiting for more.
+        let wait = if text.is_empty() { Duration::from_millis(MAX_WAIT_MS) } else { Duration::ZERO };
+        let page = run.page(after_seq, 1 << 20, wait).await;
+        for chunk in page.chunks {
+            let name = if chunk.stream == Stream::Stdout { "stdout" } else { "stderr" };
+            text.push_str(&written(name, &StreamEvent { data: chunk.data, ..empty(chunk.seq) }));
+        }
+        let next = page.next_seq.max(after_seq);
+        if let Some(exit) = page.exit {
+            text.push_str(&written("exit", &StreamEvent { exec_id: Some(run.id), exit: Some(exit), ..empty(next) }));
+            return Some((Ok::<_, Infallible>(Bytes::from(text)), None));
+        }
+        Some((Ok(Bytes::from(text)), Some((run, next, String::new()))))
+    });
+    ([(header::CONTENT_TYPE, "text/event-stream")], Body::from_stream(pieces)).into_response()
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileQuery {
+    path: String,
+    #[serde(default)]
+    recursive: bool,
+}
+
+fn etag(bytes: &[u8]) -> (String, String) {
+    let sha256 = crate::hex(&Sha256::digest(bytes));
+    (format!("\"sha256:{sha256}\""), sha256)
+}
+
+/// Whether something lies below a path, which then is a directory.
+fn is_directory(files: &std::collections::BTreeMap<String, (Vec<u8>, u32)>, path: &str) -> bool {
+    files.keys().any(|file| file.strip_prefix(path).is_some_and(|rest| rest.starts_with('/')))
+}
+
+async fn read_file(State(shared): State<Arc<Shared>>, Path(text): Path<String>, QueryParams(query): QueryParams<FileQuery>) -> Answer<Response> {
+    let (_, files) = shared.state().live(&text)?;
+    let (path, files) = (absolute(&query.path), files.lock().expect("not poisoned"));
+    if is_directory(&files, &path) {
+        return Err(ApiError::new(ErrorCode::NotAFile, format!("{path} is a directory")));
+    }
+    let (bytes, mode) = files.get(&path).ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("{path} is not there")))?;
+    let (tag, sha256) = etag(bytes);
+    Ok(([("etag", tag), ("x-content-sha256", sha256), ("x-mode", format!("{mode:04o}")), ("x-type", "file".to_owned())], bytes.clone()).into_response())
+}
+
+async fn write_file(
+    State(shared): State<Arc<Shared>>,
+    Path(text): Path<String>,
+    headers: HeaderMap,
+    QueryParams(query): QueryParams<FileQuery>,
+    body: Bytes,
+) -> Answer<Response> {
+    let (_, files) = shared.state().live(&text)?;
+    let (path, mut files) = (absolute(&query.path), files.lock().expect("not poisoned"));
+    let known = files.get(&path).map(|(bytes, mode)| (etag(bytes).0, *mode));
+    let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    let expected = header("if-match").is_none_or(|tag| known.as_ref().is_some_and(|(known, _)| known == tag));
+    if !expected || (header("if-none-match").is_some() && known.is_some()) {
+        return Err(ApiError::new(ErrorCode::PreconditionFailed, format!("{path} is not what was expected")));
+    }
+    let mode = header("x-mode").and_then(|mode| u32::from_str_radix(mode, 8).ok()).or(known.as_ref().map(|(_, mode)| *mode)).unwrap_or(0o644);
+    let (status, tag) = (if known.is_some() { StatusCode::OK } else { StatusCode::CREATED }, etag(&body).0);
+    files.insert(path, (body.to_vec(), mode));
+    Ok((status, [("etag", tag)]).into_response())
+}
+
+async fn delete_file(State(shared): State<Arc<Shared>>, Path(text): Path<String>, QueryParams(query): QueryParams<FileQuery>) -> Answer<StatusCode> {
+    let (_, files) = shared.state().live(&text)?;
+    let (path, mut files) = (absolute(&query.path), files.lock().expect("not poisoned"));
+    let below = format!("{path}/");
+    if is_directory(&files, &path) {
+        if !query.recursive {
+            return Err(ApiError::new(ErrorCode::NotEmpty, format!("{path} is not empty")));
+        }
+        files.retain(|file, _| !file.starts_with(&below));
+        return Ok(StatusCode::NO_CONTENT);
+    }
+    files.remove(&path).map(|_| StatusCode::NO_CONTENT).ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("{path} is not there")))
+}
