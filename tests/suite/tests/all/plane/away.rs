@@ -35,7 +35,7 @@ impl Away {
         let worker = plane.world.worker(&options).await?;
         let away = Self { client: orchestrator.client()?, orchestrator, worker, ways, plane };
         away.connect()?;
-        away.node_until(NodeState::Ready).await?;
+        eventually("the node has said what it has", PATIENCE, async || Ok(!away.client.images().await?.is_empty())).await?;
         Ok(away)
     }
 
@@ -91,6 +91,7 @@ async fn ended_there(node: &WorkerClient, id: JobId) -> Result<Job> {
     Ok(node.job(id).await?)
 }
 
+// proves: CYNAI.SBAGNT.JobLifecycle
 #[tokio::test]
 async fn a_node_that_was_cut_off_and_is_back_has_lost_nothing_and_says_nothing_twice() -> Result<()> {
     let mut away = Away::start().await?;
@@ -136,6 +137,8 @@ async fn a_node_that_was_cut_off_and_is_back_has_lost_nothing_and_says_nothing_t
     let job = away.until(again, JobState::Completed).await?;
     assert_eq!((job.output, job.late_result), (again_there.output, None));
     eventually("every result is known", PATIENCE, async || Ok(node.list_jobs(&JobFilter::default()).await?.is_empty())).await?;
+    let settled = async || Ok(away.plane.postgres.ask("select count(*) from job_leftovers")? == "0");
+    eventually("nothing is left behind", PATIENCE, settled).await?;
     assert_eq!(away.client.job(again).await?.late_result, None, "it was said once");
 
     assert_eq!(exec("cat marks").await?.stdout, "mark\n");

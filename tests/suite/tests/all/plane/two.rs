@@ -10,7 +10,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::{ExecId, ExecRequest, JobCreate, JobState, NodeState, SessionCreate, SessionEnd, SessionId, SessionState, TaskCreate};
+use cynode_api::{ExecId, ExecRequest, JobCreate, JobState, SessionCreate, SessionEnd, SessionId, SessionState, TaskCreate};
 use cynode_client::{OutputQuery, UserClient};
 use cynode_tests::{IMAGE, Options, Plane, Random, Relay, RunningOrchestrator, eventually, sh};
 
@@ -90,8 +90,7 @@ async fn two_orchestrators() -> Result<()> {
         .set("registration_key_file", &format!("{:?}", pair.plane.world.directory().join("registration.key").display().to_string()));
     let mut worker = pair.plane.world.worker(&options).await?;
     let callers = Arc::new(Callers([pair.both[0].client()?, pair.both[1].client()?], AtomicUsize::new(0)));
-    let ready = async || Ok(callers.next().nodes().await?.iter().any(|node| node.state == NodeState::Ready));
-    eventually("the node has registered", PATIENCE, ready).await?;
+    eventually("the node has said what it has", PATIENCE, async || Ok(!callers.next().images().await?.is_empty())).await?;
     let task = callers.next().create_task(&TaskCreate { name: "two".to_owned(), ..Default::default() }).await?.id;
     let open = Arc::new(Open::default());
     let last_event = Arc::new(Mutex::new(None));
