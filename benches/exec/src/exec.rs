@@ -7,6 +7,7 @@ use std::{
 
 use anyhow::{Result, ensure};
 use cynode_api::{LimitsRequest, SessionId};
+use cynode_client::WorkerClient;
 use cynode_tests::exec;
 
 use crate::{
@@ -14,7 +15,12 @@ use crate::{
     ours::Ours,
     rivals::{Rivals, run},
     samples::{Samples, timed},
+    through::Stack,
 };
+
+/// The rows whose ratio was promised.
+pub(crate) const BY_ORCHESTRATOR: &str = "session exec by the orchestrator";
+pub(crate) const PODMAN_EXEC: &str = "podman exec";
 
 const TRUE: &[&str] = &["true"];
 /// What Podman's exec leaves behind (its cleanup runs after the answer) must not be charged to the next in line.
@@ -22,17 +28,20 @@ const SETTLE: Duration = Duration::from_millis(60);
 /// Clients at once.
 const CLIENTS: usize = 20;
 
-pub(crate) async fn measure(plan: &Plan, ours: &Ours, session: SessionId, rivals: &Rivals) -> Result<Vec<Samples>> {
+pub(crate) async fn measure(plan: &Plan, stack: &Stack, session: SessionId, rivals: &Rivals) -> Result<Vec<Samples>> {
+    let (ours, through) = (&stack.ours.client, &stack.through);
     let mut session_exec = Samples::new("session exec (HTTP, kept alive)");
+    let mut by_orchestrator = Samples::new(BY_ORCHESTRATOR);
     let mut spawn = Samples::new("plain spawn on the host");
     let mut nsenter = Samples::new("nsenter, all namespaces");
     let mut runc = Samples::new("runc exec");
     let mut rest = Samples::new("Podman REST exec");
-    let mut podman = Samples::new("podman exec");
+    let mut podman = Samples::new(PODMAN_EXEC);
 
     // Once unmeasured: connections, page cache, lazily bound libraries.
     for _ in 0..5 {
         run_true(ours, session).await?;
+        run_true(through, session).await?;
     }
     run(&mut rivals.nsenter(TRUE))?;
     run(&mut rivals.podman_exec(TRUE))?;
@@ -43,6 +52,9 @@ pub(crate) async fn measure(plan: &Plan, ours: &Ours, session: SessionId, rivals
         let (time, result) = timed(run_true(ours, session)).await;
         result?;
         session_exec.push(time);
+        let (time, result) = timed(run_true(through, session)).await;
+        result?;
+        by_orchestrator.push(time);
         spawn.push(of(Command::new("true").stdin(Stdio::null()))?);
         nsenter.push(of(&mut rivals.nsenter(TRUE))?);
         if round % slow_every == 0 {
@@ -57,11 +69,11 @@ pub(crate) async fn measure(plan: &Plan, ours: &Ours, session: SessionId, rivals
             tokio::time::sleep(SETTLE).await;
         }
     }
-    Ok(vec![session_exec, spawn, nsenter, runc, rest, podman])
+    Ok(vec![session_exec, by_orchestrator, spawn, nsenter, runc, rest, podman])
 }
 
-async fn run_true(ours: &Ours, session: SessionId) -> Result<()> {
-    let result = ours.client.exec(session, &exec(["true"])).await?;
+async fn run_true(client: &WorkerClient, session: SessionId) -> Result<()> {
+    let result = client.exec(session, &exec(["true"])).await?;
     ensure!(result.exit.exit_code == Some(0), "true ended with {:?}", result.exit);
     Ok(())
 }
@@ -85,7 +97,7 @@ pub(crate) async fn in_parallel(plan: &Plan, ours: &Ours) -> Result<Parallel> {
     let mut request = cynode_tests::session();
     request.limits = request.limits.map(|limits| LimitsRequest { cpus: std::thread::available_parallelism().ok().map(|cores| cores.get() as f64), ..limits });
     let session = ours.create(&request).await?;
-    run_true(ours, session).await?;
+    run_true(&ours.client, session).await?;
     let each = plan.exec_rounds.div_ceil(4);
     let started = Instant::now();
     let mut clients = tokio::task::JoinSet::new();

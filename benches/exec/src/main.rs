@@ -15,13 +15,14 @@ mod ours;
 mod report;
 mod rivals;
 mod samples;
+mod through;
 mod throughput;
 
 use anyhow::{Context as _, Result};
 use clap::{Parser, ValueEnum};
 use cynode_tests::{Options, World};
 
-use crate::{ours::Ours, report::Report, rivals::Rivals};
+use crate::{ours::Ours, report::Report, rivals::Rivals, through::Stack};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Output {
@@ -88,17 +89,19 @@ fn main() -> Result<()> {
 
 async fn run(plan: Plan) -> Result<Report> {
     let world = World::new()?;
-    let mut ours = Ours::start(&world, &Options::default()).await.context("starting a worker of its own")?;
+    let stack = Stack::start(&world).await.context("starting a stack of its own")?;
     let mut report = Report::new(machine::Facts::collect(&world)?);
 
     say("exec");
-    let session = ours.session().await?;
-    let sandbox = ours.sandbox(session)?;
+    let session = stack.session().await?;
+    let sandbox = stack.ours.sandbox(session)?;
     let rivals = Rivals::of(&world, &sandbox).await?;
-    report.exec = exec::measure(&plan, &ours, session, &rivals).await?;
-    report.parallel = exec::in_parallel(&plan, &ours).await?;
+    report.exec = exec::measure(&plan, &stack, session, &rivals).await?;
+    report.parallel = exec::in_parallel(&plan, &stack.ours).await?;
     say("streams and files");
-    report.transfers = throughput::measure(&plan, &ours, session, &rivals, world.directory()).await?;
+    report.passed = stack.pass(session).await?;
+    report.transfers = throughput::measure(&plan, &stack.ours, session, &rivals, world.directory()).await?;
+    let mut ours = stack.ours;
     ours.end(session).await?;
 
     say("create and end");

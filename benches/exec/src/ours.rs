@@ -23,33 +23,48 @@ pub(crate) struct Sandbox {
 #[derive(Debug)]
 pub(crate) struct Ours {
     pub(crate) client: WorkerClient,
+    /// The worker, or the supervisor that runs it.
     child: Child,
+    /// The worker.
+    pid: u32,
     state_dir: PathBuf,
 }
 
 impl Ours {
     /// A worker that logs as an operator's does: the tests' harness would have it log everything, which costs time.
     pub(crate) async fn start(world: &World, options: &Options) -> Result<Self> {
-        drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
-        let log = fs_err::File::create(world.directory().join("worker.log"))?.into_parts().0;
-        let mut command = Command::new(World::cynode().context("no release build of cynode is beside this program; 'make bench' builds it")?);
-        command.arg("worker").arg("--state-dir").arg(world.state_dir()).arg("--config").arg(world.config(options)?);
-        for name in ["CYNODE_LOG", "CYNODE_LOG_FORMAT", "CYNODE_URL", "CYNODE_TOKEN"] {
-            command.env_remove(name);
-        }
-        let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
-        world.remember(child.id())?;
+        let child = Self::spawn(world, "worker", &world.config(options)?)?;
         let deadline = Instant::now() + Duration::from_mins(1);
         loop {
             if let Some(client) = client(&world.state_dir())
                 && matches!(client.readyz().await, Ok(Readiness::Ready))
             {
-                return Ok(Self { client, child, state_dir: world.state_dir() });
+                let pid = child.id();
+                return Ok(Self { client, child, pid, state_dir: world.state_dir() });
             }
             let log = world.directory().join("worker.log");
             ensure!(Instant::now() < deadline, "the worker did not become ready:\n{}", fs_err::read_to_string(log).unwrap_or_default());
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
+    }
+
+    /// A worker that is ready, and the supervisor that runs it.
+    pub(crate) fn of(world: &World, child: Child, pid: u32) -> Result<Self> {
+        let client = client(&world.state_dir()).context("the worker's address and token")?;
+        Ok(Self { client, child, pid, state_dir: world.state_dir() })
+    }
+
+    pub(crate) fn spawn(world: &World, role: &str, config: &Path) -> Result<Child> {
+        drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
+        let log = fs_err::File::create(world.directory().join("worker.log"))?.into_parts().0;
+        let mut command = Command::new(World::cynode().context("no release build of cynode is beside this program; 'make bench' builds it")?);
+        command.arg(role).arg("--state-dir").arg(world.state_dir()).arg("--config").arg(config);
+        for name in ["CYNODE_LOG", "CYNODE_LOG_FORMAT", "CYNODE_URL", "CYNODE_TOKEN", "DATABASE_URL"] {
+            command.env_remove(name);
+        }
+        let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
+        world.remember(child.id())?;
+        Ok(child)
     }
 
     /// A cold session with the limits that the tests use.
@@ -103,7 +118,7 @@ impl Ours {
     }
 
     pub(crate) fn pid(&self) -> u32 {
-        self.child.id()
+        self.pid
     }
 
     pub(crate) async fn shut_down(&mut self) -> Result<()> {

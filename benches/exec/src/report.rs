@@ -8,10 +8,11 @@ use serde_json::{Value, json};
 use crate::{
     bombs::Neighbour,
     create::Burst,
-    exec::Parallel,
+    exec::{BY_ORCHESTRATOR, PODMAN_EXEC, Parallel},
     machine::Facts,
     memory::Idle,
     samples::{Samples, milliseconds},
+    through::Passed,
     throughput::Transfer,
 };
 
@@ -25,6 +26,7 @@ pub(crate) struct Report {
     pub(crate) burst: Burst,
     pub(crate) neighbour: Neighbour,
     pub(crate) transfers: Vec<Transfer>,
+    pub(crate) passed: Passed,
     pub(crate) memory: Vec<Idle>,
 }
 
@@ -40,6 +42,7 @@ impl Report {
             burst: Burst::default(),
             neighbour: Neighbour::default(),
             transfers: Vec::new(),
+            passed: Passed::default(),
             memory: Vec::new(),
         }
     }
@@ -66,6 +69,9 @@ impl Report {
             "parallel": { "clients": self.parallel.clients, "execs_per_second": self.parallel.per_second, "times": times(&self.parallel.samples) },
             "burst": { "sessions": self.burst.sessions, "ready_ms": milliseconds(self.burst.ready), "gone_ms": milliseconds(self.burst.gone) },
             "neighbour_of_ten_bombs": { "seconds": self.neighbour.seconds, "failed": self.neighbour.failed, "idle": self.neighbour.idle.as_ref().map(times), "beside": self.neighbour.beside.as_ref().map(times) },
+            "through_the_orchestrator": {
+                "bytes": self.passed.bytes, "ms": milliseconds(self.passed.time), "rss_before_bytes": self.passed.before, "rss_peak_bytes": self.passed.peak,
+            },
             "throughput": self.transfers.iter().map(transfer).collect::<Vec<_>>(),
             "idle_memory": self.memory.iter().map(idle).collect::<Vec<_>>(),
         })
@@ -83,6 +89,11 @@ impl Report {
                 let digits = usize::from(factor < 10.0);
                 lines.push(format!("{what}: {factor:.digits$}x {word} than {}", other.way));
             }
+        }
+        let way = |name| self.exec.iter().find(|samples| samples.way == name && samples.len() > 0);
+        if let (Some(ours), Some(podman)) = (way(BY_ORCHESTRATOR), way(PODMAN_EXEC)) {
+            let ratio = podman.p50().as_secs_f64() / ours.p50().as_secs_f64();
+            lines.push(format!("{BY_ORCHESTRATOR}: {ratio:.0}x faster than {PODMAN_EXEC}"));
         }
         lines
     }
@@ -144,6 +155,17 @@ impl fmt::Display for Report {
             }
             writeln!(f, "{rows}\n")?;
         }
+
+        let Passed { bytes, time, before, peak } = self.passed;
+        writeln!(
+            f,
+            " {} MiB of output by the orchestrator: {:.1} s, {:.0} MiB/s; its memory {} MiB before and {} MiB at its highest\n",
+            bytes >> 20,
+            time.as_secs_f64(),
+            (bytes >> 20) as f64 / time.as_secs_f64(),
+            before >> 20,
+            peak >> 20
+        )?;
 
         let mut rows = table(&["idle sessions", "agents KiB", "each", "conmon KiB", "each", "worker KiB", "growth", "each"]);
         for Idle { sessions, agents, monitors, worker, worker_growth } in &self.memory {

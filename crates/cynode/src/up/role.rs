@@ -47,11 +47,11 @@ impl Probe {
         match self {
             Self::Postgres(server) if server.is_ready(pid) => Ok(()),
             Self::Postgres(_) => Err("it is starting".to_owned()),
-            Self::Orchestrator { url, authority } => orchestrator(url, trust(authority), state).await.map(drop),
+            Self::Orchestrator { url, authority } => orchestrator(url, trust(authority.as_ref()), state).await.map(drop),
             Self::Worker { url, authority, node_of } => {
-                worker(url, trust(authority), state).await?;
+                worker(url, trust(authority.as_ref()), state).await?;
                 match node_of {
-                    Some(node_of) => registered(node_of, trust(authority), state).await,
+                    Some(node_of) => registered(node_of, trust(authority.as_ref()), state).await,
                     None => Ok(()),
                 }
             }
@@ -59,8 +59,8 @@ impl Probe {
     }
 }
 
-fn trust(authority: &Option<PathBuf>) -> Trust<'_> {
-    authority.as_deref().map_or(Trust::Environment, Trust::Also)
+fn trust(authority: Option<&PathBuf>) -> Trust<'_> {
+    authority.map(PathBuf::as_path).map_or(Trust::Environment, Trust::Also)
 }
 
 fn token(state: &StateDir, name: &str) -> Result<String, String> {

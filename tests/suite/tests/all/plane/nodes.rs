@@ -75,8 +75,8 @@ pub(crate) async fn until(client: &UserClient, name: &str, mut is: impl FnMut(&N
     last.context("a node")
 }
 
-pub(crate) fn small() -> Option<LimitsRequest> {
-    Some(LimitsRequest { memory_bytes: Some(64 << 20), disk_bytes: Some(32 << 20), ..Default::default() })
+fn small() -> LimitsRequest {
+    LimitsRequest { memory_bytes: Some(64 << 20), disk_bytes: Some(32 << 20), ..Default::default() }
 }
 
 fn labels(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
@@ -85,12 +85,12 @@ fn labels(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
 
 /// A session on a node with these labels.
 pub(crate) fn wanted(pairs: &[(&str, &str)]) -> UserSessionCreate {
-    UserSessionCreate { session_id: Some(SessionId::generate()), limits: small(), node_labels: labels(pairs), ..Default::default() }
+    UserSessionCreate { session_id: Some(SessionId::generate()), limits: Some(small()), node_labels: labels(pairs), ..Default::default() }
 }
 
 pub(crate) fn job(script: &str, pairs: &[(&str, &str)]) -> JobCreate {
     let command = ["/bin/sh", "-c", script].map(str::to_owned).to_vec();
-    JobCreate { command, limits: small(), node_labels: labels(pairs), timeout_seconds: Some(120), ..Default::default() }
+    JobCreate { command, limits: Some(small()), node_labels: labels(pairs), timeout_seconds: Some(120), ..Default::default() }
 }
 
 /// Runs a job to its end.

@@ -7,7 +7,10 @@ use cynode_api::{JobState, NodeState, UserSessionCreate};
 use cynode_client::{PtyMessage, PtyOpen, Trust, UserClient};
 use cynode_tests::{Options, World, eventually, sh};
 
-use super::nodes::{Fleet, PATIENCE, ended, free_address, job, until, wanted};
+use super::{
+    nodes::{Fleet, PATIENCE, ended, free_address, job, until, wanted},
+    stack::Stack,
+};
 use crate::{
     api::listener::certificates,
     cli::{cynode, run},
@@ -158,4 +161,30 @@ async fn nothing_secret_goes_beyond_the_machine_without_tls_unless_it_was_allowe
         refused("worker", &["--config", config.to_str().context("a path")?], &settings, said)?;
     }
     Ok(())
+}
+
+#[tokio::test]
+async fn a_whole_stack_with_certificates_is_used_on_its_machine_without_further_words() -> Result<()> {
+    let stack = Stack::new()?;
+    let ours = Signed::new(&stack.world, "ours")?;
+    let mut arguments = Vec::new();
+    for role in ["orchestrator", "worker"] {
+        let [certificate, key, authority] = [&ours.certificate, &ours.key, &ours.authority].map(|path| path.display().to_string());
+        for (name, value) in [("cert", certificate), ("key", key), ("ca", authority), ("name", "127.0.0.1".to_owned())] {
+            arguments.extend(["--set".to_owned(), format!("{role}.tls.{name}={value}")]);
+        }
+    }
+    arguments.extend(["--api-listen", "0.0.0.0:0", "--worker-listen", "0.0.0.0:0"].map(str::to_owned));
+    let url = stack.up_with(&arguments.iter().map(String::as_str).collect::<Vec<_>>())?;
+    assert!(url.starts_with("https://127.0.0.1:"), "{url}");
+    assert_eq!(stack.endpoints()?["ca"], ours.authority.display().to_string());
+    stack.run(&["task", "create", "safe"])?.good()?;
+    let status = stack.run(&["status", "--output", "json"])?.json()?;
+    assert_eq!(status["ready"], true, "{status}");
+    let nodes = stack.run(&["node", "list", "--output", "json"])?.json()?;
+    assert_eq!((&nodes["items"][0]["state"], &nodes["items"][0]["api_url"]), (&"ready".into(), &stack.endpoints()?["worker"]));
+    let doubted = run(stack.command()?.args(["task", "list", "--ca", "/nowhere.pem"]), b"")?;
+    assert!(doubted.code != Some(0) && doubted.stderr.contains("/nowhere.pem"), "{doubted:?}");
+    stack.down()?;
+    stack.assert_clean().await
 }

@@ -1,0 +1,93 @@
+//! The orchestrator between a caller and a session: what it adds, and what it takes when much goes through it.
+
+use std::{
+    fmt::Write as _,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, ensure};
+use cynode_api::{ExecRequest, SessionId, UserSessionCreate};
+use cynode_client::{ExecEvent, UserClient, WorkerClient};
+use cynode_tests::{IMAGE, Options, World, forget_memory_peak, memory, sh};
+use serde_json::Value;
+
+use crate::{ours::Ours, samples::timed};
+
+/// A stack as `up` runs it: PostgreSQL, an orchestrator, a worker.
+#[derive(Debug)]
+pub(crate) struct Stack {
+    /// The worker, called directly.
+    pub(crate) ours: Ours,
+    /// The same sessions by way of the orchestrator.
+    pub(crate) through: WorkerClient,
+    orchestrator: u32,
+}
+
+/// How much went through, and what the orchestrator took meanwhile.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Passed {
+    pub(crate) bytes: u64,
+    pub(crate) time: Duration,
+    /// The orchestrator's resident memory before, and the most that it had.
+    pub(crate) before: u64,
+    pub(crate) peak: u64,
+}
+
+impl Stack {
+    pub(crate) async fn start(world: &World) -> Result<Self> {
+        let config = world.config(&Options::default())?;
+        let mut text = fs_err::read_to_string(&config)?;
+        write!(text, "[orchestrator]\nlisten = \"127.0.0.1:0\"\ncontrol_listen = \"127.0.0.1:0\"\ndefault_image = {IMAGE:?}\nseed_images = [{IMAGE:?}]\n")?;
+        fs_err::write(&config, text)?;
+        let up = Ours::spawn(world, "up", &config)?;
+        let endpoints = world.state_dir().join("endpoints.json");
+        let deadline = Instant::now() + Duration::from_mins(2);
+        while !endpoints.exists() {
+            let log = world.directory().join("worker.log");
+            ensure!(Instant::now() < deadline, "the stack did not become ready:\n{}", fs_err::read_to_string(log).unwrap_or_default());
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        let endpoints: Value = serde_json::from_slice(&fs_err::read(endpoints)?)?;
+        let token = fs_err::read_to_string(world.state_dir().join("admin.token"))?;
+        let through = UserClient::new(endpoints["api"].as_str().context("no address of the API")?, &token)?.sessions().clone();
+        let (worker, orchestrator) = (child(up.id(), "worker")?, child(up.id(), "orchestrator")?);
+        Ok(Self { ours: Ours::of(world, up, worker)?, through, orchestrator })
+    }
+
+    /// A session that both know.
+    pub(crate) async fn session(&self) -> Result<SessionId> {
+        let request = UserSessionCreate { limits: cynode_tests::session().limits, ..UserSessionCreate::default() };
+        let session = self.through.create_user_session(&request).await.context("creating a session through the orchestrator")?;
+        ensure!(session.state == cynode_api::SessionState::Running, "a session is {}", session.state);
+        Ok(session.session_id)
+    }
+
+    /// A gibibyte of output, read as it comes.
+    pub(crate) async fn pass(&self, session: SessionId) -> Result<Passed> {
+        let bytes = 1 << 30;
+        let request = ExecRequest { timeout_ms: 600_000, ..sh(&format!("yes 'a line of output, as programs write them' | head -c {bytes}")) };
+        forget_memory_peak(self.orchestrator)?;
+        let (before, _) = memory(self.orchestrator)?;
+        let reading = async {
+            let mut events = self.through.exec_stream(session, &request).await?;
+            let mut total = 0_u64;
+            while let Some(event) = events.next().await? {
+                if let ExecEvent::Output { data, .. } = event {
+                    total += data.len() as u64;
+                }
+            }
+            Ok::<_, anyhow::Error>(total)
+        };
+        let (time, total) = timed(reading).await;
+        ensure!(total? == bytes, "not all of it came");
+        let (_, peak) = memory(self.orchestrator)?;
+        Ok(Passed { bytes, time, before, peak })
+    }
+}
+
+/// The child of the supervisor that runs a role.
+fn child(up: u32, role: &str) -> Result<u32> {
+    let children = fs_err::read_to_string(format!("/proc/{up}/task/{up}/children"))?;
+    let is = |pid: &&str| fs_err::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.split(|byte| *byte == 0).nth(1) == Some(role.as_bytes()));
+    Ok(children.split_ascii_whitespace().find(is).with_context(|| format!("no {role} runs"))?.parse()?)
+}
