@@ -1,7 +1,7 @@
 //! Jobs, from a person's request to the word of the node that ran them.
 
-use cynode_api::{ErrorCode, Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, TaskId, job_limits};
-use cynode_service::ApiError;
+use cynode_api::{ErrorCode, Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, TaskId, exec_limits, job_limits};
+use cynode_service::{ApiError, checks};
 
 use crate::{
     Orchestrator,
@@ -109,7 +109,9 @@ fn check(body: &JobCreate) -> Result<(), ApiError> {
     if !body.timeout_seconds.is_none_or(|seconds| (1..=job_limits::MAX_TIMEOUT_SECONDS).contains(&seconds)) {
         return Err(ApiError::invalid(format!("timeout_seconds: must lie between 1 and {}", job_limits::MAX_TIMEOUT_SECONDS)));
     }
-    Ok(())
+    checks::check_argv("command", &body.command)?;
+    checks::check_env(&body.env, exec_limits::MAX_ENV, exec_limits::MAX_ENV_BYTES)?;
+    body.limits.as_ref().map_or(Ok(()), checks::check_limits)
 }
 
 fn taken(id: JobId) -> ApiError {

@@ -3,8 +3,10 @@
 //! What must stay true: a session is in the database before its node hears of it, so that whoever dies, somebody else brings it
 //! up or to its end. Every call to a node can be repeated.
 
-use cynode_api::{ErrorCode, NodeId, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task, TaskId, UserSessionCreate, WorkspaceRef};
-use cynode_service::ApiError;
+use cynode_api::{
+    ErrorCode, NodeId, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task, TaskId, UserSessionCreate, WorkspaceRef, session_limits,
+};
+use cynode_service::{ApiError, checks};
 use http::StatusCode;
 use time::OffsetDateTime;
 
@@ -37,6 +39,7 @@ pub(crate) fn unnamed_task(id: TaskId, name: String, created_by: &str) -> Task {
 
 impl Orchestrator {
     pub(crate) async fn create_session(&self, caller: &Caller, body: UserSessionCreate) -> Result<(StatusCode, Session), ApiError> {
+        check(&body)?;
         let session_id = body.session_id.unwrap_or_else(SessionId::generate);
         if body.session_id.is_some()
             && let Some(existing) = self.db.any_session(session_id).await?
@@ -188,6 +191,16 @@ pub(crate) fn is_passing(error: &ApiError) -> bool {
     [ErrorCode::ShuttingDown, ErrorCode::RuntimeUnavailable, ErrorCode::NodeUnreachable, ErrorCode::StoreUnavailable, ErrorCode::Unauthorized]
         .iter()
         .any(|code| error.0.is(*code))
+}
+
+fn check(body: &UserSessionCreate) -> Result<(), ApiError> {
+    checks::check_env(&body.env, session_limits::MAX_ENV, session_limits::MAX_ENV_BYTES)?;
+    checks::check_labels(&body.labels)?;
+    body.limits.as_ref().map_or(Ok(()), checks::check_limits)?;
+    for (field, seconds) in [("max_lifetime_seconds", body.max_lifetime_seconds), ("idle_timeout_seconds", body.idle_timeout_seconds)] {
+        seconds.map_or(Ok(0), |seconds| checks::check_seconds(field, seconds))?;
+    }
+    Ok(())
 }
 
 fn taken(id: SessionId) -> ApiError {

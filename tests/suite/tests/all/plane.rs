@@ -5,5 +5,7 @@ mod callers;
 mod commands;
 mod description;
 mod faults;
+mod hostile;
 mod postgres;
+mod small;
 mod stack;
