@@ -7,5 +7,6 @@ mod description;
 mod faults;
 mod hostile;
 mod postgres;
+mod schemathesis;
 mod small;
 mod stack;
