@@ -179,6 +179,17 @@ pub struct MoveRequest {
     pub overwrite: bool,
 }
 
+/// What a write made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct FileWritten {
+    pub sha256: String,
+    pub size: u64,
+    pub mode: String,
+    pub created: bool,
+    /// Of what was there before.
+    pub sha256_before: Option<String>,
+}
+
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MkdirRequest {

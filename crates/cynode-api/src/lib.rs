@@ -27,8 +27,8 @@ pub use exec::{
     StdinWrite, Stream, StreamEvent, Truncated, exec_limits,
 };
 pub use files::{
-    ExportFormat, ExportRequest, FileEntry, FileType, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchOperation, PatchReject, PatchRequest,
-    PatchResult, PatchedFile, SearchMatch, SearchRequest, SearchResult, file_limits,
+    ExportFormat, ExportRequest, FileEntry, FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchOperation, PatchReject,
+    PatchRequest, PatchResult, PatchedFile, SearchMatch, SearchRequest, SearchResult, file_limits,
 };
 pub use identity::{DEFAULT_TOKEN_SECONDS, Group, GroupCreate, MAX_TOKEN_SECONDS, TOKEN_PREFIX, Token, TokenCreate, TokenCreated, TokenKind, User, UserCreate};
 pub use ids::{ArtifactId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId, SandboxId, SessionId, TaskId, TokenId, UserId, WorkspaceId};

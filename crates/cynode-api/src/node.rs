@@ -88,6 +88,9 @@ pub struct Heartbeat {
     /// Sent when it has changed since the last heartbeat.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub capability: Option<Capability>,
+    /// Where its Worker API is reached from now on. Sent until it has been taken when the address has changed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub api_url: Option<String>,
     /// The hashes (SHA-256, hexadecimal) of tokens that the node has taken over after a rotation.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub adopted: Vec<String>,

@@ -113,6 +113,20 @@ pub struct Problem {
     pub extensions: Map<String, Value>,
 }
 
+/// The longest detail, in characters. It may repeat what a caller sent.
+const MAX_DETAIL: usize = 900;
+
+/// A long text with its middle left out: the beginning says what is wrong, the end often what would be right.
+fn shortened(text: String) -> String {
+    let length = text.chars().count();
+    if length <= MAX_DETAIL {
+        return text;
+    }
+    let begin: String = text.chars().take(MAX_DETAIL / 2).collect();
+    let end: String = text.chars().skip(length - MAX_DETAIL / 2).collect();
+    format!("{begin} … {end}")
+}
+
 impl Problem {
     #[must_use]
     pub fn new(code: ErrorCode, detail: impl Into<String>) -> Self {
@@ -120,7 +134,7 @@ impl Problem {
             kind: format!("urn:cynode:error:{code}"),
             title: code.title().to_owned(),
             status: code.status(),
-            detail: detail.into(),
+            detail: shortened(detail.into()),
             code: code.as_str().to_owned(),
             remedy: code.remedy().to_owned(),
             request_id: None,
@@ -165,6 +179,12 @@ mod tests {
         names.dedup();
         assert_eq!(names.len(), ErrorCode::ALL.len());
         assert!(ErrorCode::ALL.iter().all(|code| (400..600).contains(&code.status()) && code.remedy().ends_with('.')));
+    }
+
+    #[test]
+    fn a_detail_that_repeats_much_is_cut_in_its_middle() {
+        let problem = Problem::new(ErrorCode::InvalidRequest, format!("kind: unknown `{}`, expected `user`", "ü".repeat(100_000)));
+        assert!(problem.detail.chars().count() < 1_000 && problem.detail.starts_with("kind:") && problem.detail.ends_with("expected `user`"));
     }
 
     #[test]

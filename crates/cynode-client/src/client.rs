@@ -191,6 +191,11 @@ fn certificates(path: &Path) -> Result<Vec<reqwest::Certificate>> {
     found.ok_or_else(|| Error::Setup(format!("'{}' holds no PEM certificates", path.display())))
 }
 
+/// Whether a client can be made for an address; says why not.
+pub fn check_base(text: &str) -> Result<()> {
+    parse_base(text).map(drop)
+}
+
 fn parse_base(text: &str) -> Result<Url> {
     let bad = |why: &str| Error::Setup(format!("'{text}' is not a usable address: {why}; it looks like http://127.0.0.1:12090"));
     let url = Url::parse(text).map_err(|error| bad(&error.to_string()))?;

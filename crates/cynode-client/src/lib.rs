@@ -16,7 +16,7 @@ mod pty;
 mod sessions;
 pub mod sse;
 
-pub use client::{Readiness, Sandboxes, Surface, Trust, WorkerClient};
+pub use client::{Readiness, Sandboxes, Surface, Trust, WorkerClient, check_base};
 pub use error::{Error, Result};
 pub use events::{ExecEvent, ExecEvents};
 pub use execs::OutputQuery;

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use cynode_api::{ErrorCode, Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, job_limits};
-use cynode_service::ApiError;
+use cynode_api::{ErrorCode, Job, JobCreate, JobId, JobOutput, JobRun, JobSandbox, JobState, exec_limits, job_limits};
+use cynode_service::{ApiError, checks};
 
 use crate::{
     Orchestrator,
@@ -116,7 +116,9 @@ fn check(body: &JobCreate) -> Result<(), ApiError> {
     if !body.timeout_seconds.is_none_or(|seconds| (1..=job_limits::MAX_TIMEOUT_SECONDS).contains(&seconds)) {
         return Err(ApiError::invalid(format!("timeout_seconds: must lie between 1 and {}", job_limits::MAX_TIMEOUT_SECONDS)));
     }
-    Ok(())
+    checks::check_argv("command", &body.command)?;
+    checks::check_env(&body.env, exec_limits::MAX_ENV, exec_limits::MAX_ENV_BYTES)?;
+    body.limits.as_ref().map_or(Ok(()), checks::check_limits)
 }
 
 fn taken(id: JobId) -> ApiError {

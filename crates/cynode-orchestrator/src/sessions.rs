@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use cynode_api::{
     Artifact, ArtifactId, ErrorCode, NodeId, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task, TaskId, UserSessionCreate, WorkspaceRef,
+    session_limits,
 };
-use cynode_service::ApiError;
+use cynode_service::{ApiError, checks};
 use http::StatusCode;
 use time::OffsetDateTime;
 
@@ -48,6 +49,7 @@ fn unnamed_task(id: TaskId, name: String, created_by: &str) -> Task {
 
 impl Orchestrator {
     pub(crate) async fn create_session(&self, caller: &Caller, body: UserSessionCreate) -> Result<(StatusCode, Session), ApiError> {
+        check(&body)?;
         check_node_labels(&body.node_labels)?;
         let session_id = body.session_id.unwrap_or_else(SessionId::generate);
         if body.session_id.is_some()
@@ -267,6 +269,16 @@ pub(crate) fn is_passing(error: &ApiError) -> bool {
     [ErrorCode::ShuttingDown, ErrorCode::RuntimeUnavailable, ErrorCode::NodeUnreachable, ErrorCode::StoreUnavailable, ErrorCode::Unauthorized]
         .iter()
         .any(|code| error.0.is(*code))
+}
+
+fn check(body: &UserSessionCreate) -> Result<(), ApiError> {
+    checks::check_env(&body.env, session_limits::MAX_ENV, session_limits::MAX_ENV_BYTES)?;
+    checks::check_labels(&body.labels)?;
+    body.limits.as_ref().map_or(Ok(()), checks::check_limits)?;
+    for (field, seconds) in [("max_lifetime_seconds", body.max_lifetime_seconds), ("idle_timeout_seconds", body.idle_timeout_seconds)] {
+        seconds.map_or(Ok(0), |seconds| checks::check_seconds(field, seconds))?;
+    }
+    Ok(())
 }
 
 fn taken(id: SessionId) -> ApiError {

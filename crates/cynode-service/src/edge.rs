@@ -55,8 +55,9 @@ fn render(problem: &Problem) -> Response {
     response
 }
 
-/// Gives every request an id, puts it into the answer and into problems, and logs failures of ours under it.
-pub async fn request_id(request: Request, next: Next) -> Response {
+/// Gives every request an id, puts it into the answer and into problems, and logs failures of ours under it. A request that is
+/// passed on to another role carries it there.
+pub async fn request_id(mut request: Request, next: Next) -> Response {
     let given = request
         .headers()
         .get(&REQUEST_ID)
@@ -64,6 +65,10 @@ pub async fn request_id(request: Request, next: Next) -> Response {
         .filter(|id| (1..=64).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic()));
     let id = given.map_or_else(|| uuid::Uuid::now_v7().to_string(), str::to_owned);
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+    let value = HeaderValue::from_str(&id).ok();
+    if let Some(value) = &value {
+        request.headers_mut().insert(REQUEST_ID, value.clone());
+    }
     let mut response = next.run(request).await;
     if let Some(ApiError(mut problem)) = response.extensions_mut().remove::<ApiError>() {
         if problem.status >= 500 {
@@ -78,7 +83,7 @@ pub async fn request_id(request: Request, next: Next) -> Response {
             }
         }
     }
-    if let Ok(value) = HeaderValue::from_str(&id) {
+    if let Some(value) = value {
         response.headers_mut().insert(REQUEST_ID, value);
     }
     response

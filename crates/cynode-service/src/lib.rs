@@ -5,7 +5,9 @@
 pub mod admin;
 pub mod auth;
 pub mod body;
+pub mod checks;
 pub mod config;
+pub mod describe;
 pub mod edge;
 pub mod events;
 pub mod files;

@@ -150,7 +150,7 @@ impl Node {
 
     /// One word with the orchestrator: registration when it does not know us, a heartbeat when it does.
     async fn speak(&mut self, base: &str) -> Result<(), Failed> {
-        if self.registration.as_ref().is_none_or(|known| known.api_url != self.api_url) {
+        if self.registration.is_none() {
             self.register(base).await?;
         }
         match self.beat(base).await {
@@ -203,6 +203,7 @@ impl Node {
             not_ready,
             config_revision: self.config.revision,
             capability: capability.clone(),
+            api_url: (known.api_url != self.api_url).then(|| self.api_url.clone()),
             adopted: Vec::new(),
         };
         let answer: HeartbeatAnswer = self.post(&format!("{base}/v1/nodes/heartbeat"), Some(&known.node_token), &beat).await?;
@@ -212,6 +213,7 @@ impl Node {
         if answer.resend_capability {
             self.said = None;
         }
+        let known = Registration { api_url: self.api_url.clone(), ..known };
         if let Some(new) = answer.rotate {
             let previous = if new.worker_token == known.worker_token { known.previous_worker_token } else { Some(known.worker_token) };
             let registration = Registration { node_token: new.node_token, worker_token: new.worker_token, previous_worker_token: previous, ..known };
@@ -220,6 +222,8 @@ impl Node {
         } else if known.previous_worker_token.is_some() && self.rotated.elapsed() > OVERLAP {
             // The orchestrators know that we have the new one: it was just shown to one of them.
             self.keep(Registration { previous_worker_token: None, ..known })?;
+        } else if beat.api_url.is_some() {
+            self.keep(known)?;
         }
         if answer.config_revision != self.config.revision {
             let token = self.registration.as_ref().map(|known| known.node_token.clone());

@@ -3,7 +3,7 @@
 use axum::{
     Json,
     body::Body as HttpBody,
-    extract::{Path, Request, State},
+    extract::{Request, State},
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{Artifact, ArtifactId, ErrorCode, Page, Problem, TaskId, artifact_limits};
@@ -13,7 +13,7 @@ use http::{HeaderMap, StatusCode, header};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
-use super::{Id, after, limit};
+use super::{Id, Path, after, limit};
 use crate::{Orchestrator, caller::Person, db::NewArtifact};
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -47,7 +47,7 @@ pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(caller
 
 /// The bytes of an artifact.
 #[utoipa::path(get, path = "/v1/artifacts/{id}/content", tag = "artifacts", params(("id" = ArtifactId, Path)),
-    responses((status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses((status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = 304), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn content(State(orchestrator): State<Orchestrator>, person: Person, id: Id<ArtifactId>, headers: HeaderMap) -> Result<Response, ApiError> {
     let Json(artifact) = show(State(orchestrator.clone()), person, id).await?;
     send(&orchestrator, &artifact, &headers).await
@@ -60,6 +60,13 @@ fn check_path(path: &str) -> Result<(), ApiError> {
         && !path.chars().any(char::is_control)
         && path.split('/').all(|part| !part.is_empty() && part != "." && part != "..");
     if good { Ok(()) } else { Err(ApiError::invalid(format!("path: must be relative, without '.' or '..', of 1 to {} bytes", artifact_limits::MAX_PATH))) }
+}
+
+/// A header that is as it should be, or is not there. One that can't be read is not the same as none.
+fn checked(headers: &HeaderMap, name: &str, what: &str, good: impl Fn(&str) -> bool) -> Result<Option<String>, ApiError> {
+    let Some(value) = headers.get(name) else { return Ok(None) };
+    let text = value.to_str().ok().filter(|text| good(text));
+    text.map(|text| Some(text.to_owned())).ok_or_else(|| ApiError::invalid(format!("{name}: must be {what}")))
 }
 
 fn broken_off(error: &axum::Error) -> ApiError {
@@ -80,9 +87,10 @@ pub(super) async fn put(
     check_path(&path)?;
     orchestrator.db.task(&caller.scope, task_id).await?;
     let (parts, body) = request.into_parts();
-    let text = |name: &str| parts.headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
-    let expected = text("x-content-sha256");
-    let media_type = text("content-type").filter(|kind| kind.len() <= 200).unwrap_or_else(|| "application/octet-stream".to_owned());
+    let expected =
+        checked(&parts.headers, "x-content-sha256", "64 hexadecimal digits", |text| text.len() == 64 && text.bytes().all(|c| c.is_ascii_hexdigit()))?;
+    let media_type = checked(&parts.headers, "content-type", "a media type of at most 200 characters", |text| (1..=200).contains(&text.len()))?;
+    let media_type = media_type.unwrap_or_else(|| "application/octet-stream".to_owned());
     let bytes = body.into_data_stream().map_err(|error| broken_off(&error));
     let staged = orchestrator.blobs.stage(bytes, artifact_limits::MAX_BYTES, expected.as_deref()).await?;
     let new = NewArtifact { task_id, path: &path, staged: &staged, media_type: &media_type, created_by: &caller.user_name };
@@ -99,7 +107,7 @@ pub(super) struct GetQuery {
 
 /// The bytes of a path's newest version, or of the one that is asked for.
 #[utoipa::path(get, path = "/v1/tasks/{task_id}/artifacts/{*path}", tag = "artifacts", params(("task_id" = TaskId, Path), ("path" = String, Path), GetQuery),
-    responses((status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses((status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = 304), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn get(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
@@ -108,6 +116,9 @@ pub(super) async fn get(
     QueryParams(query): QueryParams<GetQuery>,
 ) -> Result<Response, ApiError> {
     let task_id: TaskId = task.parse().map_err(|_| ApiError::new(ErrorCode::NotFound, "there is no such task"))?;
+    if query.version.is_some_and(|version| version < 1) {
+        return Err(ApiError::invalid("version: must be at least 1"));
+    }
     orchestrator.db.task(&caller.scope, task_id).await?;
     check_path(&path).map_err(|_| ApiError::new(ErrorCode::NotFound, "the task has no such artifact"))?;
     let artifact = orchestrator.db.artifact_at(task_id, &path, query.version).await?;

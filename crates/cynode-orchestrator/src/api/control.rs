@@ -13,7 +13,7 @@ use http::{HeaderMap, StatusCode};
 use serde_json::Value;
 use time::OffsetDateTime;
 
-use super::{Body, Id, check_name, check_version};
+use super::{Body, Id, check_name, check_text, check_version};
 use crate::{
     Orchestrator,
     caller::{self, hash},
@@ -58,10 +58,7 @@ async fn authenticate(State(orchestrator): State<Orchestrator>, mut request: Req
 async fn register(State(orchestrator): State<Orchestrator>, Body(body): Body<NodeRegister>) -> Result<(StatusCode, Json<NodeRegistered>), ApiError> {
     check_version(body.version)?;
     check_name("node_name", &body.node_name)?;
-    let url: Result<reqwest::Url, _> = body.api_url.parse();
-    if !url.is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.host_str().is_some()) {
-        return Err(ApiError::invalid("api_url: must be an http or https address"));
-    }
+    check_api_url(&body.api_url)?;
     let registration = Registration {
         node_id: body.node_id.unwrap_or_else(NodeId::generate),
         name: body.node_name,
@@ -70,9 +67,9 @@ async fn register(State(orchestrator): State<Orchestrator>, Body(body): Body<Nod
         key_hash: hash(&body.psk),
     };
     let id = registration.node_id;
-    let registered = orchestrator.db.register_node(&registration, |epoch| hash(&orchestrator.keys.node_token(id, epoch))).await?;
+    let token = |epoch| hash(&orchestrator.keys.node_token(id, epoch));
+    let registered = orchestrator.db.register_node(&registration, &orchestrator.config.seed_images, token).await?;
     let Some(node) = registered else { return Err(caller::refused().await) };
-    orchestrator.db.report_images(node.id, &node.capability.images, &orchestrator.config.seed_images).await?;
     tracing::info!(node_id = %node.id, name = node.name, "A node has registered.");
     orchestrator.jobs_wait.notify_one();
     let registered = NodeRegistered {
@@ -84,12 +81,19 @@ async fn register(State(orchestrator): State<Orchestrator>, Body(body): Body<Nod
     Ok((StatusCode::CREATED, Json(registered)))
 }
 
+/// An address that we can call. What is not one would be a node that nobody ever reaches.
+fn check_api_url(url: &str) -> Result<(), ApiError> {
+    cynode_client::check_base(url).map_err(|error| ApiError::invalid(format!("api_url: {error}")))
+}
+
 async fn heartbeat(
     State(orchestrator): State<Orchestrator>,
     axum::Extension(Calling(node)): axum::Extension<Calling>,
     Body(beat): Body<Heartbeat>,
 ) -> Result<Json<HeartbeatAnswer>, ApiError> {
     check_version(beat.version)?;
+    check_text("not_ready", beat.not_ready.as_ref())?;
+    beat.api_url.as_deref().map_or(Ok(()), check_api_url)?;
     let returned = orchestrator.db.heartbeat(node.id, &beat).await?;
     if let Some(capability) = &beat.capability {
         orchestrator.db.report_images(node.id, &capability.images, &orchestrator.config.seed_images).await?;

@@ -21,7 +21,7 @@ use axum::{
     routing::get,
 };
 use cynode_api::{ErrorCode, Problem, text_limits};
-use cynode_service::{ApiError, admin, body, edge, linger};
+use cynode_service::{ApiError, admin, body, describe, edge, linger};
 use http::request::Parts;
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
@@ -114,13 +114,53 @@ fn documented() -> OpenApiRouter<Orchestrator> {
 
 /// The API's description, as it is served and checked in.
 #[must_use]
-pub fn openapi() -> utoipa::openapi::OpenApi {
-    documented().into_openapi()
+pub fn openapi() -> Value {
+    let document = serde_json::to_value(documented().into_openapi()).unwrap_or_default();
+    let any = [ErrorCode::Forbidden, ErrorCode::TooManyAttempts, ErrorCode::StoreUnavailable];
+    let mut some = describe::in_sessions("/v1/sessions");
+    some.extend(REFUSALS.iter().map(|(route, codes)| ((*route).to_owned(), *codes)));
+    describe::complete(document, &any, &some)
 }
 
+/// What single routes refuse with.
+const REFUSALS: &[(&str, &[ErrorCode])] = &[
+    ("POST /v1/projects", &[ErrorCode::AlreadyExists]),
+    ("POST /v1/tasks", &[ErrorCode::NotFound, ErrorCode::AlreadyExists]),
+    ("POST /v1/users", &[ErrorCode::AlreadyExists]),
+    ("POST /v1/groups", &[ErrorCode::AlreadyExists]),
+    ("POST /v1/tokens", &[ErrorCode::NotFound, ErrorCode::SessionNotFound, ErrorCode::JobNotFound]),
+    ("PUT /v1/settings/{key}", &[ErrorCode::PreconditionFailed]),
+    ("GET /v1/preferences", &[ErrorCode::NotFound]),
+    ("PUT /v1/preferences/{scope}/{scope_id}/{key}", &[ErrorCode::PreconditionFailed]),
+    ("POST /v1/images", &[ErrorCode::AlreadyExists]),
+    ("GET /v1/events", &[ErrorCode::CursorExpired]),
+    ("POST /v1/jobs", &[ErrorCode::ImageNotAllowed, ErrorCode::NotFound, ErrorCode::JobIdInUse]),
+    ("GET /v1/jobs/{id}", &[ErrorCode::JobNotFound]),
+    ("POST /v1/jobs/{id}/stop", &[ErrorCode::JobNotFound]),
+    ("GET /v1/jobs/{id}/output", &[ErrorCode::JobNotFound, ErrorCode::OutputExpired, ErrorCode::NodeUnreachable]),
+    ("GET /v1/artifacts", &[ErrorCode::NotFound]),
+    ("PUT /v1/tasks/{task_id}/artifacts/{path}", &[ErrorCode::PreconditionFailed]),
+    (
+        "POST /v1/sessions",
+        &[
+            ErrorCode::ImageNotAllowed,
+            ErrorCode::NotFound,
+            ErrorCode::WorkspaceNotFound,
+            ErrorCode::SessionIdInUse,
+            ErrorCode::WorkspaceInUse,
+            ErrorCode::ImageNotFound,
+            ErrorCode::ImageNotCompatible,
+            ErrorCode::LimitUnenforceable,
+            ErrorCode::NoCapacity,
+            ErrorCode::NodeUnreachable,
+            ErrorCode::NoSpace,
+        ],
+    ),
+];
+
 pub(crate) fn router(orchestrator: Orchestrator, readiness: admin::Readiness) -> Router {
-    let (routes, document) = documented().split_for_parts();
-    let document = serde_json::to_string(&document).unwrap_or_default();
+    let (routes, _) = documented().split_for_parts();
+    let document = openapi().to_string();
     let routes = routes
         .method_not_allowed_fallback(edge::method_not_allowed)
         .fallback(edge::not_found)
@@ -182,6 +222,19 @@ fn nul_at(value: &Value, path: String) -> Option<String> {
     }
 }
 
+/// The parts of a path that are not ids. One that is not UTF-8 is refused as everything else is.
+#[derive(Debug)]
+pub(crate) struct Path<T>(pub(crate) T);
+
+impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Path<T> {
+    type Rejection = ApiError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Self::Rejection> {
+        let axum::extract::Path(path) = axum::extract::Path::from_request_parts(parts, state).await.map_err(|error| ApiError::invalid(error.body_text()))?;
+        Ok(Self(path))
+    }
+}
+
 /// An id in a path; one that is not a UUID names nothing.
 #[derive(Debug)]
 pub(crate) struct Id<T>(pub(crate) T);
@@ -190,8 +243,7 @@ impl<S: Send + Sync, T: FromStr> FromRequestParts<S> for Id<T> {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Self::Rejection> {
-        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state).await;
-        let path = path.map_err(|error| ApiError::invalid(error.body_text()))?;
+        let Path(path) = Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state).await?;
         let text = path.get("id").map(String::as_str).unwrap_or_default();
         text.parse().map(Self).map_err(|_| ApiError::new(ErrorCode::NotFound, format!("'{}' is not an id", text.chars().take(100).collect::<String>())))
     }

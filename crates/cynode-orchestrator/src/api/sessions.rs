@@ -7,11 +7,11 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{
-    Artifact, ErrorCode, Exec, ExecId, ExecRequest, ExecResult, ExportFormat, ExportRequest, ListRequest, ListResult, MkdirRequest, MoveRequest, OutputPage,
-    Page, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, Session, SessionEnd, SessionId, SessionPatch, SessionState, SignalExec,
+    Artifact, ErrorCode, Exec, ExecId, ExecRequest, ExecResult, ExportFormat, ExportRequest, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest,
+    OutputPage, Page, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, Session, SessionEnd, SessionId, SessionPatch, SessionState, SignalExec,
     SignalSession, StdinWrite, TaskId, UserSessionCreate, artifact_limits,
 };
-use cynode_service::{ApiError, QueryParams};
+use cynode_service::{ApiError, QueryParams, checks::check_reason};
 use futures_util::TryStreamExt as _;
 use http::StatusCode;
 use serde::Deserialize;
@@ -107,6 +107,7 @@ pub(super) async fn end(
     Body(end): Body<SessionEnd>,
 ) -> Result<Json<Session>, ApiError> {
     check_version(end.version)?;
+    end.reason.as_deref().map_or(Ok(()), check_reason)?;
     let row = orchestrator.db.session(&caller.scope, id).await?;
     orchestrator.end_session(row, end).await.map(Json)
 }
@@ -217,13 +218,13 @@ passed_on! {
     /// Write to a command's standard input.
     stdin: post, "/v1/sessions/{id}/execs/{exec_id}/stdin", [("exec_id" = ExecId, Path)], [request_body = StdinWrite,], [(status = 204)];
     /// Read a file.
-    read_file: get, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query)], [],
+    read_file: get, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query), ("recursive" = Option<bool>, Query)], [],
         [(status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = 206, body = Vec<u8>, content_type = "application/octet-stream")];
     /// A file's size, mode and hash.
-    stat_file: head, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query)], [], [(status = 200)];
+    stat_file: head, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query), ("recursive" = Option<bool>, Query)], [], [(status = 200)];
     /// Write a file, whole or not at all.
-    write_file: put, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query)],
-        [request_body(content = Vec<u8>, content_type = "application/octet-stream"),], [(status = 201), (status = 204)];
+    write_file: put, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query), ("recursive" = Option<bool>, Query)],
+        [request_body(content = Vec<u8>, content_type = "application/octet-stream"),], [(status = 201, body = FileWritten), (status = 200, body = FileWritten)];
     /// Delete a file or a directory.
     delete_file: delete, "/v1/sessions/{id}/files", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query), ("recursive" = Option<bool>, Query)], [], [(status = 204)];
     /// List files.
@@ -235,11 +236,12 @@ passed_on! {
     /// Move a file.
     move_file: post, "/v1/sessions/{id}/files:move", [], [request_body = MoveRequest,], [(status = 204)];
     /// Make a directory.
-    mkdir: post, "/v1/sessions/{id}/files:mkdir", [], [request_body = MkdirRequest,], [(status = 201), (status = 204)];
+    mkdir: post, "/v1/sessions/{id}/files:mkdir", [], [request_body = MkdirRequest,], [(status = 204)];
     /// Unpack a tar archive into the sandbox.
-    import: post, "/v1/sessions/{id}/import", [("path" = Option<String>, Query)], [request_body(content = Vec<u8>, content_type = "application/x-tar"),], [(status = 204)];
+    import: post, "/v1/sessions/{id}/import", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query), ("recursive" = Option<bool>, Query)],
+        [request_body(content = Vec<u8>, content_type = "application/x-tar"),], [(status = 204)];
     /// Open a terminal (WebSocket), where the session allows it.
-    pty: get, "/v1/sessions/{id}/pty", [("cols" = Option<u16>, Query), ("rows" = Option<u16>, Query)], [], [(status = 101)];
+    pty: get, "/v1/sessions/{id}/pty", [("cols" = Option<u16>, Query), ("rows" = Option<u16>, Query), ("argv" = Option<Vec<String>>, Query)], [], [(status = 101)];
 }
 
 /// Export the workspace, as a patch against a commit or as a tar archive: an artifact of the session's task. With

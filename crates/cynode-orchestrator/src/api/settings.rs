@@ -1,16 +1,13 @@
 //! System settings and preferences.
 
-use axum::{
-    Json,
-    extract::{Path, State},
-};
+use axum::{Json, extract::State};
 use cynode_api::{ErrorCode, KEYS, Page, Preference, PreferenceScope, Problem, ProjectId, Setting, TaskId, ValuePut, text_limits};
 use cynode_service::{ApiError, QueryParams};
 use serde::Deserialize;
 use utoipa::IntoParams;
 use uuid::Uuid;
 
-use super::{Body, check_version};
+use super::{Body, Path, check_version};
 use crate::{
     Orchestrator,
     caller::{Caller, Person},

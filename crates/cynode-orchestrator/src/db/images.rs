@@ -190,70 +190,10 @@ impl Db {
         row.map(chosen).transpose().map_err(problem)
     }
 
-    /// Writes down what a node has. Images that the system itself brings (`seeded`) become allowed versions, and follow what is
-    /// loaded; others only gain what was not known about them.
+    /// Writes down what a node has.
     pub(crate) async fn report_images(&self, node_id: NodeId, images: &[LocalImage], seeded: &[String]) -> Result<(), ApiError> {
         let mut transaction = self.begin().await?;
-        for image in images {
-            if seeded.contains(&image.reference) {
-                let known: Option<Uuid> = sqlx::query_scalar("select id from sandbox_image_versions where image_ref = $1")
-                    .bind(&image.reference)
-                    .fetch_optional(&mut *transaction)
-                    .await
-                    .map_err(problem)?;
-                if known.is_none() {
-                    let (name, tag) = name_and_tag(&image.reference);
-                    let new = NewImage {
-                        name: &name,
-                        description: Some("comes with CyNode"),
-                        version: &tag,
-                        image_ref: &image.reference,
-                        image_digest: Some(&image.digest),
-                        capabilities: capabilities(&image.labels),
-                        is_allowed: true,
-                        by: "system",
-                    };
-                    insert(&mut transaction, &new).await?;
-                }
-            }
-            let is_seeded = seeded.contains(&image.reference);
-            sqlx::query(
-                "update sandbox_image_versions set image_digest = case when $4 then $2 else coalesce(image_digest, $2) end,
-                     capabilities = $3 || capabilities, updated_at = now()
-                 where image_ref = $1 and (image_digest is null or not capabilities ? 'agent_compatible' or ($4 and image_digest <> $2))",
-            )
-            .bind(&image.reference)
-            .bind(&image.digest)
-            .bind(Value::Object(capabilities(&image.labels)))
-            .bind(is_seeded)
-            .execute(&mut *transaction)
-            .await
-            .map_err(problem)?;
-        }
-        let references: Vec<&str> = images.iter().map(|image| image.reference.as_str()).collect();
-        let digests: Vec<&str> = images.iter().map(|image| image.digest.as_str()).collect();
-        sqlx::query(
-            "insert into node_sandbox_image_availability (id, node_id, sandbox_image_version_id, status, details)
-             select gen_random_uuid(), $1, v.id, case when v.image_digest is null or v.image_digest = have.digest then 'available' else 'evicted' end,
-                    jsonb_build_object('digest', have.digest)
-             from unnest($2::text[], $3::text[]) as have (reference, digest) join sandbox_image_versions v on v.image_ref = have.reference
-             on conflict (node_id, sandbox_image_version_id) do update set status = excluded.status, details = excluded.details, last_checked_at = now()",
-        )
-        .bind(node_id.as_uuid())
-        .bind(&references)
-        .bind(&digests)
-        .execute(&mut *transaction)
-        .await
-        .map_err(problem)?;
-        sqlx::query(
-            "update node_sandbox_image_availability a set status = 'evicted', last_checked_at = now()
-             from sandbox_image_versions v where v.id = a.sandbox_image_version_id and a.node_id = $1 and not v.image_ref = any($2)",
-        )
-        .bind(node_id.as_uuid())
-        .bind(&references)
-        .execute(&mut *transaction)
-        .await
-        .map_err(problem)?;
+        report(&mut transaction, node_id, images, seeded).await?;
         super::commit(transaction).await
     }
 
@@ -267,6 +207,72 @@ impl Db {
                 .map_err(problem)?;
         Ok(ids.into_iter().map(NodeId::from_uuid).collect())
     }
+}
+
+/// Writes down what a node has. Images that the system itself brings (`seeded`) become allowed versions, and follow what is
+/// loaded; others only gain what was not known about them.
+pub(super) async fn report(connection: &mut PgConnection, node_id: NodeId, images: &[LocalImage], seeded: &[String]) -> Result<(), ApiError> {
+    for image in images {
+        if seeded.contains(&image.reference) {
+            let known: Option<Uuid> = sqlx::query_scalar("select id from sandbox_image_versions where image_ref = $1")
+                .bind(&image.reference)
+                .fetch_optional(&mut *connection)
+                .await
+                .map_err(problem)?;
+            if known.is_none() {
+                let (name, tag) = name_and_tag(&image.reference);
+                let new = NewImage {
+                    name: &name,
+                    description: Some("comes with CyNode"),
+                    version: &tag,
+                    image_ref: &image.reference,
+                    image_digest: Some(&image.digest),
+                    capabilities: capabilities(&image.labels),
+                    is_allowed: true,
+                    by: "system",
+                };
+                insert(connection, &new).await?;
+            }
+        }
+        let is_seeded = seeded.contains(&image.reference);
+        sqlx::query(
+            "update sandbox_image_versions set image_digest = case when $4 then $2 else coalesce(image_digest, $2) end,
+                 capabilities = $3 || capabilities, updated_at = now()
+             where image_ref = $1 and (image_digest is null or not capabilities ? 'agent_compatible' or ($4 and image_digest <> $2))",
+        )
+        .bind(&image.reference)
+        .bind(&image.digest)
+        .bind(Value::Object(capabilities(&image.labels)))
+        .bind(is_seeded)
+        .execute(&mut *connection)
+        .await
+        .map_err(problem)?;
+    }
+    let references: Vec<&str> = images.iter().map(|image| image.reference.as_str()).collect();
+    let digests: Vec<&str> = images.iter().map(|image| image.digest.as_str()).collect();
+    sqlx::query(
+        "insert into node_sandbox_image_availability (id, node_id, sandbox_image_version_id, status, details)
+         select gen_random_uuid(), $1, v.id, case when v.image_digest is null or v.image_digest = have.digest then 'available' else 'evicted' end,
+                jsonb_build_object('digest', have.digest)
+         from unnest($2::text[], $3::text[]) as have (reference, digest) join sandbox_image_versions v on v.image_ref = have.reference
+         on conflict (node_id, sandbox_image_version_id) do update set status = excluded.status, details = excluded.details, last_checked_at = now()",
+    )
+    .bind(node_id.as_uuid())
+    .bind(&references)
+    .bind(&digests)
+    .execute(&mut *connection)
+    .await
+    .map_err(problem)?;
+    sqlx::query(
+        "update node_sandbox_image_availability a set status = 'evicted', last_checked_at = now()
+         from sandbox_image_versions v where v.id = a.sandbox_image_version_id and a.node_id = $1 and not v.image_ref = any($2)",
+    )
+    .bind(node_id.as_uuid())
+    .bind(&references)
+    .execute(&mut *connection)
+    .await
+    .map_err(problem)?;
+    Ok(())
 }
 
 /// The last part of a reference's repository, and its tag.

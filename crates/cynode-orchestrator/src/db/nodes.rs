@@ -122,9 +122,14 @@ impl Db {
         Ok(id)
     }
 
-    /// Takes a key and writes the node down, both or neither. A single-use key is good once more for the node that used it: its
-    /// answer may have been lost. `None` when the key is not good.
-    pub(crate) async fn register_node(&self, new: &Registration, tokens: impl Fn(i64) -> [u8; 32]) -> Result<Option<NodeRow>, ApiError> {
+    /// Takes a key and writes the node down with its images, all of it or nothing. A single-use key is good again for the node that used it, because
+    /// the answer may have been lost, until that node has shown that it has its token. `None` when the key is not good.
+    pub(crate) async fn register_node(
+        &self,
+        new: &Registration,
+        seeded: &[String],
+        tokens: impl Fn(i64) -> [u8; 32],
+    ) -> Result<Option<NodeRow>, ApiError> {
         let mut transaction = self.begin().await?;
         let key = sqlx::query(
             "update node_keys set used_at = now(), used_by = $2
@@ -163,6 +168,8 @@ impl Db {
         .await
         .map_err(problem)?;
         let row = node(&row)?;
+        // With what it has: nobody sees a node that is ready and has no images.
+        super::images::report(&mut transaction, row.id, &new.capability.images, seeded).await?;
         super::commit(transaction).await?;
         Ok(Some(row))
     }
@@ -217,11 +224,12 @@ impl Db {
             .map_err(problem)
     }
 
-    /// Says whether the node had been given up.
+    /// Says whether the node had been given up. The single-use key that it registered with is good for nobody any more.
     pub(crate) async fn heartbeat(&self, id: NodeId, beat: &Heartbeat) -> Result<bool, ApiError> {
         let row = sqlx::query(
-            "update nodes n set last_heartbeat_at = now(), running_sandboxes = $2, not_ready = $3, config_revision = $4,
-                 capability = coalesce($5, n.capability), is_lost = false
+            "with spent as (update node_keys set expires_at = now() where used_by = $1 and not reusable and (expires_at is null or expires_at > now()))
+             update nodes n set last_heartbeat_at = now(), running_sandboxes = $2, not_ready = $3, config_revision = $4,
+                 capability = coalesce($5, n.capability), api_url = coalesce($6, n.api_url), is_lost = false
              from (select id, is_lost from nodes where id = $1 for update) before where n.id = before.id returning before.is_lost",
         )
         .bind(id.as_uuid())
@@ -229,6 +237,7 @@ impl Db {
         .bind(&beat.not_ready)
         .bind(beat.config_revision)
         .bind(beat.capability.as_ref().map(to_json))
+        .bind(&beat.api_url)
         .fetch_one(&self.pool)
         .await
         .map_err(problem)?;

@@ -12,7 +12,11 @@ use cynode_api::{
     exec_limits::{MAX_ENV, MAX_ENV_BYTES, MAX_OUTPUT_BYTES, MAX_STDIN_BYTES, MAX_TIMEOUT_MS},
 };
 use cynode_sba_proto::{MAX_DATA, Request, WORKSPACE};
-use cynode_service::{ApiError, JsonBody, QueryParams, events::accepts_events};
+use cynode_service::{
+    ApiError, JsonBody, QueryParams,
+    checks::{check_argv, check_env},
+    events::accepts_events,
+};
 use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use utoipa::IntoParams;
@@ -24,7 +28,7 @@ use super::{
 };
 use crate::{
     execs::{self, Begun, Command, Exec, Offered},
-    sessions::{Entry, Live, check_argv, check_env, check_version, exec_environment},
+    sessions::{Entry, Live, check_version, exec_environment},
 };
 
 /// How long a write to standard input waits for a command that reads nothing.

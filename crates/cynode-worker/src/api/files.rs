@@ -10,17 +10,17 @@ use axum::{
 };
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::{
-    Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileType, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchRequest, PatchResult, Problem,
-    SearchRequest, SearchResult, SessionId,
+    Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchRequest, PatchResult,
+    Problem, SearchRequest, SearchResult, SessionId,
     file_limits::{MAX_CONTEXT_LINES, MAX_DEPTH, MAX_ENTRIES, MAX_PATCH_BYTES, MAX_PATH_BYTES, MAX_PATTERN_BYTES, MAX_PUT_BYTES, MAX_RESULTS, SEARCH_MS},
 };
 use cynode_sba_proto::{FileOp, FileStat, Frame, Reply, Request};
 use cynode_service::{ApiError, JsonBody, QueryParams, body};
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use http::{HeaderMap, HeaderValue, StatusCode, header};
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
-use utoipa::{IntoParams, ToSchema};
+use utoipa::IntoParams;
 
 use super::{Api, sessions::Id};
 use crate::{
@@ -241,16 +241,6 @@ fn if_match(headers: &HeaderMap) -> Result<Option<Vec<String>>, ApiError> {
     Ok((!allowed.is_empty()).then_some(allowed))
 }
 
-#[derive(Debug, Serialize, ToSchema)]
-pub(super) struct FileWritten {
-    sha256: String,
-    size: u64,
-    mode: String,
-    created: bool,
-    /// Of what was there before.
-    sha256_before: Option<String>,
-}
-
 /// Write a file, atomically; parents are made. `X-Mode` sets its permissions, `X-Content-SHA256` is checked.
 #[utoipa::path(put, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery), request_body(content = Vec<u8>, content_type = "application/octet-stream"),
     responses((status = 201, body = FileWritten), (status = 200, body = FileWritten), (status = "default", body = Problem, content_type = "application/problem+json")))]
@@ -417,7 +407,7 @@ pub(super) async fn mkdir(State(api): State<Api>, Id(id): Id<SessionId>, JsonBod
 
 /// The workspace's changes as a git patch, or a directory as a tar archive.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/export", tag = "files", params(("id" = SessionId, Path)), request_body = ExportRequest,
-    responses((status = 200, content_type = "application/octet-stream", body = Vec<u8>), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses((status = 200, content((Vec<u8> = "application/x-tar"), (Vec<u8> = "text/x-diff"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn export(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<ExportRequest>) -> Result<Response, ApiError> {
     check_version(request.version)?;
     let (op, kind) = match request.format {

@@ -20,7 +20,7 @@ use cynode_api::ErrorCode;
 use cynode_service::{
     ApiError, JsonBody, admin,
     auth::{self, Tokens},
-    body, edge, linger,
+    body, describe, edge, linger,
 };
 use serde::{Deserialize, Serialize};
 use tokio_util::sync::CancellationToken;
@@ -101,13 +101,50 @@ fn documented() -> OpenApiRouter<Api> {
 
 /// The API's description, as it is served and checked in.
 #[must_use]
-pub fn openapi() -> utoipa::openapi::OpenApi {
-    documented().into_openapi()
+pub fn openapi() -> serde_json::Value {
+    let document = serde_json::to_value(documented().into_openapi()).unwrap_or_default();
+    let mut some = describe::in_sessions("/v1/worker/sessions");
+    some.extend(REFUSALS.iter().map(|(route, codes)| ((*route).to_owned(), *codes)));
+    describe::complete(document, &[ErrorCode::ShuttingDown], &some)
 }
 
+/// What single routes refuse with.
+const REFUSALS: &[(&str, &[ErrorCode])] = &[
+    (
+        "POST /v1/worker/sessions",
+        &[
+            ErrorCode::WorkspaceNotFound,
+            ErrorCode::SessionIdInUse,
+            ErrorCode::WorkspaceInUse,
+            ErrorCode::ImageNotFound,
+            ErrorCode::ImageNotCompatible,
+            ErrorCode::LimitUnenforceable,
+            ErrorCode::RuntimeUnavailable,
+            ErrorCode::AgentUnavailable,
+            ErrorCode::NoCapacity,
+            ErrorCode::NoSpace,
+        ],
+    ),
+    (
+        "POST /v1/worker/jobs:run",
+        &[
+            ErrorCode::JobIdInUse,
+            ErrorCode::ImageNotFound,
+            ErrorCode::JobKindUnsupported,
+            ErrorCode::LimitUnenforceable,
+            ErrorCode::NoCapacity,
+            ErrorCode::NoSpace,
+        ],
+    ),
+    ("POST /v1/worker/jobs:stop", &[ErrorCode::JobNotFound, ErrorCode::JobIdInUse]),
+    ("GET /v1/worker/jobs/{job_id}", &[ErrorCode::JobNotFound]),
+    ("GET /v1/worker/jobs/{job_id}/output", &[ErrorCode::JobNotFound, ErrorCode::OutputExpired]),
+    ("POST /v1/worker/jobs/{job_id}/ack", &[ErrorCode::JobNotFound, ErrorCode::JobNotEnded]),
+];
+
 pub(crate) fn router(api: Api, tokens: Tokens, readiness: admin::Readiness) -> Router {
-    let (routes, document) = documented().split_for_parts();
-    let document = serde_json::to_vec(&document).unwrap_or_default();
+    let (routes, _) = documented().split_for_parts();
+    let document = openapi().to_string();
     let stopping = api.stop.clone();
     routes
         .layer(middleware::from_fn(edge::measure))

@@ -86,7 +86,7 @@ pub(super) async fn open(
     QueryParams(query): QueryParams<Vec<(String, String)>>,
     upgrade: Result<WebSocketUpgrade, axum::extract::ws::rejection::WebSocketUpgradeRejection>,
 ) -> Result<Response, ApiError> {
-    let mut size = (80, 24);
+    let (mut cols, mut rows) = (None, None);
     let mut argv = Vec::new();
     for (name, value) in query {
         let number = || {
@@ -97,12 +97,14 @@ pub(super) async fn open(
                 .ok_or_else(|| ApiError::invalid(format!("{name}: must lie between 1 and 1000")))
         };
         match name.as_str() {
-            "cols" => size.0 = number()?,
-            "rows" => size.1 = number()?,
+            "cols" if cols.is_none() => cols = Some(number()?),
+            "rows" if rows.is_none() => rows = Some(number()?),
+            "cols" | "rows" => return Err(ApiError::invalid(format!("{name}: is named twice"))),
             "argv" if argv.len() < 256 && !value.contains('\0') => argv.push(value),
             _ => return Err(ApiError::invalid(format!("query: '{}' is not understood", name.chars().take(50).collect::<String>()))),
         }
     }
+    let size = (cols.unwrap_or(80), rows.unwrap_or(24));
     let (entry, live) = api.sessions.live(id)?;
     let record = entry.record();
     if !record.session.pty_allowed {

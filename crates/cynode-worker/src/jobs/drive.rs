@@ -13,7 +13,7 @@ use cynode_api::{
     job_limits::{DEFAULT_TIMEOUT_SECONDS, OBJECT_BYTES},
 };
 use cynode_sba_proto::{Request, WORKSPACE};
-use cynode_service::ApiError;
+use cynode_service::{ApiError, checks};
 use time::OffsetDateTime;
 
 use super::{
@@ -232,8 +232,8 @@ pub(super) fn check_command(run: &JobRun) -> Result<(), ApiError> {
         error
     };
     let env: &BTreeMap<String, String> = &run.sandbox.env;
-    crate::sessions::check_argv("command", &run.sandbox.command).map_err(within)?;
-    crate::sessions::check_env(env, MAX_ENV, MAX_ENV_BYTES).map_err(within)?;
+    checks::check_argv("command", &run.sandbox.command).map_err(within)?;
+    checks::check_env(env, MAX_ENV, MAX_ENV_BYTES).map_err(within)?;
     match run.sandbox.timeout_seconds {
         None | Some(1..=MAX_TIMEOUT_SECONDS) => Ok(()),
         Some(_) => Err(ApiError::invalid(format!("sandbox.timeout_seconds: must lie between 1 and {MAX_TIMEOUT_SECONDS}"))),

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use cynode_api::{ErrorCode, SandboxId, Session, SessionEnd, SessionId, SessionState, WorkspaceDisposal, session_limits::MAX_REASON_BYTES};
-use cynode_service::ApiError;
+use cynode_api::{ErrorCode, SandboxId, Session, SessionEnd, SessionId, SessionState, WorkspaceDisposal};
+use cynode_service::{ApiError, checks::check_reason};
 use time::OffsetDateTime;
 
 use super::{Created, Entry, Live, Sessions, check_version, journal_error, validate, workspace::AskedDisk};
@@ -22,9 +22,7 @@ impl Sessions {
     pub(crate) async fn end(self: &Arc<Self>, id: SessionId, request: SessionEnd) -> Result<Session, ApiError> {
         check_version(request.version)?;
         let reason = request.reason.unwrap_or_else(|| "ended by the caller".to_owned());
-        if reason.len() > MAX_REASON_BYTES {
-            return Err(ApiError::invalid(format!("reason: more than {MAX_REASON_BYTES} bytes")));
-        }
+        check_reason(&reason)?;
         let entry = self.get(id)?;
         let workspace = match request.workspace.unwrap_or_default() {
             WorkspaceDisposal::Delete => Disposal::Delete,

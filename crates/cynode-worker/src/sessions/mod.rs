@@ -26,7 +26,10 @@ use std::{
 };
 
 use cynode_api::{ErrorCode, NodeId, Problem, SandboxId, Session, SessionId, SessionPatch, SessionState};
-use cynode_service::ApiError;
+use cynode_service::{
+    ApiError,
+    checks::{check_labels, check_seconds},
+};
 use parking_lot::Mutex;
 use time::OffsetDateTime;
 use tokio::sync::watch;
@@ -46,7 +49,7 @@ pub(crate) use environment::exec_environment;
 pub(crate) use fill::Upstream;
 pub(crate) use job::Room;
 pub(crate) use live::{Activity, Live};
-pub(crate) use validate::{check_argv, check_env, check_labels, check_version};
+pub(crate) use validate::check_version;
 
 /// How long a caller waits for a worker that still takes up what an earlier one left.
 const SETTLE_WAIT: Duration = Duration::from_secs(10);
@@ -265,8 +268,8 @@ impl Sessions {
         if let Some(labels) = &patch.labels {
             check_labels(labels)?;
         }
-        let lifetime = patch.max_lifetime_seconds.map(validate::lifetime).transpose()?;
-        let idle = patch.idle_timeout_seconds.map(validate::idle).transpose()?;
+        let lifetime = patch.max_lifetime_seconds.map(|seconds| check_seconds("max_lifetime_seconds", seconds)).transpose()?;
+        let idle = patch.idle_timeout_seconds.map(|seconds| check_seconds("idle_timeout_seconds", seconds)).transpose()?;
         self.update(&entry, move |record| {
             if let Some(seconds) = lifetime {
                 record.session.expires_at = validate::after(OffsetDateTime::now_utc(), seconds);

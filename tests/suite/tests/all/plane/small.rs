@@ -56,6 +56,17 @@ impl Small {
         Ok(serde_json::from_slice(&answer.body)?)
     }
 
+    /// A session that runs.
+    pub(super) async fn session(&self, token: &str, body: &Value) -> Result<String> {
+        let id = text(&self.make(token, "/v1/sessions", body).await?["session_id"])?;
+        eventually("the session runs", Duration::from_secs(60), async || {
+            let answer = Answer::of(self.request_by(token, Method::GET, &format!("/v1/sessions/{id}"))?).await?;
+            Ok(serde_json::from_slice::<Value>(&answer.body)?["state"] == "running")
+        })
+        .await?;
+        Ok(id)
+    }
+
     /// A user, and a token that speaks for them.
     pub(super) async fn user(&self, name: &str) -> Result<(String, String)> {
         let admin = self.orchestrator.token()?;

@@ -1,0 +1,152 @@
+//! What comes in where nodes call.
+
+use anyhow::{Context as _, Result, ensure};
+use cynode_tests::{Answer, Options, Plane, eventually};
+use http::Method;
+use serde_json::{Value, json};
+
+use super::{SOME_ID, case, cases_for_any, problem_of, with, written_down};
+use crate::{
+    api::code_of,
+    plane::small::{Small, text},
+};
+
+fn registration(psk: &str) -> Value {
+    json!({
+        "psk": psk, "node_id": SOME_ID, "node_name": "one", "api_url": "http://127.0.0.1:9",
+        "capability": {"version": "0", "engine": "podman", "rootless": false, "cpus": 2, "memory_bytes": 1024, "max_sandboxes": 3},
+    })
+}
+
+#[tokio::test]
+async fn what_a_node_says_wrong_is_refused_and_changes_nothing() -> Result<()> {
+    let small = Small::start().await?;
+    let admin = small.orchestrator.token()?;
+    let key = text(&small.make(&admin, "/v1/nodes/keys", &json!({"reusable": true})).await?["psk"])?;
+    let good = registration(&key);
+    let node = Answer::of(small.control("", Method::POST, "/v1/nodes/register")?.json(&good)).await?;
+    let token = text(&serde_json::from_slice::<Value>(&node.body)?["node_token"])?;
+    let beat = json!({"running_sandboxes": 0});
+    let status = json!({});
+    let job_status = format!("/v1/nodes/jobs/{SOME_ID}/status");
+    let before = written_down(&small)?;
+    for (path, good) in [("/v1/nodes/register", &good), ("/v1/nodes/heartbeat", &beat), (job_status.as_str(), &status)] {
+        let mut cases = cases_for_any(good);
+        let mut add =
+            |name: &str, values: &[&str]| cases.extend(values.iter().map(|value| case(format!("{name}: {value}"), with(good, name, value), &[400], name)));
+        match path {
+            "/v1/nodes/register" => {
+                add("psk", &["1", "null", "[]", "\"a\\u0000b\""]);
+                add("node_id", &["1", "\"x\"", "{}"]);
+                add("node_name", &["\"\"", "\" \"", "\"a\\nb\"", "1", "\"a\\u0000b\""]);
+                let long = format!("{:?}", "x".repeat(300));
+                add("node_name", &[&long]);
+                add(
+                    "api_url",
+                    &[
+                        "\"\"",
+                        "\"x\"",
+                        "\"ftp://x\"",
+                        "\"unix:///x\"",
+                        "\"http://\"",
+                        "\"http://a b\"",
+                        "\"http://u:p@x\"",
+                        "\"http://x/?q\"",
+                        "\"http://x/#f\"",
+                        "7",
+                    ],
+                );
+                add("capability", &["7", "[]", "{}", "{\"cpus\":-1}", "{\"version\":\"0\",\"engine\":\"x\",\"rootless\":1}"]);
+            }
+            "/v1/nodes/heartbeat" => {
+                add("running_sandboxes", &["-1", "1.5", "\"1\"", "99999999999999999999999", "null"]);
+                add("not_ready", &["1", "[]", "\"a\\u0000b\""]);
+                add("api_url", &["\"\"", "\"http://u:p@x\"", "\"http://x/?q\"", "7"]);
+                add("config_revision", &["\"1\"", "1.5", "99999999999999999999999"]);
+            }
+            // What it says is not read, only that it is an object.
+            _ => cases.retain(|case| !["an unknown member", "another version", "no version"].contains(&case.what.as_str())),
+        }
+        for case in cases {
+            let request = small.control(&token, Method::POST, path)?.header("content-type", "application/json").body(case.body);
+            let answer = Answer::of(request).await?;
+            let detail = problem_of(&answer).with_context(|| format!("{path}: {}: {answer:?}", case.what))?.detail;
+            ensure!(
+                case.status.contains(&answer.status) && detail.contains(&case.named),
+                "{path}: {}: {} naming {:?}: {detail}",
+                case.what,
+                answer.status,
+                case.named
+            );
+            ensure!(!detail.contains("u:p@x"), "a password comes back: {detail}");
+        }
+    }
+    // Another node's job, no job, and no id at all.
+    for odd in [SOME_ID, "x", "%ff", "%00"] {
+        let answer = Answer::of(small.control(&token, Method::POST, &format!("/v1/nodes/jobs/{odd}/status"))?.json(&json!({}))).await?;
+        code_of(&answer)?;
+        assert_eq!(answer.status, if odd == "%ff" { 400 } else { 404 }, "{odd}");
+    }
+    for path in ["/v1/nodes/heartbeat", "/v1/nodes/config", job_status.as_str()] {
+        let method = if path.ends_with("config") { Method::GET } else { Method::POST };
+        for token in ["x", admin.as_str()] {
+            assert_eq!(code_of(&Answer::of(small.control(token, method.clone(), path)?.json(&json!({}))).await?)?, "unauthorized", "{path}");
+        }
+    }
+    let wrong = Answer::of(small.control("", Method::POST, "/v1/nodes/register")?.json(&registration("cyn_wrong"))).await?;
+    assert_eq!(code_of(&wrong)?, "unauthorized");
+    assert_eq!(written_down(&small)?, before);
+    Ok(())
+}
+
+/// The answer to a registration may be lost, so it can be asked for again; not by whoever finds the key later.
+#[tokio::test]
+async fn a_key_for_one_node_is_spent_when_the_node_has_its_token() -> Result<()> {
+    let small = Small::start().await?;
+    let admin = small.orchestrator.token()?;
+    let key = text(&small.make(&admin, "/v1/nodes/keys", &json!({})).await?["psk"])?;
+    let register = async || -> Result<Answer> { Answer::of(small.control("", Method::POST, "/v1/nodes/register")?.json(&registration(&key))).await };
+    let first = register().await?;
+    let again = register().await?;
+    assert_eq!((first.status, again.status), (201, 201), "the first answer may have been lost");
+    let token = |answer: &Answer| -> Result<String> { text(&serde_json::from_slice::<Value>(&answer.body)?["node_token"]) };
+    let beat = async |token: &str| -> Result<u16> {
+        Ok(Answer::of(small.control(token, Method::POST, "/v1/nodes/heartbeat")?.json(&json!({"running_sandboxes": 0}))).await?.status)
+    };
+    assert_eq!(beat(&token(&first)?).await?, 401, "it was replaced");
+    assert_eq!(beat(&token(&again)?).await?, 200);
+    let taken_over = register().await?;
+    assert_eq!(code_of(&taken_over)?, "unauthorized");
+    assert_eq!(beat(&token(&again)?).await?, 200, "the node goes on");
+    Ok(())
+}
+
+/// A worker whose address changes has no use for its key any more.
+#[tokio::test]
+async fn a_node_that_registered_once_comes_back_at_another_address_without_its_key() -> Result<()> {
+    let plane = Plane::new().await?;
+    let orchestrator = plane.orchestrator("", &[("heartbeat_seconds", "1")]).await?;
+    let client = orchestrator.client()?;
+    let http = reqwest::Client::builder().no_proxy().build()?;
+    let made: Value =
+        http.post(format!("{}/v1/nodes/keys", orchestrator.url()?)).bearer_auth(orchestrator.token()?).json(&json!({})).send().await?.json().await?;
+    let path = plane.world.directory().join("single.key");
+    fs_err::write(&path, text(&made["psk"])?)?;
+    let options = Options::default()
+        .set("orchestrator_url", &format!("{:?}", orchestrator.control_url()?))
+        .set("registration_key_file", &format!("{:?}", path.display().to_string()));
+    let mut worker = plane.world.worker(&options).await?;
+    let at = async |url: &str| Ok(client.nodes().await?.iter().any(|node| node.api_url == url));
+    let patience = std::time::Duration::from_secs(60);
+    let first = worker.url()?;
+    eventually("the node has registered", patience, async || at(&first).await).await?;
+    let id = client.nodes().await?[0].id;
+    worker.kill()?;
+    let worker = plane.world.worker(&options).await?;
+    let second = worker.url()?;
+    assert_ne!(first, second);
+    eventually("the node says where it is now", patience, async || at(&second).await).await?;
+    let nodes = client.nodes().await?;
+    assert_eq!((nodes.len(), nodes[0].id), (1, id));
+    Ok(())
+}
