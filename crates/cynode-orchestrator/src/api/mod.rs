@@ -134,12 +134,13 @@ const REFUSALS: &[(&str, &[ErrorCode])] = &[
     ("PUT /v1/preferences/{scope}/{scope_id}/{key}", &[ErrorCode::PreconditionFailed]),
     ("POST /v1/images", &[ErrorCode::AlreadyExists]),
     ("GET /v1/events", &[ErrorCode::CursorExpired]),
-    ("POST /v1/jobs", &[ErrorCode::ImageNotAllowed, ErrorCode::NotFound, ErrorCode::JobIdInUse]),
+    ("POST /v1/jobs", &[ErrorCode::ImageNotAllowed, ErrorCode::NotFound, ErrorCode::WorkspaceNotFound, ErrorCode::JobIdInUse]),
     ("GET /v1/jobs/{id}", &[ErrorCode::JobNotFound]),
     ("POST /v1/jobs/{id}/stop", &[ErrorCode::JobNotFound]),
     ("GET /v1/jobs/{id}/output", &[ErrorCode::JobNotFound, ErrorCode::OutputExpired, ErrorCode::NodeUnreachable]),
     ("GET /v1/artifacts", &[ErrorCode::NotFound]),
     ("PUT /v1/tasks/{task_id}/artifacts/{path}", &[ErrorCode::PreconditionFailed]),
+    ("POST /v1/sessions/{id}/export", &[ErrorCode::TooLarge]),
     (
         "POST /v1/sessions",
         &[
@@ -148,6 +149,7 @@ const REFUSALS: &[(&str, &[ErrorCode])] = &[
             ErrorCode::WorkspaceNotFound,
             ErrorCode::SessionIdInUse,
             ErrorCode::WorkspaceInUse,
+            ErrorCode::ImageDigestMismatch,
             ErrorCode::ImageNotFound,
             ErrorCode::ImageNotCompatible,
             ErrorCode::LimitUnenforceable,

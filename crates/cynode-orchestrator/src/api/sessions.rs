@@ -245,9 +245,9 @@ passed_on! {
 }
 
 /// Export the workspace, as a patch against a commit or as a tar archive: an artifact of the session's task. With
-/// `Accept: application/octet-stream` the bytes themselves, and no artifact.
+/// `Accept: application/octet-stream`, or the type of the bytes, the bytes themselves and no artifact.
 #[utoipa::path(post, path = "/v1/sessions/{id}/export", tag = "sessions", params(("id" = SessionId, Path)), request_body = ExportRequest,
-    responses((status = 201, body = Artifact), (status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses((status = 201, body = Artifact), (status = 200, content((Vec<u8> = "application/x-tar"), (Vec<u8> = "text/x-diff"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn export(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
@@ -256,7 +256,8 @@ pub(super) async fn export(
     request: Request,
 ) -> Result<Response, ApiError> {
     let below = "/sessions/{id}/export";
-    let wants_bytes = request.headers().get(http::header::ACCEPT).is_some_and(|accept| accept.as_bytes() == b"application/octet-stream");
+    let accept = request.headers().get(http::header::ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
+    let wants_bytes = ["application/octet-stream", "application/x-tar", "text/x-diff"].contains(&accept);
     if wants_bytes {
         return pass(&orchestrator, &caller, (id, None), below, &uri, request).await;
     }
