@@ -23,7 +23,7 @@ struct Effort {
     limit: Duration,
 }
 
-const USUAL: Effort = Effort { seed: SEED, examples: 16, limit: Duration::from_secs(240) };
+const USUAL: Effort = Effort { seed: SEED, examples: 10, limit: Duration::from_secs(240) };
 
 fn program() -> Result<PathBuf> {
     let program = repository().join("target/schemathesis/bin/schemathesis");
@@ -44,29 +44,25 @@ fn strict(mut document: Value) -> Value {
 
 /// What is tried where: real ids often enough that something is found, few examples where each makes a container.
 fn settings(effort: &Effort, ids: &Value, spare: &str, costly: &[&str]) -> String {
-    let mut text = String::from("hooks = \"hooks.py\"\n[generation]\nallow-x00 = true\n");
-    let mut parameters = String::from("[parameters]\n");
-    for (name, values) in ids.as_object().into_iter().flatten() {
-        text += &format!("[dictionaries.{name}]\nvalues = {values}\n");
-        parameters += &format!("\"path.{name}\" = {{ dictionary = \"{name}\", probability = 0.7 }}\n");
-    }
-    text += &parameters;
+    let few = (effort.examples / 4).max(1);
+    let mut lines = vec!["hooks = \"hooks.py\"".to_owned(), "[generation]\nallow-x00 = true".to_owned()];
     // Every refusal of what was sent counts: that a session has ended, as well.
-    text += "[checks.negative_data_rejection]\nexpected-statuses = [\"4xx\"]\n";
+    lines.push("[checks.negative_data_rejection]\nexpected-statuses = [\"4xx\"]".to_owned());
+    lines.push(format!("[dictionaries.spare]\nvalues = [{spare:?}]"));
+    let ids = || ids.as_object().into_iter().flatten();
+    lines.extend(ids().map(|(name, values)| format!("[dictionaries.{name}]\nvalues = {values}")));
+    lines.push("[parameters]".to_owned());
+    lines.extend(ids().map(|(name, _)| format!("\"path.{name}\" = {{ dictionary = \"{name}\", probability = 0.7 }}")));
     // What ends a session, or shortens its life, has one of its own, so that the others are spared.
-    text += &format!("[dictionaries.spare]\nvalues = [{spare:?}]\n");
     for operation in ["sessions_end", "sessions_patch"] {
-        text += &format!(
-            "[[operations]]\ninclude-operation-id = {operation:?}\n[operations.parameters]\n\"path.id\" = {{ dictionary = \"spare\", probability = 0.7 }}\n"
-        );
+        lines.push(format!("[[operations]]\ninclude-operation-id = {operation:?}\n[operations.parameters]"));
+        lines.push("\"path.id\" = { dictionary = \"spare\", probability = 0.7 }".to_owned());
     }
-    for operation in costly {
-        text += &format!("[[operations]]\ninclude-operation-id = {operation:?}\n[operations.generation]\nmax-examples = {}\n", (effort.examples / 4).max(1));
-    }
-    text
+    lines.extend(costly.iter().map(|operation| format!("[[operations]]\ninclude-operation-id = {operation:?}\n[operations.generation]\nmax-examples = {few}")));
+    lines.join("\n")
 }
 
-/// Runs it, and gives what it said at its end.
+/// Runs it. What it says stands in the failure.
 async fn hold_against(world: &World, document: Value, (url, token): (&str, &str), settings: &str, effort: &Effort) -> Result<()> {
     let directory = world.directory().join("schemathesis");
     fs_err::create_dir_all(&directory)?;
@@ -101,7 +97,7 @@ async fn hold_against(world: &World, document: Value, (url, token): (&str, &str)
     let child = tokio::process::Command::from(command).kill_on_drop(true).spawn()?;
     let output = tokio::time::timeout(effort.limit, child.wait_with_output()).await.context("it takes too long")??;
     let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    let end: String = said.lines().filter(|line| !line.trim().is_empty()).map(|line| format!("{line}\n")).collect();
+    let end = said.lines().filter(|line| !line.trim().is_empty()).collect::<Vec<_>>().join("\n");
     ensure!(output.status.success(), "the description is not what is answered (seed {}):\n{end}", effort.seed);
     let tried = end.lines().find(|line| line.contains(" generated")).and_then(|line| line.split_whitespace().next()?.replace(',', "").parse::<u32>().ok());
     let tried = tried.with_context(|| format!("it does not say what it did:\n{end}"))?;
