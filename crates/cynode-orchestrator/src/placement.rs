@@ -50,8 +50,8 @@ impl Orchestrator {
         Ok(preferences.iter().any(|preference| preference.key == REQUIRE_PINNING && preference.value == true))
     }
 
-    /// The node with the most room that has the image and the labels. One that can't be reached from here is taken only when no
-    /// other is left. `not` had it before: there it counts as ended.
+    /// The node with the most room that has the image and the labels. One that can't be reached from here, or did not answer a
+    /// moment ago, is taken only when no other is left. `not` had it before: there it counts as ended.
     pub(crate) async fn choose_node(&self, version: ImageVersionId, labels: &NodeLabels, not: &[NodeId]) -> Result<NodeRow, ApiError> {
         let nodes = self.db.nodes().await?;
         let with_image = self.db.nodes_with(version).await?;
@@ -65,11 +65,12 @@ impl Orchestrator {
                 continue;
             }
             let given = given.iter().find(|(id, _)| *id == node.id).map_or(0, |(_, count)| *count);
-            if let Some(reason) = unfit(&node, after, with_image.contains(&node.id), given, labels, self.fleet.is_quiet(node.id)) {
+            if let Some(reason) = unfit(&node, after, with_image.contains(&node.id), given, labels) {
                 reasons.push((node.name, reason));
                 continue;
             }
-            let use_now = (self.fleet.trouble(node.id).is_some(), load(&node, given));
+            let is_silent = self.fleet.trouble(node.id).is_some() || self.fleet.is_quiet(node.id);
+            let use_now = (is_silent, load(&node, given));
             if best.as_ref().is_none_or(|(least, _)| use_now < *least) {
                 best = Some((use_now, node));
             }
@@ -104,16 +105,13 @@ pub(crate) fn missing_label(node: &NodeRow, labels: &NodeLabels) -> Option<Strin
 }
 
 /// Why a node can't take this work now.
-fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: i64, labels: &NodeLabels, is_quiet: bool) -> Option<String> {
+fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: i64, labels: &NodeLabels) -> Option<String> {
     let (state, reason) = node.state(unreachable_after);
     if state != NodeState::Ready {
         return Some(reason.unwrap_or_else(|| "is draining".to_owned()));
     }
     if let Some(reason) = missing_label(node, labels) {
         return Some(reason);
-    }
-    if is_quiet {
-        return Some("did not answer a moment ago".to_owned());
     }
     if !has_image {
         return Some("does not have the image".to_owned());

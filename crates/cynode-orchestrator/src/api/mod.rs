@@ -86,6 +86,7 @@ fn documented() -> OpenApiRouter<Orchestrator> {
         .routes(routes!(sessions::show, sessions::patch))
         .routes(routes!(sessions::end))
         .routes(routes!(sessions::resume))
+        .routes(routes!(sessions::export))
         .layer(DefaultBodyLimit::max(edge::MAX_BODY))
         // Passed on as they come; the node has the limits.
         .merge(
@@ -103,7 +104,6 @@ fn documented() -> OpenApiRouter<Orchestrator> {
                 .routes(routes!(sessions::patch_files))
                 .routes(routes!(sessions::move_file))
                 .routes(routes!(sessions::mkdir))
-                .routes(routes!(sessions::export))
                 .routes(routes!(sessions::import))
                 .routes(routes!(sessions::pty))
                 .routes(routes!(artifacts::put, artifacts::get))

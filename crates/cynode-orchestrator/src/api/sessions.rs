@@ -3,7 +3,7 @@
 use axum::{
     Json,
     body::Body as HttpBody,
-    extract::{OriginalUri, Request, State},
+    extract::{FromRequest as _, OriginalUri, Request, State},
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{
@@ -25,9 +25,6 @@ use crate::{
     fleet::{Failed, answer_for},
     forward,
 };
-
-/// What an export asks for is short.
-const MAX_EXPORT_REQUEST: usize = 64 * 1024;
 
 /// Create a session. Everything has a default. Answers when it runs; after 60 s with 202 and the state `creating`.
 #[utoipa::path(post, path = "/v1/sessions", tag = "sessions", request_body = UserSessionCreate,
@@ -258,16 +255,13 @@ pub(super) async fn export(
     let below = "/sessions/{id}/export";
     let accept = request.headers().get(http::header::ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
     let wants_bytes = ["application/octet-stream", "application/x-tar", "text/x-diff"].contains(&accept);
-    if wants_bytes {
-        return pass(&orchestrator, &caller, (id, None), below, &uri, request).await;
-    }
-    let (parts, body) = request.into_parts();
-    let bytes = axum::body::to_bytes(body, MAX_EXPORT_REQUEST).await.map_err(|_| ApiError::new(ErrorCode::TooLarge, "the request is too long"))?;
-    // A body that can't be read is the node's to refuse.
-    let is_patch = serde_json::from_slice::<ExportRequest>(&bytes).is_ok_and(|request| request.format == ExportFormat::Patch);
-    let request = Request::from_parts(parts, HttpBody::from(bytes));
+    let (mut parts, body) = request.into_parts();
+    let Body(export) = Body::<ExportRequest>::from_request(Request::from_parts(parts.clone(), body), &()).await?;
+    let is_patch = export.format == ExportFormat::Patch;
+    parts.headers.remove(http::header::CONTENT_LENGTH);
+    let request = Request::from_parts(parts, HttpBody::from(crate::db::to_json(&export).to_string()));
     let answer = pass(&orchestrator, &caller, (id, None), below, &uri, request).await?;
-    if !answer.status().is_success() {
+    if wants_bytes || !answer.status().is_success() {
         return Ok(answer);
     }
     let (extension, media_type) = if is_patch { ("patch", "text/x-diff") } else { ("tar", "application/x-tar") };

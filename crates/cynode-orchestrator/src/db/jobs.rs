@@ -217,16 +217,18 @@ impl Db {
         Ok(done.rows_affected() == 1)
     }
 
-    /// Takes a job back from a node that certainly does not have it, or, by its rule, from one that is lost.
-    pub(crate) async fn unassign_job(&self, id: JobId, from: NodeId) -> Result<bool, ApiError> {
+    /// Takes a job back from a node that certainly does not have it, or, by its rule, from one that is lost. Another is looked for
+    /// after so many seconds.
+    pub(crate) async fn unassign_job(&self, id: JobId, from: NodeId, seconds: f64) -> Result<bool, ApiError> {
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
-            "update jobs j set node_id = null, state = 'accepted', updated_at = now(), lease_until = now()
+            "update jobs j set node_id = null, state = 'accepted', updated_at = now(), lease_until = now() + make_interval(secs => $3)
              from (select job_id, state from jobs where job_id = $1 for update) before
              where j.job_id = before.job_id and j.node_id = $2 and before.state in ('accepted', 'in_progress') returning j.task_id, before.state",
         )
         .bind(id.as_uuid())
         .bind(from.as_uuid())
+        .bind(seconds)
         .fetch_optional(&mut *transaction)
         .await
         .map_err(problem)?;

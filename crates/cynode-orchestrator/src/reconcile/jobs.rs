@@ -113,12 +113,12 @@ async fn send(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, client
         Ok(job) => note(orchestrator, row, node_id, client, job).await,
         // Nobody has it: another node may be better.
         Err(Failed::NotSent(_)) if is_first => {
-            orchestrator.db.unassign_job(row.job_id, node_id).await?;
-            Ok(Some(SOON))
+            orchestrator.db.unassign_job(row.job_id, node_id, SOON).await?;
+            Ok(None)
         }
         Err(Failed::Refused(error)) if is_first && (error.0.is(ErrorCode::NoCapacity) || error.0.is(ErrorCode::NoSpace)) => {
-            orchestrator.db.unassign_job(row.job_id, node_id).await?;
-            Ok(Some(SOON))
+            orchestrator.db.unassign_job(row.job_id, node_id, SOON).await?;
+            Ok(None)
         }
         Err(Failed::Refused(error)) if !is_passing(&error) && !error.0.is(ErrorCode::NoCapacity) && !error.0.is(ErrorCode::NoSpace) => {
             let object = decided(row, JobState::Failed, Some(JobError { code: error.0.code.clone(), detail: error.0.detail.clone() }));
@@ -221,8 +221,8 @@ async fn acknowledge(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId,
 async fn give_up(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> Result<Option<f64>, ApiError> {
     if row.retry == Retry::OnNodeLoss && !row.stop_requested {
         orchestrator.db.leave_behind(row.job_id, node_id).await?;
-        orchestrator.db.unassign_job(row.job_id, node_id).await?;
-        return Ok(Some(0.0));
+        orchestrator.db.unassign_job(row.job_id, node_id, 0.0).await?;
+        return Ok(None);
     }
     fail_lost(orchestrator, row, node_id, "its node was not heard of for too long").await
 }
