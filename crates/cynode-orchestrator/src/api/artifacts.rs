@@ -47,7 +47,7 @@ pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(caller
 
 /// The bytes of an artifact.
 #[utoipa::path(get, path = "/v1/artifacts/{id}/content", tag = "artifacts", params(("id" = ArtifactId, Path)),
-    responses((status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = 304), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses((status = 200, body = Vec<u8>, content_type = "*/*"), (status = 304), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn content(State(orchestrator): State<Orchestrator>, person: Person, id: Id<ArtifactId>, headers: HeaderMap) -> Result<Response, ApiError> {
     let Json(artifact) = show(State(orchestrator.clone()), person, id).await?;
     send(&orchestrator, &artifact, &headers).await
@@ -107,7 +107,7 @@ pub(super) struct GetQuery {
 
 /// The bytes of a path's newest version, or of the one that is asked for.
 #[utoipa::path(get, path = "/v1/tasks/{task_id}/artifacts/{*path}", tag = "artifacts", params(("task_id" = TaskId, Path), ("path" = String, Path), GetQuery),
-    responses((status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = 304), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses((status = 200, body = Vec<u8>, content_type = "*/*"), (status = 304), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn get(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,

@@ -124,12 +124,7 @@ impl Db {
 
     /// Takes a key and writes the node down with its images, all of it or nothing. A single-use key is good again for the node that used it, because
     /// the answer may have been lost, until that node has shown that it has its token. `None` when the key is not good.
-    pub(crate) async fn register_node(
-        &self,
-        new: &Registration,
-        seeded: &[String],
-        tokens: impl Fn(i64) -> [u8; 32],
-    ) -> Result<Option<NodeRow>, ApiError> {
+    pub(crate) async fn register_node(&self, new: &Registration, seeded: &[String], tokens: impl Fn(i64) -> [u8; 32]) -> Result<Option<NodeRow>, ApiError> {
         let mut transaction = self.begin().await?;
         let key = sqlx::query(
             "update node_keys set used_at = now(), used_by = $2
