@@ -60,6 +60,8 @@ pub struct Run {
 
 #[derive(Debug, Subcommand)]
 pub enum Job {
+    /// Run a job as a file of JSON has it, and end as it ended
+    Run(JobRun),
     /// List jobs
     List {
         /// Only jobs in this state
@@ -78,6 +80,18 @@ pub enum Job {
         #[arg(required = true)]
         ids: Vec<JobId>,
     },
+}
+
+#[derive(Debug, Args)]
+pub struct JobRun {
+    /// What `POST /v1/jobs` takes; `-` is standard input
+    pub file: PathBuf,
+    /// Print the job's id and don't wait for its end
+    #[arg(long, short)]
+    pub detach: bool,
+    /// Print control characters as they are, also to a terminal
+    #[arg(long)]
+    pub raw: bool,
 }
 
 #[derive(Debug, Args)]

@@ -14,6 +14,7 @@ use crate::{
 pub async fn run(globals: &Globals, command: Job) -> Outcome {
     let client = connect::plane(globals)?;
     match command {
+        Job::Run(args) => super::run::from_file(&client, globals, &args).await,
         Job::List { state, task } => {
             let jobs = client.jobs(state, task).await?;
             list(globals, &jobs, ["JOB", "STATE", "EXIT", "STARTED", "IMAGE", "TASK"], |job: &Object| {

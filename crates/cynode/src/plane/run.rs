@@ -17,7 +17,7 @@ use super::{
     made,
 };
 use crate::{
-    cli::{Format, Globals, Run},
+    cli::{Format, Globals, JobRun, Run},
     connect,
     failure::{Failure, INTERNAL, UNREACHABLE},
     output,
@@ -37,21 +37,39 @@ pub async fn run(globals: &Globals, args: Run) -> Outcome {
     if let Some(directory) = &args.workspace {
         fill(&client, &mut request, directory, id).await?;
     }
-    create(&client, &request).await?;
-    if args.detach {
+    complete(&client, globals, &request, id, args.detach, args.raw).await
+}
+
+/// The same for a job that a file describes.
+pub async fn from_file(client: &UserClient, globals: &Globals, args: &JobRun) -> Outcome {
+    let text = if args.file == Path::new("-") {
+        std::io::read_to_string(std::io::stdin())
+    } else {
+        fs_err::read_to_string(&args.file)
+    };
+    let text = text.map_err(|error| Failure::usage(error.to_string()))?;
+    let mut request: JobCreate =
+        serde_json::from_str(&text).map_err(|error| Failure::usage(format!("{}: {error}", args.file.display())).remedy("See POST /v1/jobs in /openapi.json."))?;
+    let id = *request.job_id.get_or_insert_with(JobId::generate);
+    complete(client, globals, &request, id, args.detach, args.raw).await
+}
+
+async fn complete(client: &UserClient, globals: &Globals, request: &JobCreate, id: JobId, detach: bool, raw: bool) -> Outcome {
+    create(client, request).await?;
+    if detach {
         let job = client.job(id).await?;
         return made(globals, &job, &id.to_string(), &format!("the job is {}; see 'cynode job logs --follow {id}'", job.state));
     }
-    let mut follower = Follower::new(&client, id, args.raw);
+    let mut follower = Follower::new(client, id, raw);
     let ended = async {
         match globals.output {
             Format::Table => follower.print(true).await,
-            Format::Json => quietly(&client, id).await,
+            Format::Json => quietly(client, id).await,
         }
     };
     let ended = tokio::select! {
         ended = ended => ended?,
-        () = left(&client, id) => {
+        () = left(client, id) => {
             output::note(&format!("cynode: no longer waiting; see 'cynode job show {id}'"));
             return Ok(ExitCode::from(INTERRUPTED));
         }

@@ -15,6 +15,7 @@ mod simulated;
 mod small;
 mod stack;
 mod streams;
+mod tables;
 mod tls;
 mod two;
 mod upgrade;

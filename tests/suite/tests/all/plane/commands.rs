@@ -62,6 +62,7 @@ async fn tasks_are_made_listed_and_shown() -> Result<()> {
     Ok(())
 }
 
+// proves: REQ-SANDBX-0002
 #[tokio::test]
 async fn images_are_added_allowed_and_denied_by_name_id_or_reference() -> Result<()> {
     let cli = Cli::new().await?;

@@ -130,6 +130,7 @@ async fn a_session_that_its_node_refused_is_listed_shown_and_can_be_ended() -> R
     Ok(())
 }
 
+// proves: REQ-SANDBX-0114, CYNAI.SANDBX.ArtifactsDataExchange
 #[tokio::test]
 async fn a_workspace_begins_with_what_an_artifact_holds() -> Result<()> {
     let small = Small::start().await?;
@@ -176,6 +177,21 @@ async fn run_takes_a_directory_along() -> Result<()> {
 }
 
 #[tokio::test]
+async fn a_job_runs_as_a_file_has_it() -> Result<()> {
+    let small = Small::start().await?;
+    let from = |text: &str| -> Result<crate::cli::Ran> {
+        let mut command = cynode(&small.plane.world)?;
+        command.env("CYNODE_URL", small.orchestrator.url()?).env("CYNODE_TOKEN", small.orchestrator.token()?);
+        run(command.args(["job", "run", "-"]), text.as_bytes())
+    };
+    let ran = from(r#"{"command": ["/bin/sh", "-c", "echo from a file; exit 5"], "limits": {"memory_bytes": 67108864}}"#)?;
+    assert_eq!((ran.code, ran.text().as_str()), (Some(5), "from a file\n"), "{ran:?}");
+    let refused = from(r#"{"comand": ["true"]}"#)?;
+    assert!(refused.code == Some(64) && refused.stderr.contains("comand"), "{refused:?}");
+    Ok(())
+}
+
+#[tokio::test]
 async fn a_job_works_in_a_workspace_that_a_session_kept() -> Result<()> {
     let small = Small::start().await?;
     let client = small.orchestrator.client()?;
@@ -206,6 +222,7 @@ async fn a_job_works_in_a_workspace_that_a_session_kept() -> Result<()> {
     Ok(())
 }
 
+// proves: REQ-SANDBX-0114, CYNAI.SANDBX.ArtifactsDataExchange
 #[tokio::test]
 async fn an_export_is_an_artifact_or_its_bytes() -> Result<()> {
     let small = Small::start().await?;
@@ -297,4 +314,22 @@ async fn what_a_token_began_ends_when_it_is_revoked() -> Result<()> {
 
 fn token_defaults() -> TokenCreate {
     serde_json::from_value(serde_json::json!({"kind": "user"})).expect("a token")
+}
+
+// proves: REQ-SANDBX-0113
+#[tokio::test]
+async fn a_sandbox_does_not_reach_the_database() -> Result<()> {
+    let small = Small::start().await?;
+    let client = small.orchestrator.client()?;
+    let made = session(&client, UserSessionCreate::default()).await?;
+    let socket = small.plane.world.directory().join("pg/.s.PGSQL.5432");
+    ensure!(socket.exists(), "the server listens at {}", socket.display());
+    let tried = format!(
+        "test -e {} && echo socket; nc -w 2 127.0.0.1 5432 </dev/null && echo port; env | grep -i -e postgres -e database -e PG; find / -xdev -name '.s.PGSQL*' 2>/dev/null",
+        socket.display()
+    );
+    let said = client.sessions().exec(made.session_id, &sh(&tried)).await?;
+    assert_eq!(said.stdout, "", "{said:?}");
+    client.sessions().end_session(made.session_id, &SessionEnd::default()).await?;
+    Ok(())
 }
