@@ -246,7 +246,8 @@ pub(crate) struct Claim {
     pub(crate) used: u64,
     /// Bytes that its image takes on the host. Nothing escapes it, but what programs write comes here late.
     pub(crate) written: u64,
-    /// Bytes that programs inside have written and that are only in memory so far. They come, whoever is killed meanwhile.
+    /// Bytes that are not on the host yet and may come, whoever is killed meanwhile: what programs inside have written and is only
+    /// in memory so far, and space that was set aside for files. What is written into that shows nowhere before it is on the host.
     pub(crate) promised: u64,
 }
 
@@ -260,7 +261,8 @@ pub(crate) fn claim(image: &Path, target: &Path) -> io::Result<Claim> {
     // The kernel counts a block twice for the moment in which it gets its place; not at two looks in a row.
     let (one, two) = (rustix::fs::statvfs(target)?, rustix::fs::statvfs(target)?);
     let used = one.f_blocks.saturating_sub(one.f_bfree.max(two.f_bfree));
-    Ok(Claim { used: used.saturating_mul(one.f_frsize), written, promised: waiting.saturating_mul(one.f_frsize) })
+    let (used, waiting) = (used.saturating_mul(one.f_frsize), waiting.saturating_mul(one.f_frsize));
+    Ok(Claim { used, written, promised: waiting.max(used.saturating_sub(written)) })
 }
 
 #[cfg(test)]

@@ -7,7 +7,9 @@ use std::{ffi::OsString, path::PathBuf, time::Duration};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use cynode_api::{NetworkPolicy, SessionId, SessionState, TaskId, WorkspaceRef};
 
-pub use plane::{Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageName, Job, JobRun, Node, NodeKey, Preference, Run, Setting, Task, Token};
+pub use plane::{
+    Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageName, Job, JobRun, Node, NodeKey, Preference, Run, Setting, Task, Token,
+};
 
 use crate::parse;
 

@@ -15,6 +15,7 @@ use time::OffsetDateTime;
 use tokio::sync::watch;
 
 use crate::{
+    disk::Claim,
     process,
     runtime::Runtime,
     sandbox::{AgentLink, InitProcess},
@@ -38,13 +39,16 @@ pub(crate) struct Live {
     /// When everything in it was last killed to save the node's disk.
     stopped: Mutex<Option<OffsetDateTime>>,
     stopping: AtomicUsize,
+    /// What its disk had of the node's before anything ran in it; not known of one that was adopted.
+    first_claim: Option<Claim>,
     /// Whether so little is left of the node's disk that output has to wait.
     no_room: watch::Sender<bool>,
 }
 
 impl Live {
-    pub(crate) fn new(container: String, init: InitProcess, runtime: Arc<dyn Runtime>, link: Option<AgentLink>) -> Arc<Self> {
+    pub(crate) fn new(container: String, init: InitProcess, runtime: Arc<dyn Runtime>, link: Option<AgentLink>, first_claim: Option<Claim>) -> Arc<Self> {
         Arc::new(Self {
+            first_claim,
             container,
             init,
             runtime,
@@ -116,6 +120,10 @@ impl Live {
     /// Whether everything in it was killed for that after this moment.
     pub(crate) fn was_stopped_after(&self, moment: OffsetDateTime) -> bool {
         self.stopped.lock().is_some_and(|stopped| stopped >= moment)
+    }
+
+    pub(super) const fn first_claim(&self) -> Option<Claim> {
+        self.first_claim
     }
 
     pub(super) fn set_no_room(&self, no_room: bool) {

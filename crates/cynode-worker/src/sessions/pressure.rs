@@ -79,11 +79,22 @@ impl Claim {
 
 impl Growth {
     /// Takes in what each session has now; below the mark, gives those that grew by more than the slack.
-    fn look(&mut self, below_mark: bool, slack: Slack, now: &HashMap<SessionId, Claim>, is_stopping: impl Fn(SessionId) -> bool) -> Vec<SessionId> {
+    /// `first` is what a session had before anything ran in it, as far as that is known.
+    fn look(
+        &mut self,
+        below_mark: bool,
+        slack: Slack,
+        now: &HashMap<SessionId, Claim>,
+        first: impl Fn(SessionId) -> Option<Claim>,
+        is_stopping: impl Fn(SessionId) -> bool,
+    ) -> Vec<SessionId> {
         self.before.retain(|id, _| now.contains_key(id));
         let mut grew = Vec::new();
         for (id, &claim) in now {
-            let level = self.before.entry(*id).or_insert(Level { last: claim, most: claim, stopping: false });
+            let level = self.before.entry(*id).or_insert_with(|| {
+                let had = first(*id).unwrap_or(claim);
+                Level { last: had, most: had, stopping: false }
+            });
             if !below_mark {
                 (level.most, level.stopping) = (claim.or_more(level.last), false);
             } else if level.stopping {
@@ -149,7 +160,8 @@ impl Sessions {
             live.set_no_room(no_room);
         }
         let is_stopping = |id| running.get(&id).is_some_and(|(_, live)| live.is_stopping());
-        for id in growth.look(free < mark, Slack::of(mark, running.len()), &claims, is_stopping) {
+        let first = |id| running.get(&id).and_then(|(_, live)| live.first_claim());
+        for id in growth.look(free < mark, Slack::of(mark, running.len()), &claims, first, is_stopping) {
             let Some((_, live)) = running.get(&id) else { continue };
             tracing::warn!(session_id = %id, free, "The node's disk is nearly full; killing everything in a sandbox that fills it.");
             metrics::counter!("cynode_disk_stops_total").increment(1);
@@ -192,8 +204,9 @@ mod tests {
     fn only_who_grows_below_the_mark_is_stopped() {
         let (writer, quiet, late) = (SessionId::generate(), SessionId::generate(), SessionId::generate());
         let mut growth = Growth::default();
-        let mut look =
-            |below_mark, sizes: &[(SessionId, u64)]| growth.look(below_mark, SLACK, &sizes.iter().map(|(id, bytes)| (*id, with(*bytes))).collect(), |_| false);
+        let mut look = |below_mark, sizes: &[(SessionId, u64)]| {
+            growth.look(below_mark, SLACK, &sizes.iter().map(|(id, bytes)| (*id, with(*bytes))).collect(), |_| None, |_| false)
+        };
         assert_eq!(look(false, &[(writer, 10 * MIB), (quiet, 100 * MIB)]), []);
         assert_eq!(look(false, &[(writer, 90 * MIB), (quiet, 100 * MIB)]), [], "there is room");
         // A quiet one writes a little all the same; one that was not there before has grown by nothing yet.
@@ -213,7 +226,7 @@ mod tests {
         let mut growth = Growth::default();
         let mut look = |used: u64, written: u64, promised: u64| {
             let claim = Claim { used: used * MIB, written: written * MIB, promised: promised * MIB };
-            growth.look(true, SLACK, &HashMap::from([(id, claim)]), |_| false).len()
+            growth.look(true, SLACK, &HashMap::from([(id, claim)]), |_| None, |_| false).len()
         };
         assert_eq!(look(500, 100, 400), 0);
         // On its way it is counted nowhere; then it is there.
@@ -226,10 +239,18 @@ mod tests {
     fn what_was_written_until_a_stop_took_hold_is_no_reason_for_another() {
         let writer = SessionId::generate();
         let mut growth = Growth::default();
-        let mut look = |bytes: u64, stopping: bool| growth.look(true, SLACK, &HashMap::from([(writer, with(bytes * MIB))]), |_| stopping).len();
+        let mut look = |bytes: u64, stopping: bool| growth.look(true, SLACK, &HashMap::from([(writer, with(bytes * MIB))]), |_| None, |_| stopping).len();
         assert_eq!((look(10, false), look(20, false)), (0, 1));
         assert_eq!((look(30, true), look(40, false)), (0, 0), "its last words");
         assert_eq!((look(40, false), look(50, false)), (0, 1), "somebody else's first ones");
+    }
+
+    #[test]
+    fn one_that_fills_the_disk_before_the_first_look_has_grown() {
+        let (writer, adopted) = (SessionId::generate(), SessionId::generate());
+        let now = HashMap::from([(writer, with(90 * MIB)), (adopted, with(500 * MIB))]);
+        let first = |id| (id == writer).then(|| with(MIB));
+        assert_eq!(Growth::default().look(true, SLACK, &now, first, |_| false), [writer]);
     }
 
     #[test]

@@ -77,7 +77,7 @@ impl Sessions {
                 }
             },
         };
-        let live = Live::new(record.container(), init, Arc::clone(&self.runtime), link);
+        let live = Live::new(record.container(), init, Arc::clone(&self.runtime), link, None);
         if let Ok(link) = live.link() {
             if !link.present(ADOPT_WAIT).await {
                 live.kill_container().await;

@@ -10,6 +10,7 @@ use cynode_service::ApiError;
 
 use super::{Live, Sessions, runtime_problem};
 use crate::{
+    disk,
     journal::container_name,
     limits,
     runtime::{self, Mount, Spec},
@@ -52,6 +53,8 @@ impl Sessions {
         let directory = self.journal.sandbox_directory(sandbox.sandbox_id);
         self.prepare_sandbox(&directory).map_err(host_failed)?;
         let (workspace, home) = self.prepare_workspace(sandbox.workspace_id, sandbox.id_block, sandbox.disk_bytes).await.map_err(host_failed)?;
+        let (image, data) = self.journal.workspace_disk(sandbox.workspace_id);
+        let first_claim = sandbox.disk_bytes.and_then(|_| disk::claim(&image, &data).ok());
         let by_agent = self.config.exec_via == ExecVia::Agent;
         let link = by_agent.then(|| AgentLink::listen(&directory, None)).transpose().map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
         let spec = self.spec(sandbox, &directory, &workspace, &home);
@@ -88,7 +91,7 @@ impl Sessions {
         unenforced.sort_unstable();
         unenforced.dedup();
         self.check_enforced(&unenforced)?;
-        Ok(Started { live: Live::new(container, init, Arc::clone(&self.runtime), link), unenforced })
+        Ok(Started { live: Live::new(container, init, Arc::clone(&self.runtime), link, first_claim), unenforced })
     }
 
     /// Refuses what this host does not enforce, unless its operator allowed that by name.

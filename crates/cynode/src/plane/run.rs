@@ -42,14 +42,10 @@ pub async fn run(globals: &Globals, args: Run) -> Outcome {
 
 /// The same for a job that a file describes.
 pub async fn from_file(client: &UserClient, globals: &Globals, args: &JobRun) -> Outcome {
-    let text = if args.file == Path::new("-") {
-        std::io::read_to_string(std::io::stdin())
-    } else {
-        fs_err::read_to_string(&args.file)
-    };
+    let text = if args.file == Path::new("-") { std::io::read_to_string(std::io::stdin()) } else { fs_err::read_to_string(&args.file) };
     let text = text.map_err(|error| Failure::usage(error.to_string()))?;
-    let mut request: JobCreate =
-        serde_json::from_str(&text).map_err(|error| Failure::usage(format!("{}: {error}", args.file.display())).remedy("See POST /v1/jobs in /openapi.json."))?;
+    let mut request: JobCreate = serde_json::from_str(&text)
+        .map_err(|error| Failure::usage(format!("{}: {error}", args.file.display())).remedy("See POST /v1/jobs in /openapi.json."))?;
     let id = *request.job_id.get_or_insert_with(JobId::generate);
     complete(client, globals, &request, id, args.detach, args.raw).await
 }

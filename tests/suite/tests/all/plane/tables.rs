@@ -56,7 +56,9 @@ async fn the_tables_of_images_are_as_they_are_specified() -> Result<()> {
         }
     }
     let foreign = ask("select conrelid::regclass || ' ' || pg_get_constraintdef(oid) from pg_constraint where contype = 'f'".to_owned())?;
-    for expected in ["sandbox_image_versions FOREIGN KEY (sandbox_image_id) REFERENCES sandbox_images(id)", "node_sandbox_image_availability FOREIGN KEY (node_id)"] {
+    for expected in
+        ["sandbox_image_versions FOREIGN KEY (sandbox_image_id) REFERENCES sandbox_images(id)", "node_sandbox_image_availability FOREIGN KEY (node_id)"]
+    {
         assert!(foreign.iter().any(|found| found.starts_with(expected)), "{expected}: {foreign:?}");
     }
     Ok(())

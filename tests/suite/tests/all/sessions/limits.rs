@@ -212,6 +212,24 @@ async fn sandboxes_that_fill_the_nodes_disk_are_stopped_before_it_is_full() -> R
 }
 
 #[tokio::test]
+async fn space_that_is_set_aside_counts_before_anything_is_written_into_it() -> Result<()> {
+    let world = World::new()?;
+    let state = small_disk(&world, 2_048 * MIB)?;
+    let worker = world.worker(&Options::default().set("min_free_bytes", &(1_200 * MIB).to_string())).await?;
+    let client = worker.client()?;
+    let made = client.create_session(&with_disk(8_192 * MIB)).await?;
+    // More than is left above the mark, and then written in one go.
+    let fill = sh("fallocate -l 1600M big && dd if=/dev/zero of=big bs=1M count=1600 conv=notrunc");
+    let filled = client.exec(made.session_id, &fill).await?;
+    assert!(filled.exit.no_space && filled.exit.signal.as_deref() == Some("KILL"), "{filled:?}");
+    rustix::fs::sync();
+    assert!(free(&state)? > 100 * MIB, "{} bytes are left", free(&state)?);
+    client.delete_file(made.session_id, "big".as_ref(), false).await?;
+    assert_eq!(out(&client, &made, "echo still > here; cat here").await?, "still\n");
+    Ok(())
+}
+
+#[tokio::test]
 async fn disks_of_many_sizes_can_be_asked_for_at_once() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
