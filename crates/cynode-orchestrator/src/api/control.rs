@@ -65,6 +65,7 @@ async fn register(State(orchestrator): State<Orchestrator>, Body(body): Body<Nod
         api_url: body.api_url,
         capability: body.capability,
         key_hash: hash(&body.psk),
+        silent_after: orchestrator.config.unreachable_after(),
     };
     let id = registration.node_id;
     let token = |epoch| hash(&orchestrator.keys.node_token(id, epoch));

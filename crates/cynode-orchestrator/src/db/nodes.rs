@@ -71,6 +71,8 @@ pub(crate) struct Registration {
     pub(crate) api_url: String,
     pub(crate) capability: Capability,
     pub(crate) key_hash: [u8; 32],
+    /// A node that was silent for so many seconds may be replaced by who has a reusable key.
+    pub(crate) silent_after: f64,
 }
 
 fn node(row: &PgRow) -> Result<NodeRow, ApiError> {
@@ -123,15 +125,21 @@ impl Db {
     }
 
     /// Takes a key and writes the node down with its images, all of it or nothing. A single-use key is good again for the node that used it, because
-    /// the answer may have been lost, until that node has shown that it has its token. `None` when the key is not good.
+    /// the answer may have been lost, until that node has shown that it has its token. A reusable one takes no node's place that
+    /// is heard of. `None` when the key is not good.
     pub(crate) async fn register_node(&self, new: &Registration, seeded: &[String], tokens: impl Fn(i64) -> [u8; 32]) -> Result<Option<NodeRow>, ApiError> {
         let mut transaction = self.begin().await?;
         let key = sqlx::query(
             "update node_keys set used_at = now(), used_by = $2
-             where hash = $1 and (expires_at is null or expires_at > now()) and (reusable or used_by = $2 or (used_by is null and not exists (select from nodes where id = $2))) returning id",
+             where hash = $1 and (expires_at is null or expires_at > now())
+               and ((reusable and not exists (select from nodes where id = $2 and last_heartbeat_at > tokens_rotated_at
+                                                              and last_heartbeat_at > now() - make_interval(secs => $3)))
+                    or (not reusable and (used_by = $2 or (used_by is null and not exists (select from nodes where id = $2)))))
+             returning id",
         )
         .bind(new.key_hash.as_slice())
         .bind(new.node_id.as_uuid())
+        .bind(new.silent_after)
         .fetch_optional(&mut *transaction)
         .await
         .map_err(problem)?;

@@ -333,3 +333,21 @@ async fn a_sandbox_does_not_reach_the_database() -> Result<()> {
     client.sessions().end_session(made.session_id, &SessionEnd::default()).await?;
     Ok(())
 }
+
+#[tokio::test]
+async fn a_key_for_many_nodes_takes_no_nodes_place_that_is_there() -> Result<()> {
+    let small = Small::start().await?;
+    let client = small.orchestrator.client()?;
+    let node = client.nodes().await?.pop().context("a node")?;
+    let beaten = async || Ok(small.plane.postgres.ask("select count(*) from nodes where last_heartbeat_at > tokens_rotated_at")? == "1");
+    eventually("the node has shown its token", PATIENCE, beaten).await?;
+    let psk = fs_err::read_to_string(small.plane.world.directory().join("registration.key"))?.trim().to_owned();
+    let request = |id: Option<cynode_api::NodeId>, name: &str| serde_json::json!({"psk": psk, "node_id": id, "node_name": name, "api_url": "http://127.0.0.1:1", "capability": node.capability});
+    let stolen = Answer::of(small.control("none", Method::POST, "/v1/nodes/register")?.json(&request(Some(node.id), "thief"))).await?;
+    assert_eq!(stolen.status, 401);
+    let after = client.nodes().await?.pop().context("a node")?;
+    assert_eq!((after.name, after.api_url), (node.name.clone(), node.api_url.clone()));
+    let another = Answer::of(small.control("none", Method::POST, "/v1/nodes/register")?.json(&request(None, "another"))).await?;
+    assert_eq!(another.status, 201);
+    Ok(())
+}
