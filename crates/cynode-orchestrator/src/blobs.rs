@@ -1,6 +1,6 @@
 //! Bytes by their hash: artifacts and the output of jobs. On local files by default, or in any store that speaks S3.
 
-use std::{pin::pin, sync::Arc};
+use std::{path::PathBuf, pin::pin, sync::Arc};
 
 use bytes::Bytes;
 use cynode_api::ErrorCode;
@@ -16,7 +16,11 @@ const INCOMING: &str = "incoming";
 const BY_HASH: &str = "sha256";
 
 #[derive(Clone, Debug)]
-pub(crate) struct Blobs(Arc<dyn ObjectStore>);
+pub(crate) struct Blobs {
+    store: Arc<dyn ObjectStore>,
+    /// Where it is on this machine, and how much room it leaves there.
+    local: Option<(PathBuf, u64)>,
+}
 
 /// What was taken in whole, and is not yet where anybody looks.
 #[derive(Debug)]
@@ -34,12 +38,13 @@ impl Blobs {
                 let url = url.parse().map_err(|error| format!("{url}: {error}"))?;
                 let environment = std::env::vars().filter(|(name, _)| name.starts_with("AWS_")).map(|(name, value)| (name.to_lowercase(), value));
                 let (store, prefix) = object_store::parse_url_opts(&url, environment).map_err(|error| error.to_string())?;
-                Ok(Self(Arc::new(PrefixStore::new(store, prefix))))
+                Ok(Self { store: Arc::new(PrefixStore::new(store, prefix)), local: None })
             }
             directory => {
                 let directory = directory.as_ref().map_or_else(|| config.state_dir.join("artifacts"), |name| config.state_dir.join(name));
                 fs_err::create_dir_all(&directory).map_err(|error| error.to_string())?;
-                Ok(Self(Arc::new(LocalFileSystem::new_with_prefix(directory).map_err(|error| error.to_string())?.with_fsync(true))))
+                let store = LocalFileSystem::new_with_prefix(&directory).map_err(|error| error.to_string())?.with_fsync(true);
+                Ok(Self { store: Arc::new(store), local: Some((directory, config.min_free_bytes)) })
             }
         }
     }
@@ -52,11 +57,12 @@ impl Blobs {
         limit: u64,
         expected: Option<&str>,
     ) -> Result<Staged, ApiError> {
+        self.check_room()?;
         let at = Path::from(format!("{INCOMING}/{}", uuid::Uuid::now_v7()));
         match self.write(&at, bytes, limit, expected).await {
             Ok((sha256, size)) => Ok(Staged { at, sha256, size }),
             Err(error) => {
-                drop(self.0.delete(&at).await);
+                drop(self.store.delete(&at).await);
                 Err(error)
             }
         }
@@ -64,7 +70,7 @@ impl Blobs {
 
     /// Puts it where its hash says. Comes within the transaction that writes down who needs it: what nobody needs is removed.
     pub(crate) async fn place(&self, staged: &Staged) -> Result<(), ApiError> {
-        self.0.rename(&staged.at, &place(&staged.sha256)).await.map_err(|error| failed(&error))
+        self.store.rename(&staged.at, &place(&staged.sha256)).await.map_err(|error| failed(&error))
     }
 
     async fn write<E: Into<ApiError>>(
@@ -75,7 +81,7 @@ impl Blobs {
         expected: Option<&str>,
     ) -> Result<(String, u64), ApiError> {
         let mut bytes = pin!(bytes);
-        let mut writer = WriteMultipart::new(self.0.put_multipart(staged).await.map_err(|error| failed(&error))?);
+        let mut writer = WriteMultipart::new(self.store.put_multipart(staged).await.map_err(|error| failed(&error))?);
         let mut hash = Sha256::new();
         let mut size = 0_u64;
         let read = async {
@@ -104,7 +110,7 @@ impl Blobs {
         if size == 0 {
             // Some stores know no upload without parts.
             drop(writer.abort().await);
-            self.0.put(staged, PutPayload::new()).await.map_err(|error| failed(&error))?;
+            self.store.put(staged, PutPayload::new()).await.map_err(|error| failed(&error))?;
         } else {
             writer.finish().await.map_err(|error| failed(&error))?;
         }
@@ -112,15 +118,33 @@ impl Blobs {
     }
 
     pub(crate) async fn get(&self, sha256: &str) -> Result<impl Stream<Item = Result<Bytes, std::io::Error>> + use<>, ApiError> {
-        let found = self.0.get(&place(sha256)).await.map_err(|error| failed(&error))?;
+        let found = self.store.get(&place(sha256)).await.map_err(|error| failed(&error))?;
         Ok(found.into_stream().map_err(std::io::Error::other))
+    }
+
+    /// Refuses more while the disk is nearly full: the database may be on it too.
+    pub(crate) fn check_room(&self) -> Result<(), ApiError> {
+        let Some((directory, least)) = &self.local else { return Ok(()) };
+        let found = rustix::fs::statvfs(directory).map_err(|error| {
+            tracing::warn!(%error, "The disk of artifacts can't be looked at.");
+            ApiError::new(ErrorCode::StoreUnavailable, "the store of artifacts does not answer")
+        })?;
+        let free = found.f_bavail.saturating_mul(found.f_frsize);
+        if free < *least {
+            let detail = format!("{free} bytes are free where artifacts are kept, {least} are wanted (orchestrator.min_free_bytes)");
+            return Err(ApiError::new(ErrorCode::NoSpace, detail));
+        }
+        Ok(())
     }
 
     /// Removes what somebody began to send and never finished.
     pub(crate) async fn sweep_incoming(&self, older_than: OffsetDateTime) -> Result<usize, ApiError> {
+        if let Some((directory, _)) = &self.local {
+            return sweep(&directory.join(INCOMING), older_than);
+        }
         let old: Vec<Path> = self.older(INCOMING, older_than).try_collect().await?;
         for path in &old {
-            self.0.delete(path).await.map_err(|error| failed(&error))?;
+            self.store.delete(path).await.map_err(|error| failed(&error))?;
         }
         Ok(old.len())
     }
@@ -131,7 +155,7 @@ impl Blobs {
     }
 
     fn older(&self, prefix: &str, moment: OffsetDateTime) -> impl Stream<Item = Result<Path, ApiError>> + use<> {
-        self.0
+        self.store
             .list(Some(&Path::from(prefix)))
             .map_err(|error| failed(&error))
             .try_filter(move |found| std::future::ready(found.last_modified.timestamp() < moment.unix_timestamp()))
@@ -140,11 +164,33 @@ impl Blobs {
 
     /// Removes bytes that nobody needs.
     pub(crate) async fn remove(&self, sha256: &str) -> Result<(), ApiError> {
-        match self.0.delete(&place(sha256)).await {
+        match self.store.delete(&place(sha256)).await {
             Ok(()) | Err(object_store::Error::NotFound { .. }) => Ok(()),
             Err(error) => Err(failed(&error)),
         }
     }
+}
+
+/// The store's own list leaves out what is still being written.
+fn sweep(directory: &std::path::Path, older_than: OffsetDateTime) -> Result<usize, ApiError> {
+    let broken = |error: std::io::Error| {
+        tracing::warn!(%error, "What was never finished can't be swept.");
+        ApiError::new(ErrorCode::StoreUnavailable, "the store of artifacts does not answer")
+    };
+    let entries = match fs_err::read_dir(directory) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(0),
+        entries => entries.map_err(broken)?,
+    };
+    let mut swept = 0;
+    for entry in entries {
+        let entry = entry.map_err(broken)?;
+        let modified = entry.metadata().and_then(|found| found.modified()).map_err(broken)?;
+        if OffsetDateTime::from(modified) < older_than {
+            fs_err::remove_file(entry.path()).map_err(broken)?;
+            swept += 1;
+        }
+    }
+    Ok(swept)
 }
 
 fn place(sha256: &str) -> Path {
@@ -165,4 +211,34 @@ fn failed(error: &object_store::Error) -> ApiError {
     }
     tracing::warn!(%error, "The store of artifacts failed.");
     ApiError::new(ErrorCode::StoreUnavailable, "the store of artifacts does not answer")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn nothing_more_is_taken_when_the_disk_is_nearly_full() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let with = |least| Blobs::open(&Config { state_dir: directory.path().to_owned(), min_free_bytes: least, ..Config::default() }).expect("opens");
+        let bytes = || futures_util::stream::iter([Ok::<_, ApiError>(Bytes::from_static(b"some"))]);
+        let staged = with(1).stage(bytes(), 10, None).await.expect("there is room");
+        assert_eq!(staged.size, 4);
+        let refused = with(u64::MAX).stage(bytes(), 10, None).await.expect_err("no room");
+        assert!(refused.0.is(ErrorCode::NoSpace), "{refused:?}");
+    }
+
+    #[tokio::test]
+    async fn what_was_never_finished_is_swept_also_while_the_store_does_not_list_it() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let blobs = Blobs::open(&Config { state_dir: directory.path().to_owned(), min_free_bytes: 0, ..Config::default() }).expect("opens");
+        let incoming = directory.path().join("artifacts/incoming");
+        fs_err::create_dir_all(&incoming).expect("made");
+        // As the store leaves it when the process dies in the middle.
+        fs_err::write(incoming.join("01a1e083-847e-72c6-bdc2-0d7bddf97bdf#1"), "half").expect("written");
+        let soon = OffsetDateTime::now_utc() + time::Duration::minutes(1);
+        assert_eq!(blobs.sweep_incoming(OffsetDateTime::UNIX_EPOCH).await.expect("swept"), 0);
+        assert_eq!(blobs.sweep_incoming(soon).await.expect("swept"), 1);
+        assert_eq!(fs_err::read_dir(incoming).expect("there").count(), 0);
+    }
 }

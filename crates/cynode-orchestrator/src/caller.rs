@@ -7,7 +7,7 @@ use axum::{
     middleware::Next,
     response::{IntoResponse as _, Response},
 };
-use cynode_api::{ErrorCode, ProjectId, Task, TaskId, TokenKind, UserId};
+use cynode_api::{ErrorCode, NodeId, ProjectId, Task, TaskId, TokenKind, UserId};
 use cynode_service::{ApiError, auth};
 use http::request::Parts;
 use sha2::{Digest as _, Sha256};
@@ -110,6 +110,8 @@ impl<S: Send + Sync> FromRequestParts<S> for Agent {
 
 /// How often it is looked whether the token of a call that goes on is still good.
 const LOOK: Duration = Duration::from_secs(2);
+/// And whether the node that it waits for is still there.
+const LOOK_FOR_NODE: Duration = Duration::from_secs(5);
 /// How long somebody waits who shows a token that is not good.
 const PENALTY: Duration = Duration::from_millis(300);
 /// So many wait at once; more are refused at once with 429, and learn nothing.
@@ -143,4 +145,43 @@ pub(crate) async fn refused() -> ApiError {
 
 pub(crate) fn hash(token: &str) -> [u8; 32] {
     Sha256::digest(token.as_bytes()).into()
+}
+
+impl Orchestrator {
+    /// Comes when a call to a node that goes on has to end: the caller's token is no longer good, or the node is gone.
+    pub(crate) fn over(&self, caller: &Caller, node_id: NodeId) -> impl Future<Output = Over> + Send + use<> {
+        let (revoked, orchestrator) = (caller.revoked(self), self.clone());
+        async move {
+            let gone = async {
+                loop {
+                    tokio::time::sleep(LOOK_FOR_NODE).await;
+                    if let Ok(node) = orchestrator.db.node(node_id).await
+                        && (node.is_lost || node.silent_seconds > 2.0 * orchestrator.config.unreachable_after())
+                    {
+                        return;
+                    }
+                }
+            };
+            tokio::select! {
+                () = revoked => Over::Revoked,
+                () = gone => Over::NodeGone,
+            }
+        }
+    }
+}
+
+/// Why a call that went on has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Over {
+    Revoked,
+    NodeGone,
+}
+
+impl Over {
+    pub(crate) fn problem(self) -> ApiError {
+        match self {
+            Self::Revoked => ApiError::new(ErrorCode::Unauthorized, "the token is no longer valid"),
+            Self::NodeGone => ApiError::new(ErrorCode::NodeUnreachable, "the node of this session is not heard of any more"),
+        }
+    }
 }

@@ -41,6 +41,8 @@ pub struct Config {
     pub output_days: u32,
     /// How long artifacts are kept after that they are superseded, or their task has ended. Without it, for ever.
     pub artifact_days: Option<u32>,
+    /// With less free where artifacts are kept, no more are taken, and the orchestrator says that it is not ready.
+    pub min_free_bytes: u64,
     /// Where artifacts are: a directory below the state directory, or `s3://bucket/prefix`.
     pub artifact_store: Option<String>,
 }
@@ -77,6 +79,7 @@ impl Default for Config {
             event_days: 30,
             output_days: 30,
             artifact_days: None,
+            min_free_bytes: 1 << 30,
             artifact_store: None,
         }
     }

@@ -15,6 +15,8 @@ use futures_util::{Stream, StreamExt as _, stream};
 use http::{HeaderMap, HeaderName, StatusCode, header};
 use hyper_util::rt::TokioIo;
 
+use crate::caller::Over;
+
 /// Headers that are between two neighbours only, or that say who the caller is to us.
 const NOT_PASSED: &[HeaderName] = &[
     header::AUTHORIZATION,
@@ -46,25 +48,25 @@ fn passed(headers: &HeaderMap) -> HeaderMap {
         .collect()
 }
 
-/// Passes a request on to a path of a node, and the answer back, until the caller's token is no longer good.
+/// Passes a request on to a path of a node, and the answer back, until the caller's token is no longer good or the node is gone.
 pub(crate) async fn forward(
     client: &WorkerClient,
     path: &str,
     request: Request,
-    revoked: impl Future<Output = ()> + Send + 'static,
+    over: impl Future<Output = Over> + Send + 'static,
 ) -> Result<Response, ApiError> {
     let (parts, body) = request.into_parts();
     let mut sent = client.request(parts.method.clone(), path).headers(passed(&parts.headers));
     if body.size_hint().exact() != Some(0) {
         sent = sent.body(reqwest::Body::wrap_stream(body.into_data_stream()));
     }
-    let mut revoked = Box::pin(revoked);
+    let mut over = Box::pin(over);
     let answer = tokio::select! {
         answer = sent.send() => known(answer.map_err(unreachable)?)?,
-        () = &mut revoked => return Err(ApiError::new(ErrorCode::Unauthorized, "the token is no longer valid")),
+        over = &mut over => return Err(over.problem()),
     };
     let (status, headers) = (answer.status(), passed(answer.headers()));
-    let mut response = Response::new(Body::from_stream(until(answer.bytes_stream(), revoked)));
+    let mut response = Response::new(Body::from_stream(until(answer.bytes_stream(), over)));
     *response.status_mut() = status;
     *response.headers_mut() = headers;
     Ok(response)
@@ -73,14 +75,14 @@ pub(crate) async fn forward(
 /// A stream that breaks off when the caller may have no more of it.
 fn until<E: std::error::Error + Send + Sync + 'static>(
     bytes: impl Stream<Item = Result<Bytes, E>> + Send + 'static,
-    revoked: impl Future<Output = ()> + Send + Unpin + 'static,
+    over: impl Future<Output = Over> + Send + Unpin + 'static,
 ) -> impl Stream<Item = Result<Bytes, io::Error>> + Send {
-    stream::unfold(Some((Box::pin(bytes), revoked)), async |held| {
-        let (mut bytes, mut revoked) = held?;
+    stream::unfold(Some((Box::pin(bytes), over)), async |held| {
+        let (mut bytes, mut over) = held?;
         tokio::select! {
             biased;
-            () = &mut revoked => Some((Err(io::Error::other("the token is no longer valid")), None)),
-            piece = bytes.next() => piece.map(|piece| (piece.map_err(io::Error::other), Some((bytes, revoked)))),
+            why = &mut over => Some((Err(io::Error::other(why.problem().0.detail)), None)),
+            piece = bytes.next() => piece.map(|piece| (piece.map_err(io::Error::other), Some((bytes, over)))),
         }
     })
 }
@@ -90,13 +92,18 @@ pub(crate) async fn upgrade(
     client: &WorkerClient,
     path: &str,
     mut request: Request,
-    revoked: impl Future<Output = ()> + Send + 'static,
+    over: impl Future<Output = Over> + Send + 'static,
 ) -> Result<Response, ApiError> {
     let mut headers = passed(request.headers());
     headers.remove(header::CONTENT_LENGTH);
     headers.insert(header::CONNECTION, http::HeaderValue::from_static("Upgrade"));
     headers.insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
-    let answer = client.request(request.method().clone(), path).headers(headers).send().await.map_err(unreachable).and_then(known)?;
+    let mut over = Box::pin(over);
+    let sent = client.request(request.method().clone(), path).headers(headers).send();
+    let answer = tokio::select! {
+        answer = sent => answer.map_err(unreachable).and_then(known)?,
+        over = &mut over => return Err(over.problem()),
+    };
     if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
         let (status, headers) = (answer.status(), passed(answer.headers()));
         let mut response = Response::new(Body::from_stream(answer.bytes_stream()));
@@ -116,7 +123,7 @@ pub(crate) async fn upgrade(
         let mut ours = TokioIo::new(ours);
         tokio::select! {
             _ = tokio::io::copy_bidirectional(&mut ours, &mut theirs) => {}
-            () = revoked => {}
+            _ = over => {}
         }
     });
     Ok(response)

@@ -101,6 +101,9 @@ impl Orchestrator {
             if far(&row) || tokio::time::Instant::now() >= deadline || self.stop.is_cancelled() {
                 return Ok(row);
             }
+            if !caller.is_good(self).await {
+                return Err(ApiError::new(ErrorCode::Unauthorized, "the token is no longer valid"));
+            }
             // Another orchestrator may have brought it forward: its word comes by the database, or at the latest in a second.
             let next = (tokio::time::Instant::now() + Duration::from_secs(1)).min(deadline);
             drop(tokio::time::timeout_at(next, news.changed()).await);

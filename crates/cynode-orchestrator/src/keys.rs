@@ -36,6 +36,11 @@ impl Keys {
         self.derived("node", node, epoch)
     }
 
+    /// By which another key is told from this one.
+    pub(crate) fn fingerprint(&self) -> String {
+        URL_SAFE_NO_PAD.encode(hmac::sign(&self.0, b"fingerprint"))
+    }
+
     fn derived(&self, what: &str, node: NodeId, epoch: i64) -> String {
         let tag = hmac::sign(&self.0, format!("{what}\0{node}\0{epoch}").as_bytes());
         format!("{TOKEN_PREFIX}{}", URL_SAFE_NO_PAD.encode(tag))

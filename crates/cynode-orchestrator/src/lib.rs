@@ -44,6 +44,8 @@ const ADMIN: &str = "admin";
 pub enum Error {
     #[error("no database is named. Remedy: set orchestrator.database_url or DATABASE_URL, or start everything with 'cynode up'")]
     NoDatabase,
+    #[error("the orchestrators of this database have another key. Remedy: copy theirs to {0} (orchestrator.key_file), or name another database")]
+    OtherKey(String),
     #[error(transparent)]
     Database(#[from] db::Error),
     #[error("{what}")]
@@ -97,6 +99,9 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let keys = Keys::open(&config.key_file()).map_err(state("reading the orchestrators' key"))?;
     let blobs = Blobs::open(&config).map_err(Error::Artifacts)?;
     let db = Db::open(&url, config.database_connections).await?;
+    if !db.has_key(&keys.fingerprint()).await.map_err(start("comparing keys"))? {
+        return Err(Error::OtherKey(config.key_file().display().to_string()));
+    }
     seed(&db, &config).await?;
 
     let bound = listener.bind().await?;
@@ -123,12 +128,13 @@ pub async fn run(config: Config) -> Result<(), Error> {
     };
     let reconcilers = reconcile::spawn(&orchestrator);
     let readiness: admin::Readiness = {
-        let db = orchestrator.db.clone();
+        let (db, blobs) = (orchestrator.db.clone(), orchestrator.blobs.clone());
         Arc::new(move || {
-            let db = db.clone();
-            Box::pin(
-                async move { tokio::time::timeout(Duration::from_secs(5), db.ping()).await.unwrap_or_else(|_| Err("the database does not answer".to_owned())) },
-            )
+            let (db, blobs) = (db.clone(), blobs.clone());
+            Box::pin(async move {
+                tokio::time::timeout(Duration::from_secs(5), db.ping()).await.unwrap_or_else(|_| Err("the database does not answer".to_owned()))?;
+                blobs.check_room().map_err(|error| error.0.detail)
+            })
         })
     };
     let user_routes = api::router(orchestrator.clone(), Arc::clone(&readiness));

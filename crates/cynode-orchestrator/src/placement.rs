@@ -44,10 +44,9 @@ impl Orchestrator {
         Ok(chosen)
     }
 
-    /// Whether only images with a digest may be used for somebody.
+    /// Whether only images with a digest may be used for somebody. A wider scope that says so can't be overruled by a narrower one.
     async fn requires_pinning(&self, of: Of) -> Result<bool, ApiError> {
-        let preferences = self.db.effective_preferences(of).await?;
-        Ok(preferences.iter().any(|preference| preference.key == REQUIRE_PINNING && preference.value == true))
+        self.db.is_preferred(of, REQUIRE_PINNING).await
     }
 
     /// The node with the most room that has the image and the labels. One that can't be reached from here, or did not answer a

@@ -165,6 +165,11 @@ impl Orchestrator {
                 break;
             }
             let Some(row) = self.db.any_session(id).await? else { break };
+            // It ended while it was being made. The reconciler ends it there.
+            if matches!(row.state, SessionState::Ended | SessionState::Failed) {
+                self.sessions_wait.notify_one();
+                return Ok(row.object);
+            }
             asked_at = row.read_at;
             let client = self.fleet.client(&self.db, node_id).await?;
             match answer_for(id, self.fleet.call(node_id, SHOW, client.get_session(id)).await) {
@@ -196,10 +201,36 @@ impl Orchestrator {
         }
     }
 
+    /// Gives a session that is over a new container. That it shall run again is written down first: nothing else brings back what
+    /// has ended here.
+    pub(crate) async fn resume_session(&self, row: SessionRow) -> Result<Session, ApiError> {
+        let was = self.db.ask_resume(row.session_id).await?;
+        let asked_at = self.db.any_session(row.session_id).await?.map_or(row.read_at, |row| row.read_at);
+        let client = self.fleet.client(&self.db, row.node_id).await?;
+        match answer_for(row.session_id, self.fleet.call(row.node_id, CREATE, client.resume_session(row.session_id)).await) {
+            Ok(session) => self.write_down(row.node_id, session, asked_at).await,
+            Err(Failed::Refused(error)) if !is_passing(&error) => {
+                if let Some(was) = was {
+                    let reason = row.object.end_reason.clone().unwrap_or_default();
+                    self.db.set_session_state(row.session_id, &[SessionState::Creating], was, &reason).await?;
+                }
+                Err(error)
+            }
+            // Nobody knows whether it came there: whoever looks next finds out.
+            Err(failed) => {
+                self.db.release_session(row.session_id, 1).await?;
+                self.sessions_wait.notify_one();
+                Err(failed.problem())
+            }
+        }
+    }
+
     /// Ends a session: written down first, so that it ends also when its node can't be asked now.
     pub(crate) async fn end_session(&self, row: SessionRow, end: SessionEnd) -> Result<Session, ApiError> {
         self.db.ask_end(row.session_id, &end).await?;
         let Some(row) = self.db.any_session(row.session_id).await? else { return Err(ApiError::new(ErrorCode::SessionNotFound, "the session is gone")) };
+        // The first word on it counts.
+        let end = row.ending.clone().unwrap_or(end);
         let node = self.db.node(row.node_id).await?;
         if node.is_lost || node.silent_seconds > self.config.unreachable_after() {
             return Ok(row.object);
@@ -244,6 +275,9 @@ impl Orchestrator {
 
     /// As it is now: the node's word when it answers, else the last one known.
     pub(crate) async fn show_session(&self, row: SessionRow) -> Result<Session, ApiError> {
+        if matches!(row.state, SessionState::Ended | SessionState::Failed) {
+            return Ok(row.object);
+        }
         let asked = async {
             let client = self.fleet.client(&self.db, row.node_id).await.ok()?;
             answer_for(row.session_id, self.fleet.call(row.node_id, SHOW, client.get_session(row.session_id)).await).ok()

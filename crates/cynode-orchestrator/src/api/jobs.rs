@@ -108,7 +108,7 @@ pub(super) async fn output(
     if let Some(node_id) = row.node_id.filter(|_| row.output_sha256.is_none() && !row.state.is_final()) {
         let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
         let rest = request.uri().query().map_or_else(String::new, |query| format!("?{query}"));
-        let answer = forward(&client, &format!("/v1/worker/jobs/{id}/output{rest}"), request, caller.revoked(&orchestrator)).await?;
+        let answer = forward(&client, &format!("/v1/worker/jobs/{id}/output{rest}"), request, orchestrator.over(&caller, node_id)).await?;
         if !matches!(answer.status(), StatusCode::NOT_FOUND | StatusCode::GONE) {
             return Ok(answer);
         }

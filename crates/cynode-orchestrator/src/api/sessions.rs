@@ -1,5 +1,7 @@
 //! Sessions: made, found and ended here; all that happens in them is passed on to their node as it comes.
 
+use std::time::Duration;
+
 use axum::{
     Json,
     body::Body as HttpBody,
@@ -25,6 +27,9 @@ use crate::{
     fleet::{Failed, answer_for},
     forward,
 };
+
+/// How long a node may take to change a session.
+const PATCH: Duration = Duration::from_secs(30);
 
 /// Create a session. Everything has a default. Answers when it runs; after 60 s with 202 and the state `creating`.
 #[utoipa::path(post, path = "/v1/sessions", tag = "sessions", request_body = UserSessionCreate,
@@ -90,7 +95,7 @@ pub(super) async fn patch(
 ) -> Result<Json<Session>, ApiError> {
     let row = orchestrator.db.session(&caller.scope, id).await?;
     let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
-    let session = answer_for(id, client.patch_session(id, &patch).await.map_err(Failed::from)).map_err(Failed::problem)?;
+    let session = answer_for(id, orchestrator.fleet.call(row.node_id, PATCH, client.patch_session(id, &patch)).await).map_err(Failed::problem)?;
     orchestrator.write_down(row.node_id, session, row.read_at).await.map(Json)
 }
 
@@ -126,9 +131,7 @@ pub(super) async fn resume(
 ) -> Result<Json<Session>, ApiError> {
     check_version(body.version)?;
     let row = orchestrator.db.session(&caller.scope, id).await?;
-    let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
-    let session = answer_for(id, client.resume_session(id).await.map_err(Failed::from)).map_err(Failed::problem)?;
-    orchestrator.write_down(row.node_id, session, row.read_at).await.map(Json)
+    orchestrator.resume_session(row).await.map(Json)
 }
 
 /// Passes a call on to the node of a session that the caller may know of. The address there is made of ids that were read as
@@ -150,7 +153,7 @@ async fn pass(
     let query = uri.query().map_or_else(String::new, |query| format!("?{query}"));
     let path = format!("/v1/worker{below}{query}");
     let is_websocket = request.headers().get(http::header::UPGRADE).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"websocket"));
-    let revoked = caller.revoked(orchestrator);
+    let revoked = orchestrator.over(caller, node_id);
     if is_websocket && below.ends_with("/pty") {
         forward::upgrade(&client, &path, request, revoked).await
     } else {

@@ -154,6 +154,8 @@ impl Db {
         .await
         .map_err(problem)?;
         for hash in &unneeded {
+            // Still ours alone? A database that went away has let go of the lock.
+            sqlx::query("select").execute(&mut *transaction).await.map_err(problem)?;
             blobs.remove(hash).await?;
         }
         super::commit(transaction).await?;

@@ -199,12 +199,14 @@ impl Db {
 
     /// The nodes that have this version.
     pub(crate) async fn nodes_with(&self, version: ImageVersionId) -> Result<Vec<NodeId>, ApiError> {
-        let ids: Vec<Uuid> =
-            sqlx::query_scalar("select node_id from node_sandbox_image_availability where sandbox_image_version_id = $1 and status = 'available'")
-                .bind(version.as_uuid())
-                .fetch_all(&self.pool)
-                .await
-                .map_err(problem)?;
+        let ids: Vec<Uuid> = sqlx::query_scalar(
+            "select a.node_id from node_sandbox_image_availability a join sandbox_image_versions v on v.id = a.sandbox_image_version_id
+                 where v.id = $1 and a.status <> 'failed' and (v.image_digest is null or a.details->>'digest' = v.image_digest)",
+        )
+        .bind(version.as_uuid())
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
         Ok(ids.into_iter().map(NodeId::from_uuid).collect())
     }
 }
@@ -236,14 +238,18 @@ pub(super) async fn report(connection: &mut PgConnection, node_id: NodeId, image
         }
         let is_seeded = seeded.contains(&image.reference);
         sqlx::query(
-            "update sandbox_image_versions set image_digest = case when $4 then $2 else coalesce(image_digest, $2) end,
+            "update sandbox_image_versions v set image_digest = case when $4 then $2 else coalesce(image_digest, $2) end,
                  capabilities = $3 || capabilities, updated_at = now()
-             where image_ref = $1 and (image_digest is null or not capabilities ? 'agent_compatible' or ($4 and image_digest <> $2))",
+             where image_ref = $1 and (image_digest is null or not capabilities ? 'agent_compatible'
+                 or ($4 and image_digest <> $2 and not exists (
+                     select from node_sandbox_image_availability a join nodes n on n.id = a.node_id
+                     where a.sandbox_image_version_id = v.id and a.node_id <> $5 and not n.is_lost and a.details->>'digest' = v.image_digest)))",
         )
         .bind(&image.reference)
         .bind(&image.digest)
         .bind(Value::Object(capabilities(&image.labels)))
         .bind(is_seeded)
+        .bind(node_id.as_uuid())
         .execute(&mut *connection)
         .await
         .map_err(problem)?;

@@ -150,6 +150,7 @@ impl Db {
         row.as_ref().map(job).transpose()
     }
 
+    /// Jobs without their streams, which together could be more than anybody wants at once.
     pub(crate) async fn list_jobs(
         &self,
         scope: &Scope,
@@ -159,7 +160,8 @@ impl Db {
         limit: u32,
     ) -> Result<Page<Job>, ApiError> {
         let rows = sqlx::query(concat!(
-            "select * from jobs j where ($1::uuid is null or j.job_id > $1) and ",
+            "select j.object || '{\"stdout\": \"\", \"stderr\": \"\", \"encoding\": \"utf-8\"}' as object, j.job_id, j.state, j.node_id, j.created_by
+             from jobs j where ($1::uuid is null or j.job_id > $1) and ",
             visible_by_task!("j"),
             " and ($4::text is null or j.state = $4) and ($5::uuid is null or j.task_id = $5) order by j.job_id limit $6"
         ))
@@ -172,7 +174,17 @@ impl Db {
         .fetch_all(&self.pool)
         .await
         .map_err(problem)?;
-        let items = rows.iter().map(|row| job(row).map(JobRow::into_object)).collect::<Result<Vec<_>, _>>()?;
+        let listed = |row: &PgRow| -> Result<Job, ApiError> {
+            let object: Job = stored(row.try_get("object").map_err(problem)?)?;
+            Ok(Job {
+                job_id: JobId::from_uuid(row.try_get("job_id").map_err(problem)?),
+                state: row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?,
+                node_id: row.try_get::<Option<Uuid>, _>("node_id").map_err(problem)?.map(NodeId::from_uuid),
+                created_by: row.try_get("created_by").map_err(problem)?,
+                ..object
+            })
+        };
+        let items = rows.iter().map(listed).collect::<Result<Vec<_>, _>>()?;
         Ok(page(items, limit, |job| job.job_id.to_string()))
     }
 
@@ -217,18 +229,21 @@ impl Db {
         Ok(done.rows_affected() == 1)
     }
 
-    /// Takes a job back from a node that certainly does not have it, or, by its rule, from one that is lost. Another is looked for
-    /// after so many seconds.
-    pub(crate) async fn unassign_job(&self, id: JobId, from: NodeId, seconds: f64) -> Result<bool, ApiError> {
+    /// Takes a job back from a node that certainly does not have it (then nobody else may have looked at it since it was `leased`),
+    /// or, by its rule, from one that is lost. Another is looked for after so many seconds.
+    pub(crate) async fn unassign_job(&self, id: JobId, from: NodeId, leased: Option<OffsetDateTime>, seconds: f64) -> Result<bool, ApiError> {
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
             "update jobs j set node_id = null, state = 'accepted', updated_at = now(), lease_until = now() + make_interval(secs => $3)
              from (select job_id, state from jobs where job_id = $1 for update) before
-             where j.job_id = before.job_id and j.node_id = $2 and before.state in ('accepted', 'in_progress') returning j.task_id, before.state",
+             where j.job_id = before.job_id and j.node_id = $2
+               and (before.state = 'accepted' or (before.state = 'in_progress' and $4::timestamptz is null)) and ($4::timestamptz is null or j.lease_until = $4)
+             returning j.task_id, before.state",
         )
         .bind(id.as_uuid())
         .bind(from.as_uuid())
         .bind(seconds)
+        .bind(leased)
         .fetch_optional(&mut *transaction)
         .await
         .map_err(problem)?;

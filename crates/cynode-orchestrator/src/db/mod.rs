@@ -82,13 +82,22 @@ impl Db {
             .application_name("cynode")
             .disable_statement_logging()
             .options([("statement_timeout", STATEMENT), ("idle_in_transaction_session_timeout", STATEMENT)]);
-        let mut connection = PgConnection::connect_with(&options).await.map_err(Error::Connect)?;
+        // Whoever comes second waits for the first, and an index of a large table takes its time.
+        let patient = options.clone().options([("statement_timeout", "0"), ("idle_in_transaction_session_timeout", "0")]);
+        let mut connection = PgConnection::connect_with(&patient).await.map_err(Error::Connect)?;
         migrate(&mut connection).await.map_err(Error::Migrate)?;
         drop(connection.close().await);
         // A lost connection is found out by the statement that fails, and the pool makes a new one: asking before each costs a
         // round trip.
         let pool = PgPoolOptions::new().max_connections(connections).min_connections(2).acquire_timeout(ACQUIRE).test_before_acquire(false);
         Ok(Self { pool: pool.connect_lazy_with(options) })
+    }
+
+    /// Whether the orchestrators of this database have that key. The first one's counts.
+    pub(crate) async fn has_key(&self, fingerprint: &str) -> Result<bool, ApiError> {
+        sqlx::query("insert into cluster (key_fingerprint) values ($1) on conflict do nothing").bind(fingerprint).execute(&self.pool).await.map_err(problem)?;
+        let known: String = sqlx::query_scalar("select key_fingerprint from cluster").fetch_one(&self.pool).await.map_err(problem)?;
+        Ok(known == fingerprint)
     }
 
     pub(crate) async fn begin(&self) -> Result<Transaction<'static, Postgres>, ApiError> {

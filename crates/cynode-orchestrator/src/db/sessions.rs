@@ -235,6 +235,10 @@ impl Db {
         if is_newer && !has_come_up {
             return Ok(false);
         }
+        // What has ended here comes back only when it is resumed, which is noted first. A request that came late is no such wish.
+        if matches!(before.state, SessionState::Ended | SessionState::Failed) && !is_over(object.state) {
+            return Ok(true);
+        }
         if !before.is_news(object) {
             return Ok(true);
         }
@@ -284,6 +288,26 @@ impl Db {
         events::add(&mut transaction, &told(task_id, id, state)).await?;
         super::commit(transaction).await?;
         Ok(true)
+    }
+
+    /// Notes that a session that is over shall run again. Says what it was.
+    pub(crate) async fn ask_resume(&self, id: SessionId) -> Result<Option<SessionState>, ApiError> {
+        let mut transaction = self.begin().await?;
+        let row = sqlx::query(
+            "update sessions s set state = 'creating', updated_at = clock_timestamp(), lease_until = now() + interval '75 seconds'
+             from (select session_id, state from sessions where session_id = $1 for update) before
+             where s.session_id = before.session_id and before.state in ('ended', 'lost') and s.ending is null returning s.task_id, before.state",
+        )
+        .bind(id.as_uuid())
+        .fetch_optional(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        let Some(row) = row else { return Ok(None) };
+        let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
+        events::add(&mut transaction, &told(task_id, id, SessionState::Creating)).await?;
+        let was = parsed(&row)?;
+        super::commit(transaction).await?;
+        Ok(Some(was))
     }
 
     /// Notes that a session shall end, whatever becomes of whoever asked.

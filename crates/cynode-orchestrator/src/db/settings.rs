@@ -119,6 +119,22 @@ impl Db {
         row.as_ref().map(preference).transpose().map_err(problem)?.ok_or_else(|| changed_meanwhile(key))
     }
 
+    /// Whether any scope that counts for somebody has a key set to true.
+    pub(crate) async fn is_preferred(&self, of: Of, key: &str) -> Result<bool, ApiError> {
+        sqlx::query_scalar(
+            "select exists (select from preferences p where p.key = $4 and p.value = 'true'::jsonb
+                 and ((p.scope = 'task' and p.scope_id = $1) or (p.scope = 'project' and p.scope_id = $2) or (p.scope = 'user' and p.scope_id = $3)
+                      or (p.scope = 'group' and exists (select from group_members m where m.group_id = p.scope_id and m.user_id = $3)) or p.scope = 'system'))",
+        )
+        .bind(of.task.map(|id| *id.as_uuid()))
+        .bind(of.project.map(|id| *id.as_uuid()))
+        .bind(of.user.map(|id| *id.as_uuid()))
+        .bind(key)
+        .fetch_one(&self.pool)
+        .await
+        .map_err(problem)
+    }
+
     /// For each key the value of the narrowest scope. Of several groups the first by name counts.
     pub(crate) async fn effective_preferences(&self, of: Of) -> Result<Vec<Preference>, ApiError> {
         let rows = sqlx::query(

@@ -21,6 +21,8 @@ const LOOK: f64 = 5.0;
 const SOON: f64 = 1.0;
 /// A node that is given up, or that says nothing, is not asked for each of its jobs again and again; its return wakes them.
 const LATER: f64 = 60.0;
+/// No node can take it now.
+const WAITING: f64 = 2.0;
 /// A job waits for others of its node.
 const IN_LINE: f64 = 1.0;
 /// No call of a step takes longer. A lease holds for longer than that.
@@ -55,7 +57,6 @@ pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
                 if let Some(seconds) = next {
                     drop(orchestrator.db.lease_until(id, leased, seconds).await);
                 }
-                orchestrator.told();
                 drop(place);
             });
         }
@@ -96,9 +97,11 @@ async fn dispatch(orchestrator: &Orchestrator, row: &JobRow) -> Result<Option<f6
     let node = match orchestrator.choose_node(version, &labels, &not).await {
         Ok(node) => node,
         // It waits until there is room.
-        Err(error) if error.0.is(ErrorCode::NoCapacity) => return Ok(Some(SOON)),
+        Err(error) if error.0.is(ErrorCode::NoCapacity) => return Ok(Some(WAITING)),
         Err(error) => return Err(error),
     };
+    // One that hangs holds up its own work only; one that does not answer is given nothing new.
+    let Some(_place) = orchestrator.job_lanes.enter(Some(node.id)).filter(|_| !orchestrator.fleet.is_quiet(node.id)) else { return Ok(Some(SOON)) };
     let client = orchestrator.fleet.client_of(&node)?;
     // Durable before the node hears of it: if we die now, whoever comes next asks this node and no other.
     if !orchestrator.db.assign_job(row.job_id, node.id).await? {
@@ -113,11 +116,11 @@ async fn send(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, client
         Ok(job) => note(orchestrator, row, node_id, client, job).await,
         // Nobody has it: another node may be better.
         Err(Failed::NotSent(_)) if is_first => {
-            orchestrator.db.unassign_job(row.job_id, node_id, SOON).await?;
+            orchestrator.db.unassign_job(row.job_id, node_id, Some(row.lease_until), SOON).await?;
             Ok(None)
         }
         Err(Failed::Refused(error)) if is_first && (error.0.is(ErrorCode::NoCapacity) || error.0.is(ErrorCode::NoSpace)) => {
-            orchestrator.db.unassign_job(row.job_id, node_id, SOON).await?;
+            orchestrator.db.unassign_job(row.job_id, node_id, Some(row.lease_until), SOON).await?;
             Ok(None)
         }
         Err(Failed::Refused(error)) if !is_passing(&error) && !error.0.is(ErrorCode::NoCapacity) && !error.0.is(ErrorCode::NoSpace) => {
@@ -163,7 +166,7 @@ async fn follow(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> R
 
 /// Writes down what the node says. An end is written with its output, and only then may the node forget it.
 async fn note(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, client: &WorkerClient, job: Job) -> Result<Option<f64>, ApiError> {
-    let job = storable(job);
+    let job = storable(of_row(row, node_id, job));
     if !job.state.is_final() {
         orchestrator.db.advance_job(row.job_id, Some(node_id), &job, None, false).await?;
         return Ok(Some(LOOK));
@@ -192,6 +195,21 @@ async fn note(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId, client
     Ok(None)
 }
 
+/// What a node says of a job, as far as it has a say in it.
+fn of_row(row: &JobRow, node_id: NodeId, job: Job) -> Job {
+    Job {
+        job_id: row.job_id,
+        task_id: row.task_id,
+        node_id: Some(node_id),
+        image_ref: row.object.image_ref.clone(),
+        reported_by: "worker".to_owned(),
+        late_result: None,
+        created_by: None,
+        acknowledged: false,
+        ..job
+    }
+}
+
 /// The job as the database can hold it: it has no NUL in texts, so streams with one are kept as bytes.
 pub(super) fn storable(mut job: Job) -> Job {
     use base64::Engine as _;
@@ -201,8 +219,10 @@ pub(super) fn storable(mut job: Job) -> Job {
         (output.stdout, output.stderr) = (encode(&output.stdout), encode(&output.stderr));
         "base64".clone_into(&mut output.encoding);
     }
-    if let Some(error) = &mut job.error {
-        error.detail = error.detail.replace('\0', " ");
+    for text in job.error.iter_mut().flat_map(|error| [&mut error.detail, &mut error.code]).chain(&mut job.signal).chain(&mut job.image_digest) {
+        if text.contains('\0') {
+            *text = text.replace('\0', " ");
+        }
     }
     job
 }
@@ -221,7 +241,7 @@ async fn acknowledge(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId,
 async fn give_up(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> Result<Option<f64>, ApiError> {
     if row.retry == Retry::OnNodeLoss && !row.stop_requested {
         orchestrator.db.leave_behind(row.job_id, node_id).await?;
-        orchestrator.db.unassign_job(row.job_id, node_id, 0.0).await?;
+        orchestrator.db.unassign_job(row.job_id, node_id, None, 0.0).await?;
         return Ok(None);
     }
     fail_lost(orchestrator, row, node_id, "its node was not heard of for too long").await

@@ -13,7 +13,7 @@ const YOUNG: Duration = Duration::from_hours(1);
 /// What nobody finished sending by then, nobody will.
 const UNFINISHED: Duration = Duration::from_hours(24);
 /// So many are looked at together.
-const BATCH: usize = 200;
+const BATCH: usize = 50;
 
 pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
     let (db, config) = (&orchestrator.db, &orchestrator.config);

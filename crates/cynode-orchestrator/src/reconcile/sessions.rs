@@ -40,7 +40,6 @@ pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
                     drop(orchestrator.db.release_session(id, RETRY).await);
                 }
             }
-            orchestrator.told();
             drop(place);
         });
     }

@@ -364,3 +364,25 @@ async fn calls_go_on_while_tokens_change() -> Result<()> {
     fleet.until(id, JobState::Completed).await?;
     Ok(())
 }
+
+#[tokio::test]
+async fn what_has_ended_does_not_come_back_when_its_request_comes_late() -> Result<()> {
+    let fleet = Fleet::start(&[]).await?;
+    let node = fleet.node("node", &[ONE]).await?;
+    node.plan("POST /v1/worker/sessions", 1, Fault::Slow(Duration::from_secs(3)));
+    let body = UserSessionCreate { session_id: Some(SessionId::generate()), ..Default::default() };
+    let id = body.session_id.expect("it has one");
+    let sessions = fleet.client.sessions();
+    let end = async {
+        eventually("it is written down", PATIENCE, async || Ok(sessions.get_session(id).await.is_ok())).await?;
+        Ok::<_, anyhow::Error>(sessions.end_session(id, &SessionEnd::default()).await?)
+    };
+    let (made, ended) = tokio::join!(sessions.create_user_session(&body), end);
+    assert_eq!(ended?.state, SessionState::Ended);
+    assert!(made.is_ok_and(|session| session.state == SessionState::Ended), "the caller is told that it has ended");
+    let gone = async || Ok(node.sessions().iter().any(|session| session.session_id == id && session.state == SessionState::Ended));
+    eventually("it is ended there too", PATIENCE, gone).await?;
+    assert_eq!(sessions.get_session(id).await?.state, SessionState::Ended);
+    assert_eq!(fleet.states(|event| event.session_id == Some(id)).await?, ["creating", "ending", "ended"]);
+    Ok(())
+}

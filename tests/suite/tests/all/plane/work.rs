@@ -11,7 +11,7 @@ use cynode_client::{OutputQuery, SessionFilter, UserClient};
 use cynode_tests::{Answer, IMAGE, eventually, sh};
 use http::Method;
 
-use super::small::Small;
+use super::small::{Small, text};
 use crate::cli::{cynode, run};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -60,6 +60,8 @@ async fn the_kept_output_of_a_job_says_how_it_ended_in_pages_and_as_events() -> 
     let client = small.orchestrator.client()?;
     let job = ended(&client, &script("echo out; echo err >&2; exit 3")).await?;
     let id = job.job_id;
+    let listed = client.jobs(None, Some(job.task_id)).await?.pop().context("it is listed")?;
+    assert_eq!((listed.job_id, listed.exit_code, listed.output.stdout.as_str()), (id, Some(3), ""), "lists have no streams");
     assert_eq!((job.state, job.exit_code), (JobState::Failed, Some(3)));
     let page = client.job_output(id, &OutputQuery::default()).await?;
     assert_eq!(page.exit.as_ref().and_then(|exit| exit.exit_code), Some(3), "{page:?}");
@@ -269,6 +271,8 @@ async fn only_the_pinned_image_runs() -> Result<()> {
     // The register means another image than the one that the node has under that name: it is not there.
     let digest = format!("sha256:{}", "ab".repeat(32));
     small.plane.postgres.ask(&format!("update sandbox_image_versions set image_digest = '{digest}' where image_ref = '{IMAGE}'"))?;
+    let refused = client.sessions().create_user_session(&UserSessionCreate::default()).await.expect_err("no node has that one");
+    assert!(refused.is(ErrorCode::NoCapacity) && refused.to_string().contains("does not have the image"), "{refused}");
     let worker = small.worker.client()?;
     let mut request = SessionCreate::new(TaskId::generate(), SessionId::generate(), IMAGE);
     request.image_digest = Some(digest.clone());
@@ -282,6 +286,9 @@ async fn only_the_pinned_image_runs() -> Result<()> {
     // Who wants only pinned images gets no other.
     small.plane.postgres.ask(&format!("update sandbox_image_versions set image_digest = null where image_ref = '{IMAGE}'"))?;
     client.put_preference(PreferenceScope::System, "-", "sandbox_images.require_digest_pinning", true.into()).await?;
+    let me = text(&small.request(Method::GET, "/v1/users")?.send().await?.json::<serde_json::Value>().await?["items"][0]["id"])?;
+    // A narrower scope does not overrule it.
+    client.put_preference(PreferenceScope::User, &me, "sandbox_images.require_digest_pinning", false.into()).await?;
     let refused = client.sessions().create_user_session(&UserSessionCreate::default()).await.expect_err("not pinned");
     assert!(refused.is(ErrorCode::ImageNotAllowed), "{refused}");
     Ok(())
