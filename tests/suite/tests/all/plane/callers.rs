@@ -74,6 +74,7 @@ fn rows() -> Vec<Row> {
         row("POST /v1/sessions", empty, 403, 403),
         row("GET /v1/sessions", None, 200, 200),
         row("PATCH /v1/sessions/{id}", empty, 404, 404),
+        row("POST /v1/sessions/{id}/export", Some(|| json!({"format": "tar"})), 404, 404),
     ];
     for route in ["GET /v1/sessions/{id}", "POST /v1/sessions/{id}/end", "POST /v1/sessions/{id}/resume"] {
         rows.push(row(route, if route.starts_with("GET") { None } else { empty }, 404, 404));
@@ -96,7 +97,6 @@ fn rows() -> Vec<Row> {
         "POST /v1/sessions/{id}/files:patch",
         "POST /v1/sessions/{id}/files:move",
         "POST /v1/sessions/{id}/files:mkdir",
-        "POST /v1/sessions/{id}/export",
         "POST /v1/sessions/{id}/import",
         "GET /v1/sessions/{id}/pty",
     ] {
