@@ -249,6 +249,11 @@ async fn rounds(rounds: usize, jobs: usize, sessions: usize) -> Result<()> {
         ensure!(answer.stdout == format!("{id}\n"), "{answer:?}");
         client.sessions().end_session(*id, &SessionEnd::default()).await?;
     }
+    for id in &all_sessions {
+        // An end that its node did not hear of at once comes to it a little later.
+        let ended = async || Ok(client.sessions().get_session(*id).await?.state == SessionState::Ended);
+        eventually("every session ends", PATIENCE, ended).await.with_context(|| format!("session {id}"))?;
+    }
     let unseen = client.events(i64::MAX - 1, None, Duration::ZERO).await;
     ensure!(unseen.is_err(), "a cursor beyond the newest is refused");
     let newest = newest(&client).await?;

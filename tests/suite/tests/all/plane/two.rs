@@ -159,6 +159,10 @@ async fn two_orchestrators() -> Result<()> {
         }
         callers.next().sessions().end_session(*id, &SessionEnd::default()).await?;
     }
+    for id in &sessions {
+        let ended = async || Ok(callers.0[0].sessions().get_session(*id).await?.state == SessionState::Ended);
+        eventually("every session ends", PATIENCE, ended).await?;
+    }
     *last_event.lock().expect("not poisoned") = Some(newest(callers.next()).await?);
     let events = reader.await??;
     check_events(&events, &jobs, &sessions)?;
