@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_tests::{Answer, Options, Plane, Relay, RunningOrchestrator, eventually};
+use cynode_api::{ArtifactId, ErrorCode, SessionCreate, WorkspaceRef};
+use cynode_tests::{Answer, Options, Plane, Relay, RunningOrchestrator, eventually, session};
 use http::Method;
 use serde_json::{Value, json};
 use tokio::sync::watch;
@@ -211,5 +212,15 @@ async fn a_node_that_was_refused_shows_its_tokens_again() -> Result<()> {
     refusing.abort();
     eventually("it is heard of again", PATIENCE, async || Ok(last().await? > before)).await?;
     assert_eq!(client.nodes().await?.len(), 1);
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_artifact_that_is_not_there_is_no_fault_of_the_way_to_it() -> Result<()> {
+    let small = Small::start().await?;
+    let id = ArtifactId::generate();
+    let request = SessionCreate { workspace_ref: Some(WorkspaceRef::Artifact(id)), ..session() };
+    let refused = small.worker.client()?.create_session(&request).await.expect_err("there is none");
+    ensure!(refused.is(ErrorCode::NotFound) && refused.to_string().contains(&id.to_string()), "{refused}");
     Ok(())
 }
