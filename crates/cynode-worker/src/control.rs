@@ -48,6 +48,8 @@ pub(crate) struct Node {
     api_url: String,
     path: PathBuf,
     registration: Option<Registration>,
+    /// Whether its tokens were refused when they were last shown.
+    was_refused: bool,
     /// The one on disk for people on this machine.
     own_token: auth::Token,
     accepted: auth::Tokens,
@@ -96,7 +98,8 @@ impl Node {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => return Err(error),
         };
-        let registration = registration.filter(|known: &Registration| Some(&known.orchestrator_url) == config.orchestrator_url.as_ref());
+        let orchestrator = config.orchestrator_url.as_deref().map(|url| url.trim_end_matches('/'));
+        let registration = registration.filter(|known: &Registration| Some(known.orchestrator_url.trim_end_matches('/')) == orchestrator);
         let mut builder = reqwest::Client::builder().timeout(CALL).redirect(reqwest::redirect::Policy::none());
         let certificates = |path: &Path| reqwest::Certificate::from_pem_bundle(&fs_err::read(path)?).map_err(io::Error::other);
         if let Some(path) = &config.tls.ca {
@@ -115,6 +118,7 @@ impl Node {
             api_url,
             path,
             registration,
+            was_refused: false,
             own_token,
             accepted,
             rotated: Instant::now(),
@@ -148,18 +152,15 @@ impl Node {
         Ok(())
     }
 
-    /// One word with the orchestrator: registration when it does not know us, a heartbeat when it does.
+    /// One word with the orchestrator: registration when it does not know us, a heartbeat when it does. A key may be spent,
+    /// and a refusal a mistake: so what we have is kept, and shown again after a registration that was refused.
     async fn speak(&mut self, base: &str) -> Result<(), Failed> {
-        if self.registration.is_none() {
+        if std::mem::take(&mut self.was_refused) || self.registration.is_none() {
             self.register(base).await?;
         }
-        match self.beat(base).await {
-            Err(Failed::Unknown) => {
-                self.registration = None;
-                Err(Failed::Unknown)
-            }
-            outcome => outcome,
-        }
+        let outcome = self.beat(base).await;
+        self.was_refused = matches!(outcome, Err(Failed::Unknown));
+        outcome
     }
 
     async fn register(&mut self, base: &str) -> Result<(), Failed> {

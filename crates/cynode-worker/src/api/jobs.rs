@@ -144,7 +144,7 @@ pub(super) async fn acknowledge(State(api): State<Api>, Id(id): Id<JobId>, JsonB
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Stop a job: TERM, a grace, KILL. Answers at its end; a job that has ended stays as it ended.
+/// Stop a job: TERM, a grace, KILL. Answers at its end; a job that has ended stays as it ended, and one that is not known never runs here.
 #[utoipa::path(post, path = "/v1/worker/jobs:stop", tag = "jobs", request_body = JobStop,
     responses((status = 200, body = Job), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn stop(State(api): State<Api>, JsonBody(request): JsonBody<JobStop>) -> Result<Json<Job>, ApiError> {

@@ -96,7 +96,7 @@ impl Jobs {
             self.sessions.upstream()?;
         }
         let fingerprint = fingerprint(&request);
-        if let Some(existing) = self.existing(request.job_id, &fingerprint)? {
+        if let Some(existing) = self.existing(&request, &fingerprint)? {
             return Ok(existing);
         }
         self.sessions.wait_until_settled().await?;
@@ -110,14 +110,11 @@ impl Jobs {
     async fn admit(self: &Arc<Self>, request: JobRun, fingerprint: String, image: Result<Image, ApiError>) -> Result<Arc<Entry>, ApiError> {
         let stopping = self.gate.lock().await;
         let id = request.job_id;
-        if let Some(existing) = self.existing(id, &fingerprint)? {
+        if let Some(existing) = self.existing(&request, &fingerprint)? {
             return Ok(existing);
         }
         // Whether it ran is not known, so it does not run now.
-        if let Some(path) = self.journal.unreadable_job(id) {
-            let detail = format!("job {id} was made before, and its record can't be read: {}", path.display());
-            return Err(Problem::new(ErrorCode::JobIdInUse, detail).with_remedy("Look at that file, or use a new job_id.").into());
-        }
+        self.check_readable(id)?;
         if *stopping {
             return Err(ApiError::new(ErrorCode::ShuttingDown, "the worker is stopping"));
         }
@@ -161,13 +158,20 @@ impl Jobs {
         Ok(entry)
     }
 
-    fn existing(&self, id: JobId, fingerprint: &str) -> Result<Option<Arc<Entry>>, ApiError> {
+    fn existing(&self, request: &JobRun, fingerprint: &str) -> Result<Option<Arc<Entry>>, ApiError> {
+        let id = request.job_id;
         match self.known.lock().get(&id) {
-            Some(entry) if entry.record.lock().fingerprint != fingerprint => {
+            Some(entry) if !entry.record.lock().is_of(request, fingerprint) => {
                 Err(ApiError::new(ErrorCode::JobIdInUse, format!("job {id} was made by another request")))
             }
             found => Ok(found.cloned()),
         }
+    }
+
+    fn check_readable(&self, id: JobId) -> Result<(), ApiError> {
+        let Some(path) = self.journal.unreadable_job(id) else { return Ok(()) };
+        let detail = format!("job {id} was made before, and its record can't be read: {}", path.display());
+        Err(Problem::new(ErrorCode::JobIdInUse, detail).with_remedy("Look at that file, or use a new job_id.").into())
     }
 
     pub(crate) fn get(&self, id: JobId) -> Result<Arc<Entry>, ApiError> {
@@ -223,15 +227,35 @@ impl Jobs {
         Ok(())
     }
 
-    /// Stops a job and waits for its end. One that has ended stays as it ended.
-    pub(crate) async fn stop(&self, request: &JobStop) -> Result<Arc<Entry>, ApiError> {
+    /// Stops a job and waits for its end. One that has ended stays as it ended; one that is not known never runs.
+    pub(crate) async fn stop(self: &Arc<Self>, request: &JobStop) -> Result<Arc<Entry>, ApiError> {
         check_version(request.version)?;
-        let entry = self.get(request.job_id)?;
+        let entry = match self.get(request.job_id) {
+            Ok(entry) => entry,
+            Err(_) => {
+                // To its end even when the caller goes away, as an admission.
+                let (jobs, record) = (Arc::clone(self), JobRecord::never_to_run(request, self.sessions.node_id));
+                let barred = tokio::spawn(async move { jobs.bar(record).await }).await;
+                barred.map_err(|_| ApiError::new(ErrorCode::Internal, "stopping the job was interrupted"))??
+            }
+        };
         if entry.job().task_id != request.task_id {
             return Err(ApiError::new(ErrorCode::JobNotFound, format!("no job {} of this task on this node", request.job_id)));
         }
         self.ask_to_stop(&entry, Stop::Caller).await.map_err(|error| journal_error(&error))?;
         Ok(entry)
+    }
+
+    /// Remembers the id of a job that was stopped before anybody asked to run it: its request may be on its way, or wait
+    /// at the gate.
+    async fn bar(&self, record: JobRecord) -> Result<Arc<Entry>, ApiError> {
+        let _gate = self.gate.lock().await;
+        let id = record.job.job_id;
+        if let Ok(entry) = self.get(id) {
+            return Ok(entry);
+        }
+        self.check_readable(id)?;
+        self.write_down(record).await
     }
 
     async fn ask_to_stop(&self, entry: &Arc<Entry>, stop: Stop) -> io::Result<()> {

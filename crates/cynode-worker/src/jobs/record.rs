@@ -1,6 +1,6 @@
 //! A job as it is on disk and in memory, and what its end says.
 
-use cynode_api::{ErrorCode, ExecResult, Job, JobError, JobOutput, JobRun, JobState, NodeId, SessionId, job_limits::REMEMBER_SECONDS};
+use cynode_api::{ErrorCode, ExecResult, Job, JobError, JobOutput, JobRun, JobState, JobStop, NodeId, SessionId, job_limits::REMEMBER_SECONDS};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -27,7 +27,7 @@ pub(crate) struct JobRecord {
     /// Until its end; from then on its fingerprint is enough.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) request: Option<JobRun>,
-    /// Of the request, so that a repetition can be told from another request.
+    /// Of the request, so that a repetition can be told from another request. Empty when it was stopped before one came.
     pub(crate) fingerprint: String,
     /// With the streams only on disk, from its end to its acknowledgement.
     pub(crate) job: Job,
@@ -62,6 +62,21 @@ impl JobRecord {
             acknowledged: false,
         };
         Self { request: Some(request), fingerprint, job, session_id: SessionId::generate(), stop: None, acknowledged_at: None }
+    }
+
+    /// Of a job that was stopped before anybody asked to run it. Nobody waits for a result.
+    pub(crate) fn never_to_run(stop: &JobStop, node_id: NodeId) -> Self {
+        let nothing = JobRun::command(stop.task_id, stop.job_id, "", [""; 0]);
+        let mut record = Self::new(nothing, String::new(), node_id, None);
+        record.stop = Some(Stop::Caller);
+        record.conclude(Outcome::canceled());
+        record.acknowledge();
+        record
+    }
+
+    /// Whether this request made it, or would have.
+    pub(crate) fn is_of(&self, request: &JobRun, fingerprint: &str) -> bool {
+        if self.fingerprint.is_empty() { self.job.task_id == request.task_id } else { self.fingerprint == fingerprint }
     }
 
     pub(crate) fn is_final(&self) -> bool {

@@ -7,6 +7,7 @@ use cynode_api::{ArtifactId, Base64Bytes, ErrorCode, Problem};
 use cynode_sba_proto::{FileOp, Request, WORKSPACE};
 use cynode_service::ApiError;
 use futures_util::TryStreamExt as _;
+use http::StatusCode;
 
 use super::{Live, Sessions};
 use crate::sandbox::unavailable;
@@ -49,6 +50,10 @@ impl Sessions {
         let url = format!("{}/v1/nodes/artifacts/{id}", upstream.base);
         let answer = upstream.http.get(url).bearer_auth(&upstream.node_token).timeout(PATIENCE).send().await;
         let answer = answer.map_err(|error| unreached(error.without_url().to_string()))?;
+        if matches!(answer.status(), StatusCode::NOT_FOUND | StatusCode::GONE) {
+            // To ask again would not bring it back.
+            return Err(ApiError::new(ErrorCode::NotFound, format!("workspace_ref: there is no artifact {id} for this node at the orchestrator")));
+        }
         if !answer.status().is_success() {
             return Err(unreached(format!("it answered {}", answer.status())));
         }

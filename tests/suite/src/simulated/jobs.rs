@@ -63,17 +63,9 @@ impl Shared {
         }
     }
 
-    /// Takes a job in, or finds the one that the same request made.
-    fn admit(self: &Arc<Self>, request: JobRun) -> Answer<JobId> {
-        let id = request.job_id;
-        let mut state = self.state();
-        if let Some(known) = state.jobs.get(&id) {
-            let same = JobRun { version: None, ..known.request.clone() } == JobRun { version: None, ..request };
-            return if same { Ok(id) } else { Err(ApiError::new(ErrorCode::JobIdInUse, format!("job {id} was made by another request"))) };
-        }
-        let image = self.image(&request.sandbox.image_ref);
-        let job = Job {
-            job_id: id,
+    fn new_job(&self, request: &JobRun) -> Job {
+        Job {
+            job_id: request.job_id,
             task_id: request.task_id,
             state: JobState::Accepted,
             exit_code: None,
@@ -83,7 +75,7 @@ impl Shared {
             ended_at: None,
             node_id: Some(self.node_id),
             image_ref: request.sandbox.image_ref.clone(),
-            image_digest: image.as_ref().ok().map(|image| image.digest.clone()),
+            image_digest: None,
             sba_result: None,
             artifacts: Vec::new(),
             error: None,
@@ -91,9 +83,33 @@ impl Shared {
             late_result: None,
             created_by: None,
             acknowledged: false,
-        };
+        }
+    }
+
+    /// A job that was stopped before anybody asked to run it never runs.
+    fn bar(&self, request: &JobStop) {
+        self.state().jobs.entry(request.job_id).or_insert_with(|| {
+            let nothing = JobRun::command(request.task_id, request.job_id, "", [""; 0]);
+            let job = Job { state: JobState::Canceled, ended_at: Some(OffsetDateTime::now_utc()), acknowledged: true, ..self.new_job(&nothing) };
+            JobEntry { request: None, job, run: None, stopped: true }
+        });
+    }
+
+    /// Takes a job in, or finds the one that the same request made.
+    fn admit(self: &Arc<Self>, request: JobRun) -> Answer<JobId> {
+        let id = request.job_id;
+        let mut state = self.state();
+        if let Some(known) = state.jobs.get(&id) {
+            let same = match &known.request {
+                Some(known) => JobRun { version: None, ..known.clone() } == JobRun { version: None, ..request },
+                None => known.job.task_id == request.task_id,
+            };
+            return if same { Ok(id) } else { Err(ApiError::new(ErrorCode::JobIdInUse, format!("job {id} was made by another request"))) };
+        }
+        let image = self.image(&request.sandbox.image_ref);
+        let job = Job { image_digest: image.as_ref().ok().map(|image| image.digest.clone()), ..self.new_job(&request) };
         let (missing, shared) = (image.err(), Arc::clone(self));
-        state.jobs.insert(id, JobEntry { request: request.clone(), job, run: None, stopped: false });
+        state.jobs.insert(id, JobEntry { request: Some(request.clone()), job, run: None, stopped: false });
         drop(state);
         match missing {
             // A job's own failure, as everything that is wrong with what it wants to run.
@@ -165,6 +181,7 @@ async fn run(State(shared): State<Arc<Shared>>, headers: HeaderMap, JsonBody(req
 async fn stop(State(shared): State<Arc<Shared>>, JsonBody(request): JsonBody<JobStop>) -> Answer<Json<Job>> {
     check_version(request.version)?;
     let id = request.job_id;
+    shared.bar(&request);
     if shared.job(id)?.task_id != request.task_id {
         return Err(no_job(id));
     }

@@ -74,7 +74,8 @@ struct SessionEntry {
 
 #[derive(Debug)]
 struct JobEntry {
-    request: JobRun,
+    /// None when it was stopped before anybody asked to run it.
+    request: Option<JobRun>,
     job: cynode_api::Job,
     run: Option<Arc<Run>>,
     stopped: bool,

@@ -178,7 +178,6 @@ async fn every_refusal_is_a_whole_problem_under_its_requests_id() -> Result<()> 
         (get("/v1/worker/jobs/nonsense"), "job_not_found"),
         (get(&format!("/v1/worker/jobs/{SOME_ID}/output")), "job_not_found"),
         (post(&format!("/v1/worker/jobs/{SOME_ID}/ack"), json!({})), "job_not_found"),
-        (post("/v1/worker/jobs:stop", json!({"task_id": SOME_ID, "job_id": SOME_ID})), "job_not_found"),
         (post("/v1/worker/jobs:run", json!({"task_id": SOME_ID, "job_id": SOME_ID, "sandbox": {"image_ref": "default"}})), "invalid_request"),
         (post("/v1/worker/jobs:run", json!({"task_id": SOME_ID, "job_id": SOME_ID, "sandbox": {"image_ref": "default"}, "job": {}})), "job_kind_unsupported"),
         (get("/v1/worker/jobs:run"), "method_not_allowed"),

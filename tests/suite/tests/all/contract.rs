@@ -359,11 +359,28 @@ async fn a_job_is_handed_over_and_stopped(client: &WorkerClient) -> Result<()> {
     client.ack_job(id).await?;
 
     let unknown = JobId::generate();
-    for outcome in [code(client.job(unknown).await), code(client.ack_job(unknown).await), code(client.stop_job(TaskId::generate(), unknown).await)] {
+    for outcome in [code(client.job(unknown).await), code(client.ack_job(unknown).await)] {
         assert_eq!(outcome, Some(ErrorCode::JobNotFound));
     }
     assert_eq!(code(client.job_output(unknown, &OutputQuery::default()).await), Some(ErrorCode::JobNotFound));
     assert_eq!(refused(client, Method::GET, &format!("{JOBS}/nonsense"), &json!({})).await?, (404, "job_not_found".to_owned()));
+    Ok(())
+}
+
+async fn a_job_that_is_stopped_before_its_request_comes_never_runs(client: &WorkerClient) -> Result<()> {
+    let request = job("echo ran");
+    let stopped = client.stop_job(request.task_id, request.job_id).await?;
+    assert_eq!((stopped.job_id, stopped.task_id, stopped.state, stopped.acknowledged), (request.job_id, request.task_id, JobState::Canceled, true));
+    ensure!(stopped.started_at.is_none() && stopped.ended_at.is_some() && stopped.error.is_none(), "{stopped:?}");
+    assert_eq!(client.run_job(&request).await?, stopped);
+    assert_eq!(client.run_job_async(&request).await?, stopped);
+    assert_eq!((client.job(request.job_id).await?, client.stop_job(request.task_id, request.job_id).await?), (stopped.clone(), stopped));
+    client.ack_job(request.job_id).await?;
+    assert_eq!(code(client.job_output(request.job_id, &OutputQuery::default()).await), Some(ErrorCode::OutputExpired));
+    assert_eq!(code(client.stop_job(TaskId::generate(), request.job_id).await), Some(ErrorCode::JobNotFound));
+    let other = JobRun { task_id: TaskId::generate(), ..request };
+    assert_eq!(code(client.run_job(&other).await), Some(ErrorCode::JobIdInUse));
+    assert_eq!(client.list_jobs(&JobFilter { task_id: Some(other.task_id), ..Default::default() }).await?, []);
     Ok(())
 }
 
@@ -417,6 +434,7 @@ async fn it_holds(client: &WorkerClient) -> Result<()> {
         files_are_written_whole_and_by_condition,
         a_job_runs_once_and_its_result_waits_to_be_acknowledged,
         a_job_is_handed_over_and_stopped,
+        a_job_that_is_stopped_before_its_request_comes_never_runs,
         what_is_wrong_with_a_job_is_its_own_failure,
     );
     Ok(())

@@ -246,7 +246,6 @@ async fn a_job_is_stopped_before_and_while_it_runs_and_not_after() -> Result<()>
     started(&client, &polite).await?;
     eventually("its trap is set", LONG, async || Ok(!client.job_output(polite.job_id, &OutputQuery::default()).await?.chunks.is_empty())).await?;
     assert!(client.stop_job(TaskId::generate(), polite.job_id).await.is_err_and(|error| error.is(ErrorCode::JobNotFound)));
-    assert!(client.stop_job(polite.task_id, JobId::generate()).await.is_err_and(|error| error.is(ErrorCode::JobNotFound)));
     let stopped = client.stop_job(polite.task_id, polite.job_id).await?;
     assert_eq!((stopped.state, stopped.output.stdout.as_str(), stopped.exit_code, code(&stopped)), (JobState::Canceled, "begun\nbye\n", Some(5), None));
 
@@ -299,4 +298,25 @@ async fn jobs_are_listed_by_state_in_pages() -> Result<()> {
     }
     assert_eq!((found, cursor), ([vec![running.job_id], done].concat(), None));
     Ok(())
+}
+
+/// A request to run may be overtaken by the one to stop.
+#[tokio::test]
+async fn what_was_stopped_before_it_came_does_not_run_after_a_kill_either() -> Result<()> {
+    let world = World::new()?;
+    let mut worker = world.worker(&Options::default()).await?;
+    let late = job("echo ran");
+    let stopped = worker.client()?.stop_job(late.task_id, late.job_id).await?;
+    assert_eq!((stopped.state, stopped.acknowledged), (JobState::Canceled, true));
+    worker.kill()?;
+    let worker = world.worker(&Options::default()).await?;
+    let client = worker.client()?;
+    assert_eq!(client.run_job(&late).await?, stopped);
+    // Many of both at once: whichever comes first, nothing runs on that was told to stop.
+    for _ in 0..8 {
+        let late = job("sleep 999");
+        let (run, stopped) = tokio::join!(client.run_job(&late), client.stop_job(late.task_id, late.job_id));
+        assert_eq!((run?.state, stopped?.state), (JobState::Canceled, JobState::Canceled));
+    }
+    no_container(&world).await
 }

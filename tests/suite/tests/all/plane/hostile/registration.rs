@@ -1,15 +1,21 @@
 //! What comes in where nodes call.
 
+use std::time::Duration;
+
 use anyhow::{Context as _, Result, ensure};
-use cynode_tests::{Answer, Options, Plane, eventually};
+use cynode_api::{ArtifactId, ErrorCode, SessionCreate, WorkspaceRef};
+use cynode_tests::{Answer, Options, Plane, Relay, RunningOrchestrator, eventually, session};
 use http::Method;
 use serde_json::{Value, json};
+use tokio::sync::watch;
 
 use super::{SOME_ID, case, cases_for_any, problem_of, with, written_down};
 use crate::{
     api::code_of,
     plane::small::{Small, text},
 };
+
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn registration(psk: &str) -> Value {
     json!({
@@ -148,5 +154,73 @@ async fn a_node_that_registered_once_comes_back_at_another_address_without_its_k
     eventually("the node says where it is now", patience, async || at(&second).await).await?;
     let nodes = client.nodes().await?;
     assert_eq!((nodes.len(), nodes[0].id), (1, id));
+    Ok(())
+}
+
+/// A worker's settings, with a key that is good for one registration.
+async fn with_a_single_key(plane: &Plane, orchestrator: &RunningOrchestrator, control: &str) -> Result<Options> {
+    let http = reqwest::Client::builder().no_proxy().build()?;
+    let made = http.post(format!("{}/v1/nodes/keys", orchestrator.url()?)).bearer_auth(orchestrator.token()?).json(&json!({})).send().await?;
+    let path = plane.world.directory().join("single.key");
+    fs_err::write(&path, text(&made.json::<Value>().await?["psk"])?)?;
+    Ok(Options::default().set("orchestrator_url", &format!("{control:?}")).set("registration_key_file", &format!("{:?}", path.display().to_string())))
+}
+
+#[tokio::test]
+async fn a_slash_after_the_address_makes_no_other_orchestrator_of_it() -> Result<()> {
+    let plane = Plane::new().await?;
+    let orchestrator = plane.orchestrator("", &[("heartbeat_seconds", "1")]).await?;
+    let client = orchestrator.client()?;
+    let options = with_a_single_key(&plane, &orchestrator, &format!("{}/", orchestrator.control_url()?)).await?;
+    let mut worker = plane.world.worker(&options).await?;
+    let at = async |url: &str| Ok(client.nodes().await?.iter().any(|node| node.api_url == url));
+    let first = worker.url()?;
+    eventually("the node has registered", PATIENCE, async || at(&first).await).await?;
+    worker.kill()?;
+    let worker = plane.world.worker(&options).await?;
+    let second = worker.url()?;
+    eventually("the node says where it is now", PATIENCE, async || at(&second).await).await
+}
+
+/// An orchestrator may say by mistake that it does not know a node: one whose key is spent has nothing but its tokens.
+#[tokio::test]
+async fn a_node_that_was_refused_shows_its_tokens_again() -> Result<()> {
+    let plane = Plane::new().await?;
+    let orchestrator = plane.orchestrator("", &[("heartbeat_seconds", "1")]).await?;
+    let client = orchestrator.client()?;
+    let way = Relay::new().await?;
+    way.lead_to(&orchestrator.control_url()?)?;
+    let _worker = plane.world.worker(&with_a_single_key(&plane, &orchestrator, &way.url()).await?).await?;
+    let last = async || Ok::<_, anyhow::Error>(client.nodes().await?.first().map(|node| (node.id, node.last_heartbeat_at)));
+    eventually("the node has registered", PATIENCE, async || Ok(last().await?.is_some())).await?;
+    let first = last().await?;
+    // Its key is spent with its first heartbeat.
+    eventually("it is heard of", PATIENCE, async || Ok(last().await? > first)).await?;
+
+    let (asked, mut calls) = watch::channel(Vec::new());
+    let refuse = async move |uri: http::Uri| {
+        asked.send_modify(|calls: &mut Vec<String>| calls.push(uri.path().to_owned()));
+        http::StatusCode::UNAUTHORIZED
+    };
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
+    way.lead_to(&format!("http://{}", listener.local_addr()?))?;
+    let refusing = tokio::spawn(axum::serve(listener, axum::Router::new().fallback(refuse)).into_future());
+    let was_refused = |calls: &Vec<String>| ["heartbeat", "register"].iter().all(|name| calls.iter().any(|path| path.ends_with(name)));
+    tokio::time::timeout(PATIENCE, calls.wait_for(was_refused)).await??;
+    let before = last().await?;
+    way.lead_to(&orchestrator.control_url()?)?;
+    refusing.abort();
+    eventually("it is heard of again", PATIENCE, async || Ok(last().await? > before)).await?;
+    assert_eq!(client.nodes().await?.len(), 1);
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_artifact_that_is_not_there_is_no_fault_of_the_way_to_it() -> Result<()> {
+    let small = Small::start().await?;
+    let id = ArtifactId::generate();
+    let request = SessionCreate { workspace_ref: Some(WorkspaceRef::Artifact(id)), ..session() };
+    let refused = small.worker.client()?.create_session(&request).await.expect_err("there is none");
+    ensure!(refused.is(ErrorCode::NotFound) && refused.to_string().contains(&id.to_string()), "{refused}");
     Ok(())
 }
