@@ -264,6 +264,7 @@ async fn settle(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> R
     let client = orchestrator.fleet.client_of(&node)?;
     if row.object.reported_by == "orchestrator" {
         match orchestrator.fleet.call(node_id, CALL, client.job(row.job_id)).await {
+            Ok(job) if job.acknowledged => {}
             Ok(job) if job.state.is_final() => orchestrator.db.keep_late_result(row.job_id, &to_json(&storable(job))).await?,
             Ok(_) => {
                 drop(orchestrator.fleet.call(node_id, CALL, client.stop_job(row.task_id, row.job_id)).await);

@@ -50,6 +50,8 @@ async fn clear(orchestrator: &Orchestrator, left: &LeftBehind) -> Result<(), Api
     let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
     match orchestrator.fleet.call(node_id, CALL, client.stop_job(task_id, job_id)).await {
         Ok(job) if !job.state.is_final() => Ok(()),
+        // One that it did not have it remembers now, so that it never runs there: that is no result.
+        Ok(job) if job.acknowledged => orchestrator.db.note_stopped_on(job_id, node_id).await,
         Ok(job) => {
             orchestrator.db.keep_late_result(job_id, &to_json(&super::jobs::storable(job))).await?;
             drop(orchestrator.fleet.call(node_id, CALL, client.ack_job(job_id)).await);
