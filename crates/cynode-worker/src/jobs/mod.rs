@@ -230,14 +230,13 @@ impl Jobs {
     /// Stops a job and waits for its end. One that has ended stays as it ended; one that is not known never runs.
     pub(crate) async fn stop(self: &Arc<Self>, request: &JobStop) -> Result<Arc<Entry>, ApiError> {
         check_version(request.version)?;
-        let entry = match self.get(request.job_id) {
-            Ok(entry) => entry,
-            Err(_) => {
-                // To its end even when the caller goes away, as an admission.
-                let (jobs, record) = (Arc::clone(self), JobRecord::never_to_run(request, self.sessions.node_id));
-                let barred = tokio::spawn(async move { jobs.bar(record).await }).await;
-                barred.map_err(|_| ApiError::new(ErrorCode::Internal, "stopping the job was interrupted"))??
-            }
+        let entry = if let Ok(entry) = self.get(request.job_id) {
+            entry
+        } else {
+            // To its end even when the caller goes away, as an admission.
+            let (jobs, record) = (Arc::clone(self), JobRecord::never_to_run(request, self.sessions.node_id));
+            let barred = tokio::spawn(async move { jobs.bar(record).await }).await;
+            barred.map_err(|_| ApiError::new(ErrorCode::Internal, "stopping the job was interrupted"))??
         };
         if entry.job().task_id != request.task_id {
             return Err(ApiError::new(ErrorCode::JobNotFound, format!("no job {} of this task on this node", request.job_id)));
