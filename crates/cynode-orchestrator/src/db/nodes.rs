@@ -201,18 +201,16 @@ impl Db {
         .fetch_optional(&self.pool)
         .await
         .map_err(problem)?;
-        match row {
-            Some(row) => node(&row).map(Some),
-            // Another call of the same node was first.
-            None => {
-                let row = sqlx::query(concat!("select ", columns!(), " from nodes n where n.node_token_hash = $1"))
-                    .bind(hash.as_slice())
-                    .fetch_optional(&self.pool)
-                    .await
-                    .map_err(problem)?;
-                row.as_ref().map(node).transpose()
-            }
+        if let Some(row) = row {
+            return node(&row).map(Some);
         }
+        // Another call of the same node was first.
+        let row = sqlx::query(concat!("select ", columns!(), " from nodes n where n.node_token_hash = $1"))
+            .bind(hash.as_slice())
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
+        row.as_ref().map(node).transpose()
     }
 
     /// Offers a node tokens of the next epoch.

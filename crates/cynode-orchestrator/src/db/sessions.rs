@@ -44,12 +44,11 @@ fn session(row: &PgRow) -> Result<SessionRow, ApiError> {
     let state = parsed(row)?;
     let request: SessionCreate = stored(get("request")?.unwrap_or_default())?;
     let end_reason: Option<String> = row.try_get("end_reason").map_err(problem)?;
-    let object = match get("object")? {
-        Some(object) => stored(object)?,
-        None => {
-            let ended_at: Option<OffsetDateTime> = if is_over(state) { row.try_get("updated_at").map_err(problem)? } else { None };
-            Session { ended_at, ..undescribed(&request, node_id, row.try_get("created_at").map_err(problem)?) }
-        }
+    let object = if let Some(object) = get("object")? {
+        stored(object)?
+    } else {
+        let ended_at: Option<OffsetDateTime> = if is_over(state) { row.try_get("updated_at").map_err(problem)? } else { None };
+        Session { ended_at, ..undescribed(&request, node_id, row.try_get("created_at").map_err(problem)?) }
     };
     Ok(SessionRow {
         session_id: SessionId::from_uuid(id("session_id")?),

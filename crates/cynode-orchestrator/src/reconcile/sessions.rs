@@ -102,14 +102,13 @@ async fn observe(orchestrator: &Orchestrator, node: &NodeRow) -> Result<(), ApiE
                 orchestrator.db.observe_session(session, row.read_at).await?;
                 orchestrator.told();
             }
-            Some(_) => {}
-            // One that is being made may not have come to the node yet.
             None if row.state == SessionState::Running => {
                 let lost = "its node does not know it any more";
                 orchestrator.db.set_session_state(row.session_id, &[SessionState::Running], SessionState::Lost, lost).await?;
                 orchestrator.told();
             }
-            None => {}
+            // Nothing new; or one that is being made and may not have come to the node yet.
+            _ => {}
         }
     }
     end_leftovers(orchestrator, node, &live, &found).await
