@@ -53,8 +53,8 @@ pub(crate) struct Node {
     /// The one on disk for people on this machine.
     own_token: auth::Token,
     accepted: auth::Tokens,
-    /// Since when the present tokens are used.
-    rotated: Instant,
+    /// When the present tokens were first shown to an orchestrator.
+    shown_since: Option<Instant>,
     /// What was last said.
     said: Option<Capability>,
     config: NodeConfig,
@@ -121,7 +121,7 @@ impl Node {
             was_refused: false,
             own_token,
             accepted,
-            rotated: Instant::now(),
+            shown_since: None,
             said: None,
             config: NodeConfig { heartbeat_seconds: 5, ..NodeConfig::default() },
         };
@@ -219,9 +219,9 @@ impl Node {
             let previous = if new.worker_token == known.worker_token { known.previous_worker_token } else { Some(known.worker_token) };
             let registration = Registration { node_token: new.node_token, worker_token: new.worker_token, previous_worker_token: previous, ..known };
             self.keep(registration)?;
-            self.rotated = Instant::now();
-        } else if known.previous_worker_token.is_some() && self.rotated.elapsed() > OVERLAP {
-            // The orchestrators know that we have the new one: it was just shown to one of them.
+            self.shown_since = None;
+        } else if known.previous_worker_token.is_some() && self.shown_since.get_or_insert_with(Instant::now).elapsed() > OVERLAP {
+            // The new one was shown to an orchestrator so long ago that every one of them has looked again.
             self.keep(Registration { previous_worker_token: None, ..known })?;
         } else if beat.api_url.is_some() {
             self.keep(known)?;

@@ -194,8 +194,9 @@ async fn no_role_outlives_an_up_that_was_killed_and_the_next_takes_over_at_once(
     stack.up()?;
     kill(stack.up_pid()?, Signal::TERM)?;
     eventually("everything has stopped", Duration::from_secs(60), async || Ok(stack.run(&["status"])?.text().contains("not running"))).await?;
-    let said = fs_err::read_to_string(stack.world.state_dir().join("log/postgres.log"))?;
-    assert!(said.trim_end().ends_with("database system is shut down"), "{said}");
+    let log = stack.world.state_dir().join("log/postgres.log");
+    let said = async || Ok(fs_err::read_to_string(&log)?.trim_end().ends_with("database system is shut down"));
+    eventually("PostgreSQL has ended in its own way", Duration::from_secs(60), said).await?;
     stack.run(&["down"])?.good()?;
     stack.assert_clean().await
 }
