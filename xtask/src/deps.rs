@@ -13,6 +13,7 @@ use crate::root;
 /// Each of our crates, and which of ours it may depend on.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("cynode-api", &[]),
+    ("cynode-policy", &[]),
     ("cynode-sba-proto", &["cynode-api"]),
     ("cynode-client", &["cynode-api"]),
     ("cynode-service", &["cynode-api"]),

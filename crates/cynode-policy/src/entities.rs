@@ -1,0 +1,269 @@
+//! Callers, things and calls as Cedar sees them.
+//!
+//! What must stay true: no text of a caller is ever parsed here. Ids and attributes go into Cedar as values, so that no quote,
+//! backslash or newline in one can become part of anything else. What is made here fits the schema.
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::LazyLock,
+};
+
+use cedar_policy::{Context, ContextCreationError, Entity, EntityAttrEvaluationError, EntityId, EntityTypeName, EntityUid, RestrictedExpression};
+use uuid::Uuid;
+
+use crate::Action;
+
+/// What an agent's token lets it be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Role {
+    ProjectManager,
+    ProjectAnalyst,
+}
+
+impl Role {
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::ProjectManager => "project_manager",
+            Self::ProjectAnalyst => "project_analyst",
+        }
+    }
+}
+
+/// Who calls.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Principal {
+    /// Groups by their names.
+    User {
+        id: Uuid,
+        name: String,
+        admin: bool,
+        groups: Vec<String>,
+    },
+    /// `user` is who made the token.
+    Agent {
+        token: Uuid,
+        role: Role,
+        user: Uuid,
+        project: Option<Uuid>,
+        tasks: Vec<Uuid>,
+    },
+    Sandbox {
+        token: Uuid,
+        task: Uuid,
+    },
+}
+
+/// Where a thing belongs, and whose it is: its owner's and its project's owner's.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Place {
+    pub task: Option<Uuid>,
+    pub project: Option<Uuid>,
+    pub owners: Vec<Uuid>,
+}
+
+/// What a call is about.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Resource {
+    System,
+    Project { id: Uuid, place: Place },
+    Task { id: Uuid, place: Place },
+    Session { id: Uuid, place: Place },
+    Job { id: Uuid, place: Place },
+    Artifact { id: String, place: Place },
+    User { id: Uuid },
+    Group { id: Uuid, members: Vec<Uuid> },
+    Token { id: String, user: Uuid, kind: String },
+    Image { reference: String, agent_compatible: bool, pinned: bool },
+    Node { id: String },
+    Setting { key: String },
+    Preference { scope: String, key: String, place: Place },
+    Policy { id: String },
+}
+
+/// How something is asked for, as far as rules look at it. What is not part of a call is absent.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Call {
+    /// As [`crate::within_workspace`] gives it.
+    pub path: Option<String>,
+    pub program: Option<String>,
+    pub image: Option<String>,
+    pub token_kind: Option<String>,
+    pub network: Option<String>,
+    pub pty: bool,
+}
+
+impl Principal {
+    pub(crate) fn uid(&self) -> EntityUid {
+        match self {
+            Self::User { id, .. } => by_id(&TYPES.user, *id),
+            Self::Agent { token, .. } => by_id(&TYPES.agent, *token),
+            Self::Sandbox { token, .. } => by_id(&TYPES.sandbox, *token),
+        }
+    }
+
+    pub(crate) fn entity(&self) -> Result<Entity, EntityAttrEvaluationError> {
+        let (attributes, parents) = match self {
+            Self::User { name, admin, groups, .. } => {
+                (vec![("name", string(name)), ("admin", boolean(*admin))], groups.iter().map(|group| uid(&TYPES.group, group)).collect())
+            }
+            Self::Agent { role, user, project, tasks, .. } => {
+                let tasks = tasks.iter().map(|task| reference(by_id(&TYPES.task, *task)));
+                let mut attributes =
+                    vec![("role", string(role.as_str())), ("user", reference(by_id(&TYPES.user, *user))), ("tasks", RestrictedExpression::new_set(tasks))];
+                attributes.extend(project.map(|project| ("project", reference(by_id(&TYPES.project, project)))));
+                (attributes, HashSet::new())
+            }
+            Self::Sandbox { task, .. } => (vec![("task", reference(by_id(&TYPES.task, *task)))], HashSet::new()),
+        };
+        entity(self.uid(), attributes, parents)
+    }
+}
+
+impl Place {
+    /// What a thing here is in. Both are said outright, so that the task need not be known to Cedar for its project to count.
+    fn parents(&self) -> HashSet<EntityUid> {
+        let task = self.task.map(|task| by_id(&TYPES.task, task));
+        task.into_iter().chain(self.project_uid()).collect()
+    }
+
+    fn project_uid(&self) -> Option<EntityUid> {
+        self.project.map(|project| by_id(&TYPES.project, project))
+    }
+
+    fn owners(&self) -> (&'static str, RestrictedExpression) {
+        ("owners", users(&self.owners))
+    }
+}
+
+impl Resource {
+    pub(crate) fn uid(&self) -> EntityUid {
+        match self {
+            Self::System => uid(&TYPES.system, "cynode"),
+            Self::Project { id, .. } => by_id(&TYPES.project, *id),
+            Self::Task { id, .. } => by_id(&TYPES.task, *id),
+            Self::Session { id, .. } => by_id(&TYPES.session, *id),
+            Self::Job { id, .. } => by_id(&TYPES.job, *id),
+            Self::Artifact { id, .. } => uid(&TYPES.artifact, id),
+            Self::User { id } => by_id(&TYPES.user, *id),
+            Self::Group { id, .. } => by_id(&TYPES.group, *id),
+            Self::Token { id, .. } => uid(&TYPES.token, id),
+            Self::Image { reference, .. } => uid(&TYPES.image, reference),
+            Self::Node { id } => uid(&TYPES.node, id),
+            Self::Setting { key } => uid(&TYPES.setting, key),
+            Self::Preference { scope, key, .. } => uid(&TYPES.preference, &format!("{scope}/{key}")),
+            Self::Policy { id } => uid(&TYPES.policy, id),
+        }
+    }
+
+    pub(crate) fn entity(&self) -> Result<Entity, EntityAttrEvaluationError> {
+        let (attributes, parents) = match self {
+            Self::System | Self::User { .. } | Self::Node { .. } | Self::Policy { .. } => (vec![], HashSet::new()),
+            Self::Project { place, .. } => (vec![place.owners()], HashSet::new()),
+            Self::Task { place, .. } => (vec![place.owners()], place.project_uid().into_iter().collect()),
+            Self::Session { place, .. } | Self::Job { place, .. } | Self::Artifact { place, .. } => (vec![place.owners()], place.parents()),
+            Self::Group { members, .. } => (vec![("members", users(members))], HashSet::new()),
+            Self::Token { user, kind, .. } => (vec![("user", reference(by_id(&TYPES.user, *user))), ("kind", string(kind))], HashSet::new()),
+            Self::Image { reference, agent_compatible, pinned } => {
+                let attributes = vec![("reference", string(reference)), ("agent_compatible", boolean(*agent_compatible)), ("pinned", boolean(*pinned))];
+                (attributes, HashSet::new())
+            }
+            Self::Setting { key } => (vec![("key", string(key))], HashSet::new()),
+            Self::Preference { scope, key, place } => (vec![("scope", string(scope)), ("key", string(key)), place.owners()], place.parents()),
+        };
+        entity(self.uid(), attributes, parents)
+    }
+}
+
+impl Call {
+    pub(crate) fn context(&self) -> Result<Context, ContextCreationError> {
+        let Self { path, program, image, token_kind, network, pty } = self;
+        let optional = [("path", path), ("program", program), ("image", image), ("token_kind", token_kind), ("network", network)];
+        let given = optional.into_iter().filter_map(|(name, text)| Some((name, string(text.as_deref()?))));
+        Context::from_pairs(given.chain([("pty", boolean(*pty))]).map(|(name, value)| (name.to_owned(), value)))
+    }
+}
+
+impl Action {
+    pub(crate) fn uid(self) -> EntityUid {
+        uid(&TYPES.action, self.as_str())
+    }
+
+    /// With the groups that it is in, as the schema has them.
+    pub(crate) fn entity(self) -> Entity {
+        Entity::new_no_attrs(self.uid(), self.groups().iter().map(|group| uid(&TYPES.action, group)).collect())
+    }
+}
+
+/// The names of the schema's types: parsed once, since each decision needs several of them.
+struct Types {
+    action: EntityTypeName,
+    user: EntityTypeName,
+    agent: EntityTypeName,
+    sandbox: EntityTypeName,
+    system: EntityTypeName,
+    project: EntityTypeName,
+    task: EntityTypeName,
+    session: EntityTypeName,
+    job: EntityTypeName,
+    artifact: EntityTypeName,
+    group: EntityTypeName,
+    token: EntityTypeName,
+    image: EntityTypeName,
+    node: EntityTypeName,
+    setting: EntityTypeName,
+    preference: EntityTypeName,
+    policy: EntityTypeName,
+}
+
+static TYPES: LazyLock<Types> = LazyLock::new(|| {
+    let name = |name: &str| format!("CyNode::{name}").parse().expect("the name of a type in our own schema");
+    Types {
+        action: name("Action"),
+        user: name("User"),
+        agent: name("Agent"),
+        sandbox: name("Sandbox"),
+        system: name("System"),
+        project: name("Project"),
+        task: name("Task"),
+        session: name("Session"),
+        job: name("Job"),
+        artifact: name("Artifact"),
+        group: name("Group"),
+        token: name("Token"),
+        image: name("Image"),
+        node: name("Node"),
+        setting: name("Setting"),
+        preference: name("Preference"),
+        policy: name("Policy"),
+    }
+});
+
+fn uid(name: &EntityTypeName, id: &str) -> EntityUid {
+    EntityUid::from_type_name_and_id(name.clone(), EntityId::new(id))
+}
+
+fn by_id(name: &EntityTypeName, id: Uuid) -> EntityUid {
+    uid(name, id.as_hyphenated().encode_lower(&mut Uuid::encode_buffer()))
+}
+
+fn string(text: &str) -> RestrictedExpression {
+    RestrictedExpression::new_string(text.to_owned())
+}
+
+fn boolean(value: bool) -> RestrictedExpression {
+    RestrictedExpression::new_bool(value)
+}
+
+fn reference(uid: EntityUid) -> RestrictedExpression {
+    RestrictedExpression::new_entity_uid(uid)
+}
+
+fn users(ids: &[Uuid]) -> RestrictedExpression {
+    RestrictedExpression::new_set(ids.iter().map(|id| reference(by_id(&TYPES.user, *id))))
+}
+
+fn entity(uid: EntityUid, attributes: Vec<(&'static str, RestrictedExpression)>, parents: HashSet<EntityUid>) -> Result<Entity, EntityAttrEvaluationError> {
+    let attributes: HashMap<_, _> = attributes.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+    Entity::new(uid, attributes, parents)
+}
