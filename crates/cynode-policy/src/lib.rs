@@ -6,6 +6,7 @@
 
 mod action;
 mod entities;
+mod nesting;
 mod paths;
 mod policies;
 mod secrets;
@@ -13,5 +14,5 @@ mod secrets;
 pub use action::{Action, UnknownAction};
 pub use entities::{Call, Place, Principal, Resource, Role};
 pub use paths::within_workspace;
-pub use policies::{DEFAULTS, Decision, Effect, Flaw, Policies, Rule, SCHEMA};
+pub use policies::{DEFAULTS, Decision, Effect, Flaw, MAX_DOCUMENT_BYTES, Policies, Rule, SCHEMA};
 pub use secrets::{Held, Hit, Scanner, Watch};

@@ -12,12 +12,15 @@ use std::{
 use cedar_policy::{Authorizer, Effect as CedarEffect, Entities, Policy, PolicyId, PolicySet, Request, Schema, ValidationMode, Validator};
 use miette::Diagnostic;
 
-use crate::{Action, Call, Principal, Resource};
+use crate::{Action, Call, Principal, Resource, nesting};
 
 /// What rules can speak of.
 pub const SCHEMA: &str = include_str!("../schema.cedarschema");
 /// The rules that hold until an administrator puts others in their place.
 pub const DEFAULTS: &str = include_str!("../defaults.cedar");
+
+/// The longest document. Checking one takes time that grows with it.
+pub const MAX_DOCUMENT_BYTES: usize = 64 * 1024;
 
 /// How far a rule may look: into the caller and the thing, not into what these name, which Cedar is not told of.
 const DEPTH: u32 = 1;
@@ -85,10 +88,17 @@ impl Decision {
 }
 
 /// A set of policy documents that were checked against the schema.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Policies {
     set: PolicySet,
     rules: Vec<Rule>,
+}
+
+/// Without the rules' texts, which are long.
+impl fmt::Debug for Policies {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.debug_struct("Policies").field("rules", &self.rules).finish_non_exhaustive()
+    }
 }
 
 impl Policies {
@@ -155,6 +165,12 @@ impl Policies {
 
     fn add(&mut self, document: &str, text: &str, flaws: &mut Vec<Flaw>) {
         let flaw = |message: String| Flaw { policy: document.to_owned(), message };
+        if text.len() > MAX_DOCUMENT_BYTES {
+            return flaws.push(flaw(format!("longer than {MAX_DOCUMENT_BYTES} bytes; make more documents of it")));
+        }
+        if let Some(offset) = nesting::too_deep(text) {
+            return flaws.push(flaw(at(text, offset, &nesting::remedy())));
+        }
         let set: PolicySet = match text.parse() {
             Ok(set) => set,
             Err(errors) => {
@@ -215,16 +231,14 @@ fn in_order(set: &PolicySet) -> Vec<&Policy> {
 
 /// What is wrong, where, and what to do about it, in one line.
 fn located(text: &str, error: &impl Diagnostic) -> String {
-    let mut message = String::new();
-    if let Some(label) = error.labels().and_then(|mut labels| labels.next()) {
-        let (line, column) = position(text, label.offset());
-        message.push_str(&format!("line {line}, column {column}: "));
-    }
-    message.push_str(&error.to_string());
-    if let Some(help) = error.help() {
-        message.push_str(&format!(" ({help})"));
-    }
-    message
+    let message = error.help().map_or_else(|| error.to_string(), |help| format!("{error} ({help})"));
+    let label = error.labels().and_then(|mut labels| labels.next());
+    label.map_or_else(|| message.clone(), |label| at(text, label.offset(), &message))
+}
+
+fn at(text: &str, offset: usize, message: &str) -> String {
+    let (line, column) = position(text, offset);
+    format!("line {line}, column {column}: {message}")
 }
 
 /// Line and column, both from 1, of a place in a text.

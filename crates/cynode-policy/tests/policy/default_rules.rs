@@ -1,11 +1,14 @@
 //! The default rules, as a table that a person can read, and that no rule in them is idle.
 
+use std::sync::LazyLock;
+
 use cynode_policy::{Action, Call, DEFAULTS, Decision, Effect, Policies, Resource};
 
 use crate::people::{OTHER_TASK, OWNER, STRANGER, TASK, administrator, agent, every_question, everybody, everything, sandbox, session, user};
 
-fn defaults() -> Policies {
-    Policies::parse([("defaults", DEFAULTS)]).expect("the default rules are without flaw")
+pub(crate) fn defaults() -> &'static Policies {
+    static READ_ONCE: LazyLock<Policies> = LazyLock::new(|| Policies::parse([("defaults", DEFAULTS)]).expect("the default rules are without flaw"));
+    &READ_ONCE
 }
 
 /// One line for every action and what it is about, one column for every caller.
@@ -31,7 +34,7 @@ fn table(policies: &Policies) -> String {
 
 #[test]
 fn the_default_rules_decide_as_this_table_says() {
-    insta::assert_snapshot!(table(&defaults()));
+    insta::assert_snapshot!(table(defaults()));
 }
 
 /// The rules as texts of their own, to take one out or to turn it around.
@@ -43,7 +46,7 @@ fn rules_of_defaults() -> Vec<String> {
 
 #[test]
 fn no_default_rule_can_be_left_out() {
-    let whole = table(&defaults());
+    let whole = table(defaults());
     let rules = rules_of_defaults();
     for left_out in 0..rules.len() {
         let rest: String = rules.iter().enumerate().filter(|(number, _)| *number != left_out).map(|(_, rule)| rule.as_str()).collect();
@@ -54,7 +57,7 @@ fn no_default_rule_can_be_left_out() {
 
 #[test]
 fn no_default_rule_can_be_turned_around() {
-    let whole = table(&defaults());
+    let whole = table(defaults());
     let rules = rules_of_defaults();
     for turned in 0..rules.len() {
         let other = if rules[turned].contains("\nforbid (") {
@@ -71,7 +74,7 @@ fn no_default_rule_can_be_turned_around() {
 
 #[test]
 fn every_action_that_a_default_rule_names_matters() {
-    let whole = table(&defaults());
+    let whole = table(defaults());
     for (start, _) in DEFAULTS.match_indices("CyNode::Action::\"") {
         let end = start + DEFAULTS[start..].find([',', ']']).expect("an action stands in a list or before a comma");
         // Alone before its comma it is the rule's only one, and the rule is none without it.

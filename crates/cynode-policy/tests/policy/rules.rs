@@ -10,6 +10,7 @@ use cynode_policy::{Action, Call, DEFAULTS, Place, Policies, Principal, Resource
 use proptest::{prelude::*, sample::select};
 use uuid::Uuid;
 
+use crate::default_rules::defaults;
 use crate::people::{OWNER, STRANGER, every_question, everybody, session, user};
 
 fn schema() -> Schema {
@@ -216,6 +217,9 @@ fn parsed(documents: &[(&str, &str)]) -> Policies {
 }
 
 proptest! {
+    // Each case reads and checks whole documents.
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
     #[test]
     fn without_rules_everything_is_denied((principal, action, resource, call) in any_question()) {
         for documents in [&[][..], &[("empty", "")], &[("comment", "// permit (principal, action, resource);")]] {
@@ -285,7 +289,7 @@ proptest! {
 
     #[test]
     fn no_name_of_a_thing_opens_what_the_default_rules_close(name in hostile_name()) {
-        let policies = parsed(&[("defaults", DEFAULTS)]);
+        let policies = defaults();
         let caller = Principal::User { id: STRANGER, name: name.clone(), admin: false, groups: vec![name.clone(), "admin".to_owned(), "administrators".to_owned()] };
         let place = Place::default();
         for (action, resource) in [
