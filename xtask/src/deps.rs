@@ -27,7 +27,8 @@ const ALLOWED: &[(&str, &[&str])] = &[
 ];
 
 /// A library, and the crates that alone may use it directly.
-const CONFINED: &[(&str, &[&str])] = &[("bollard", &["cynode-worker"]), ("sqlx", &["cynode-orchestrator"]), ("oci-client", &["cynode-orchestrator"])];
+const CONFINED: &[(&str, &[&str])] =
+    &[("bollard", &["cynode-worker"]), ("sqlx", &["cynode-orchestrator"]), ("oci-client", &["cynode-orchestrator"]), ("cedar-policy", &["cynode-policy"])];
 
 pub(crate) fn check() -> Result<()> {
     let output =

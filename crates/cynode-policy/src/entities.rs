@@ -8,7 +8,10 @@ use std::{
     sync::LazyLock,
 };
 
-use cedar_policy::{Context, ContextCreationError, Entity, EntityAttrEvaluationError, EntityId, EntityTypeName, EntityUid, RestrictedExpression};
+use cedar_policy::{
+    Context, ContextCreationError, Entity, EntityAttrEvaluationError, EntityId, EntityTypeName, EntityUid, RequestValidationError, RestrictedExpression,
+    entities_errors::EntitiesError,
+};
 use uuid::Uuid;
 
 use crate::Action;
@@ -93,6 +96,19 @@ pub struct Call {
     pub pty: bool,
 }
 
+/// Why Cedar can't be asked. Only the third can happen: the action is not about such a thing.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Unaskable {
+    #[error(transparent)]
+    Attribute(Box<EntityAttrEvaluationError>),
+    #[error(transparent)]
+    Call(Box<ContextCreationError>),
+    #[error(transparent)]
+    Request(Box<RequestValidationError>),
+    #[error(transparent)]
+    Entities(Box<EntitiesError>),
+}
+
 impl Principal {
     pub(crate) fn uid(&self) -> EntityUid {
         match self {
@@ -102,7 +118,7 @@ impl Principal {
         }
     }
 
-    pub(crate) fn entity(&self) -> Result<Entity, EntityAttrEvaluationError> {
+    pub(crate) fn entity(&self) -> Result<Entity, Unaskable> {
         let (attributes, parents) = match self {
             Self::User { name, admin, groups, .. } => {
                 (vec![("name", string(name)), ("admin", boolean(*admin))], groups.iter().map(|group| uid(&TYPES.group, group)).collect())
@@ -156,7 +172,7 @@ impl Resource {
         }
     }
 
-    pub(crate) fn entity(&self) -> Result<Entity, EntityAttrEvaluationError> {
+    pub(crate) fn entity(&self) -> Result<Entity, Unaskable> {
         let (attributes, parents) = match self {
             Self::System | Self::User { .. } | Self::Node { .. } | Self::Policy { .. } => (vec![], HashSet::new()),
             Self::Project { place, .. } => (vec![place.owners()], HashSet::new()),
@@ -176,11 +192,12 @@ impl Resource {
 }
 
 impl Call {
-    pub(crate) fn context(&self) -> Result<Context, ContextCreationError> {
+    pub(crate) fn context(&self) -> Result<Context, Unaskable> {
         let Self { path, program, image, token_kind, network, pty } = self;
         let optional = [("path", path), ("program", program), ("image", image), ("token_kind", token_kind), ("network", network)];
         let given = optional.into_iter().filter_map(|(name, text)| Some((name, string(text.as_deref()?))));
-        Context::from_pairs(given.chain([("pty", boolean(*pty))]).map(|(name, value)| (name.to_owned(), value)))
+        let pairs = given.chain([("pty", boolean(*pty))]).map(|(name, value)| (name.to_owned(), value));
+        Context::from_pairs(pairs).map_err(|error| Unaskable::Call(Box::new(error)))
     }
 }
 
@@ -263,7 +280,66 @@ fn users(ids: &[Uuid]) -> RestrictedExpression {
     RestrictedExpression::new_set(ids.iter().map(|id| reference(by_id(&TYPES.user, *id))))
 }
 
-fn entity(uid: EntityUid, attributes: Vec<(&'static str, RestrictedExpression)>, parents: HashSet<EntityUid>) -> Result<Entity, EntityAttrEvaluationError> {
+fn entity(uid: EntityUid, attributes: Vec<(&'static str, RestrictedExpression)>, parents: HashSet<EntityUid>) -> Result<Entity, Unaskable> {
     let attributes: HashMap<_, _> = attributes.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-    Entity::new(uid, attributes, parents)
+    Entity::new(uid, attributes, parents).map_err(|error| Unaskable::Attribute(Box::new(error)))
+}
+
+#[cfg(test)]
+mod tests {
+    use cedar_policy::{Entities, Schema};
+
+    use super::*;
+
+    fn id(number: u128) -> Uuid {
+        Uuid::from_u128(number)
+    }
+
+    fn assert_fits(entity: Result<Entity, Unaskable>) {
+        let (schema, _) = Schema::from_cedarschema_str(crate::SCHEMA).expect("our own schema");
+        let entity = entity.expect("values are values");
+        let text = entity.to_string();
+        assert!(Entities::from_entities([entity], Some(&schema)).is_ok(), "{text}");
+    }
+
+    #[test]
+    fn what_cedar_is_told_of_callers_fits_the_schema() {
+        assert_fits(Principal::User { id: id(1), name: "a".to_owned(), admin: false, groups: vec!["b".to_owned(), "c".to_owned()] }.entity());
+        assert_fits(Principal::Agent { token: id(1), role: Role::ProjectManager, user: id(2), project: None, tasks: vec![id(3), id(4)] }.entity());
+        assert_fits(Principal::Agent { token: id(1), role: Role::ProjectAnalyst, user: id(2), project: Some(id(5)), tasks: vec![] }.entity());
+        assert_fits(Principal::Sandbox { token: id(1), task: id(3) }.entity());
+    }
+
+    /// All but a user, of whom only the id is known.
+    #[test]
+    fn what_cedar_is_told_of_things_fits_the_schema() {
+        for place in [Place::default(), Place { task: Some(id(1)), project: Some(id(2)), owners: vec![id(3), id(4)] }] {
+            for resource in [
+                Resource::System,
+                Resource::Project { id: id(2), place: place.clone() },
+                Resource::Task { id: id(1), place: place.clone() },
+                Resource::Session { id: id(5), place: place.clone() },
+                Resource::Job { id: id(5), place: place.clone() },
+                Resource::Artifact { id: "a".to_owned(), place: place.clone() },
+                Resource::Group { id: id(6), members: place.owners.clone() },
+                Resource::Token { id: "a".to_owned(), user: id(3), kind: "user".to_owned() },
+                Resource::Image { reference: "a".to_owned(), agent_compatible: true, pinned: true },
+                Resource::Node { id: "a".to_owned() },
+                Resource::Setting { key: "a".to_owned() },
+                Resource::Preference { scope: "a".to_owned(), key: "a".to_owned(), place },
+                Resource::Policy { id: "a".to_owned() },
+            ] {
+                assert_fits(resource.entity());
+            }
+        }
+    }
+
+    /// Whatever place a caller of this crate gives them.
+    #[test]
+    fn a_project_and_a_task_are_never_in_themselves() {
+        let place = Place { task: Some(id(1)), project: Some(id(2)), owners: vec![] };
+        let parents = |resource: Resource| resource.entity().expect("values are values").into_inner().2;
+        assert!(parents(Resource::Project { id: id(2), place: place.clone() }).is_empty());
+        assert_eq!(parents(Resource::Task { id: id(1), place }), [by_id(&TYPES.project, id(2))].into());
+    }
 }

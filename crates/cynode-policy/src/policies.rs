@@ -12,7 +12,7 @@ use std::{
 use cedar_policy::{Authorizer, Effect as CedarEffect, Entities, Policy, PolicyId, PolicySet, Request, Schema, ValidationMode, Validator};
 use miette::Diagnostic;
 
-use crate::{Action, Call, Principal, Resource, nesting};
+use crate::{Action, Call, Principal, Resource, entities::Unaskable, nesting};
 
 /// What rules can speak of.
 pub const SCHEMA: &str = include_str!("../schema.cedarschema");
@@ -81,12 +81,6 @@ pub struct Decision {
     pub errors: Vec<String>,
 }
 
-impl Decision {
-    fn failed(error: &dyn fmt::Display) -> Self {
-        Self { allowed: false, rules: Vec::new(), errors: vec![error.to_string()] }
-    }
-}
-
 /// A set of policy documents that were checked against the schema.
 #[derive(Clone)]
 pub struct Policies {
@@ -129,17 +123,9 @@ impl Policies {
 
     /// Whether this caller may do this to this thing, called like this.
     pub fn decide(&self, principal: &Principal, action: Action, resource: &Resource, call: &Call) -> Decision {
-        let context = match call.context() {
-            Ok(context) => context,
-            Err(error) => return Decision::failed(&error),
-        };
-        let request = match Request::new(principal.uid(), action.uid(), resource.uid(), context, Some(VALIDATOR.schema())) {
-            Ok(request) => request,
-            Err(error) => return Decision::failed(&error),
-        };
-        let entities = match entities(principal, action, resource) {
-            Ok(entities) => entities,
-            Err(error) => return Decision::failed(&error),
+        let (request, entities) = match question(principal, action, resource, call) {
+            Ok(question) => question,
+            Err(error) => return Decision { allowed: false, rules: Vec::new(), errors: vec![error.to_string()] },
         };
         let response = Authorizer::new().is_authorized(&request, &self.set, &entities);
         let failures: BTreeMap<String, String> = response
@@ -208,13 +194,16 @@ impl Policies {
     }
 }
 
-/// All that Cedar is told of. A user who asks about themselves is one entity, and the caller's has all that is known.
-fn entities(principal: &Principal, action: Action, resource: &Resource) -> Result<Entities, Box<dyn std::error::Error>> {
+/// All that Cedar is told. A user who asks about themselves is one entity, and the caller's has all that is known.
+fn question(principal: &Principal, action: Action, resource: &Resource, call: &Call) -> Result<(Request, Entities), Unaskable> {
+    let request = Request::new(principal.uid(), action.uid(), resource.uid(), call.context()?, Some(VALIDATOR.schema()));
+    let request = request.map_err(|error| Unaskable::Request(Box::new(error)))?;
     let mut all = vec![principal.entity()?, action.entity()];
     if resource.uid() != principal.uid() {
         all.push(resource.entity()?);
     }
-    Ok(Entities::from_entities(all, None)?)
+    let entities = Entities::from_entities(all, None).map_err(|error| Unaskable::Entities(Box::new(error)))?;
+    Ok((request, entities))
 }
 
 /// Cedar numbers the rules of a text from 0 and holds them in no order.

@@ -63,7 +63,7 @@ impl Scanner {
     /// is itself not named: its place is `env.(name)`. Members whose names end in `_b64` are looked at decoded as well.
     #[must_use]
     pub fn find_in_json(&self, value: &Value) -> Option<(String, Hit)> {
-        self.find_in_value(value, false).map(|(place, hit)| (place.trim_start_matches('.').to_owned(), hit))
+        self.find_in_value(value, false).map(|(place, hit)| (place.strip_prefix('.').unwrap_or(&place).to_owned(), hit))
     }
 
     #[must_use]

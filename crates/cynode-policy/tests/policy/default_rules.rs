@@ -14,22 +14,17 @@ pub(crate) fn defaults() -> &'static Policies {
 /// One line for every action and what it is about, one column for every caller.
 fn table(policies: &Policies) -> String {
     let everybody = everybody();
-    let mut text = String::new();
-    for (number, (name, _)) in everybody.iter().enumerate() {
-        text.push_str(&format!("{}{name}\n", "| ".repeat(number)));
-    }
-    for (action, name, resource) in every_question() {
-        let marks: Vec<&str> = everybody
-            .iter()
-            .map(|(_, principal)| {
-                let Decision { allowed, errors, .. } = policies.decide(principal, action, &resource, &Call::default());
-                assert_eq!(errors, Vec::<String>::new(), "{action} of {name}");
-                if allowed { "+" } else { "." }
-            })
-            .collect();
-        text.push_str(&format!("{}  {action:22}{name}\n", marks.join(" ")));
-    }
-    text
+    let heads = everybody.iter().enumerate().map(|(number, (name, _))| format!("{}{name}", "| ".repeat(number)));
+    let lines = every_question().into_iter().map(|(action, name, resource)| {
+        let mark = |principal| {
+            let Decision { allowed, errors, .. } = policies.decide(principal, action, &resource, &Call::default());
+            assert_eq!(errors, Vec::<String>::new(), "{action} of {name}");
+            if allowed { "+" } else { "." }
+        };
+        let marks: Vec<&str> = everybody.iter().map(|(_, principal)| mark(principal)).collect();
+        format!("{}  {action:22}{name}", marks.join(" "))
+    });
+    heads.chain(lines).collect::<Vec<String>>().join("\n")
 }
 
 #[test]

@@ -2,5 +2,8 @@
 
 mod default_rules;
 mod documents;
+mod paths;
 mod people;
 mod rules;
+mod secrets;
+mod shapes;

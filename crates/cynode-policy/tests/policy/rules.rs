@@ -270,7 +270,7 @@ proptest! {
     #[test]
     fn no_name_is_more_than_a_name(name in hostile_name(), other in hostile_name()) {
         prop_assume!(name != other);
-        let quoted = format!("\"{}\"", name.chars().map(|letter| format!("\\u{{{:x}}}", u32::from(letter))).collect::<String>());
+        let quoted = format!("\"{}\"", name.chars().map(|letter| letter.escape_unicode().to_string()).collect::<Vec<String>>().concat());
         let text = format!(
             "permit (principal in CyNode::Group::{quoted}, action, resource == CyNode::Node::{quoted});
              permit (principal, action, resource is CyNode::Image) when {{ resource.reference == {quoted} && context has path && context.path == {quoted} }};"
