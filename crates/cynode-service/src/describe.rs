@@ -114,6 +114,8 @@ pub fn complete(mut document: Value, any: &[ErrorCode], some: &[Refusals]) -> Va
     document["paths"] = described.into();
     document["components"]["schemas"] = schemas;
     document["components"]["responses"] = shared.into();
+    // By name, whatever order maps keep in this build: the description is checked in.
+    document.sort_all_objects();
     document
 }
 

@@ -123,9 +123,12 @@ impl JobRecord {
     }
 }
 
-/// Tells requests apart. One with and one without the version are the same.
+/// Tells requests apart. One with and one without the version are the same, and so are two whose members come in another order.
 pub(crate) fn fingerprint(request: &JobRun) -> String {
-    let request = JobRun { version: None, ..request.clone() };
+    let mut request = JobRun { version: None, ..request.clone() };
+    if let Some(job) = &mut request.job {
+        job.sort_all_objects();
+    }
     crate::execs::hex(&Sha256::digest(serde_json::to_vec(&request).unwrap_or_default()))
 }
 
