@@ -8,7 +8,7 @@ MAKEFLAGS += --no-print-directory
 # scripts/setup may have installed cargo where this shell does not look yet, and Podman's tools where a user's does not.
 export PATH := $(PATH):$(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)/bin:/usr/local/sbin:/usr/sbin:/sbin
 
-.PHONY: help up down test soak fuzz bench images fmt lint
+.PHONY: help up down test soak fuzz mutants bench images fmt lint
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,10 @@ soak: ## the long runs: load, faults and restarts again and again (CYNODE_SEED=N
 
 fuzz: ## everything that reads hostile input, FUZZ_SECONDS (120) for each target
 	@scripts/fuzz
+
+mutants: ## change the code that decides in every small way and see that a test notices each (an hour on two cores)
+	@[[ -x target/tools/bin/cargo-mutants ]] || cargo install cargo-mutants --version 27.1.0 --locked --root target/tools
+	target/tools/bin/cargo-mutants mutants --package cynode-policy --output target/mutants --timeout 120 --test-tool nextest --cargo-test-arg=--retries=0 --cargo-test-arg=--fail-fast
 
 bench: ## measure sessions against Podman's own ways into a container, in one run (ARGS=--quick)
 	cargo build --release --locked -p cynode -p cynode-bench

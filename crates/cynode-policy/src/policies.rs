@@ -131,11 +131,11 @@ impl Policies {
         let failures: BTreeMap<String, String> = response
             .diagnostics()
             .errors()
-            .map(|cedar_policy::AuthorizationError::PolicyEvaluationError(error)| (error.policy_id().to_string(), error.inner().to_string()))
+            .map(|cedar_policy::AuthorizationError::PolicyEvaluationError(error)| (name_of(error.policy_id()), error.inner().to_string()))
             .collect();
         let cedar_allows = response.decision() == cedar_policy::Decision::Allow;
         // Where only failures stand against it, those that permit it did not make the decision.
-        let reasons = response.diagnostics().reason().filter(|_| failures.is_empty() || !cedar_allows).map(PolicyId::to_string);
+        let reasons = response.diagnostics().reason().filter(|_| failures.is_empty() || !cedar_allows).map(name_of);
         let rules: BTreeSet<String> = reasons.chain(failures.keys().cloned()).collect();
         Decision {
             allowed: cedar_allows && failures.is_empty(),
@@ -187,7 +187,7 @@ impl Policies {
         let document_of: BTreeMap<String, &str> = self.rules.iter().map(|rule| (rule.to_string(), rule.document.as_str())).collect();
         let result = VALIDATOR.validate_with_level(&self.set, ValidationMode::Strict, DEPTH);
         for error in result.validation_errors() {
-            let document = document_of.get(&error.policy_id().to_string()).copied().unwrap_or_default();
+            let document = document_of.get(&name_of(error.policy_id())).copied().unwrap_or_default();
             let text = documents.get(document).copied().unwrap_or_default();
             flaws.push(Flaw { policy: document.to_owned(), message: located(text, error) });
         }
@@ -204,6 +204,11 @@ fn question(principal: &Principal, action: Action, resource: &Resource, call: &C
     }
     let entities = Entities::from_entities(all, None).map_err(|error| Unaskable::Entities(Box::new(error)))?;
     Ok((request, entities))
+}
+
+/// As it was given, where Cedar's own text of it has escapes.
+fn name_of(id: &PolicyId) -> String {
+    AsRef::<str>::as_ref(id).to_owned()
 }
 
 /// Cedar numbers the rules of a text from 0 and holds them in no order.

@@ -43,6 +43,18 @@ fn rules_that_decisions_would_name_alike_are_a_flaw() {
 }
 
 #[test]
+fn whatever_names_are_made_of_they_are_told_as_they_are() {
+    let document = "a \"quoted\" \\ name\nof é\u{202e}";
+    let all = "@id(\"it's \\\"mine\\\"\\n\") permit (principal, action, resource);";
+    let policies = Policies::parse([(document, all)]).expect("a rule without flaw");
+    let decision = policies.decide(&crate::people::administrator(), Action::FileRead, &crate::people::session(), &Call::default());
+    assert_eq!(decision.rules, [format!("{document}/it's \"mine\"\n")]);
+    assert_eq!(policies.rules()[0].to_string(), decision.rules[0]);
+    let flaws = flaws(&[(document, "permit (principal, action, resource) when { principal.admin };")]);
+    assert!(flaws.iter().all(|flaw| flaw.policy == document && flaw.message.starts_with("line 1, column ")), "{flaws:?}");
+}
+
+#[test]
 fn two_documents_of_one_name_are_a_flaw() {
     let flaws = flaws(&[("site", ""), ("site", "")]);
     assert_eq!(flaws[0].to_string(), "policy 'site': there are two documents of this name");
