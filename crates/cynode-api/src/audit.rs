@@ -226,7 +226,8 @@ pub struct AuditVerdict {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AuditProblem {
     /// `record_changed`, `record_missing`, `record_inserted`, `order_changed`, `stream_missing`, `checkpoint_missing`,
-    /// `checkpoint_changed`, `signature_bad`, `tail_missing`, `outcome_doubled`, `outcome_without_intent`.
+    /// `checkpoint_changed`, `signature_bad`, `tail_missing`, `intent_doubled`, `outcome_doubled`,
+    /// `outcome_without_intent`.
     pub what: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stream: Option<Uuid>,

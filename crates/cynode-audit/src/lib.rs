@@ -19,8 +19,10 @@ mod chain;
 mod checkpoint;
 mod hex;
 mod key;
+mod verify;
 
 pub use canonical::{NotChainable, canonical};
 pub use chain::{Chain, Hash, Head, Link, MalformedRecord, genesis, hash};
 pub use checkpoint::{Checkpoint, MalformedCheckpoint, Signed};
 pub use key::{MalformedKey, PublicKey, SigningKey};
+pub use verify::Verifier;
