@@ -52,6 +52,8 @@ pub(super) struct Checkpoints {
     /// A line of the file that can't be read; harmless when none follows, for then it is what a crash left.
     torn: Option<String>,
     newest: Newest,
+    /// The newest full one.
+    full: Option<u64>,
     said: HashMap<Uuid, Said>,
 }
 
@@ -141,6 +143,9 @@ impl Checkpoints {
         if checkpoint.number >= self.newest.number {
             self.newest = Newest { number: checkpoint.number, at: Some(checkpoint.at), cursor: checkpoint.cursor, truncated: checkpoint.truncated_records };
         }
+        if checkpoint.full {
+            self.full = self.full.max(Some(checkpoint.number));
+        }
         for (stream, head) in &checkpoint.heads {
             self.said.entry(*stream).or_default().heads.push(SignedHead { head: *head, checkpoint: checkpoint.number });
         }
@@ -168,6 +173,12 @@ impl Checkpoints {
             // Up to the newest of the table the gaps have been named.
             let from = self.only_in_file.range(expected..).next().map_or(u64::MAX, |(number, _)| *number);
             self.missing(from, last.saturating_add(1), "the file outside the database has what the table lacks:", problems);
+        }
+        // Where a checkpoint is missing, heads are: then nobody can say which records no checkpoint knows.
+        let from = self.full.unwrap_or(1);
+        let known = self.table.range(from..).count() + self.only_in_file.range(from..).count();
+        if known as u64 <= self.newest.number.saturating_sub(from) {
+            self.newest.cursor = i64::MIN;
         }
         let since = first.filter(|_| self.first_is_full).unwrap_or(0);
         let streams = self.said.drain().map(|(id, said)| (id, Stream::signed(id, said.cut, said.heads, since))).collect();
