@@ -49,16 +49,13 @@ pub(crate) fn write(value: &Value, depth: usize, out: &mut Vec<u8>) -> Result<()
             out.push(b']');
         }
         Value::Object(members) => {
-            let mut members: Vec<(&String, &Value)> = members.iter().collect();
-            members.sort_unstable_by_key(|(name, _)| *name);
             out.push(b'{');
-            for (index, (name, member)) in members.into_iter().enumerate() {
-                if index > 0 {
-                    out.push(b',');
-                }
-                string(name, out);
-                out.push(b':');
-                write(member, depth + 1, out)?;
+            if members.keys().is_sorted() {
+                write_members(members.iter(), depth, out)?;
+            } else {
+                let mut members: Vec<(&String, &Value)> = members.iter().collect();
+                members.sort_unstable_by_key(|(name, _)| *name);
+                write_members(members.into_iter(), depth, out)?;
             }
             out.push(b'}');
         }
@@ -66,7 +63,25 @@ pub(crate) fn write(value: &Value, depth: usize, out: &mut Vec<u8>) -> Result<()
     Ok(())
 }
 
+fn write_members<'a>(members: impl Iterator<Item = (&'a String, &'a Value)>, depth: usize, out: &mut Vec<u8>) -> Result<(), NotChainable> {
+    for (index, (name, member)) in members.enumerate() {
+        if index > 0 {
+            out.push(b',');
+        }
+        string(name, out);
+        out.push(b':');
+        write(member, depth + 1, out)?;
+    }
+    Ok(())
+}
+
 fn string(text: &str, out: &mut Vec<u8>) {
+    if text.bytes().all(|byte| byte >= b' ' && byte != b'"' && byte != b'\\') {
+        out.push(b'"');
+        out.extend_from_slice(text.as_bytes());
+        out.push(b'"');
+        return;
+    }
     serde_json::to_writer(out, text).expect("writing a string to memory does not fail");
 }
 
@@ -105,6 +120,14 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn strings_are_written_as_serde_json_writes_them() {
+        for code in 0..=0x3000 {
+            let text = format!("a{}", char::from_u32(code).expect("no surrogate is below"));
+            assert_eq!(canonical(&Value::from(text.as_str())), Ok(serde_json::to_string(&text).expect("text serialises")));
+        }
+    }
 
     #[test]
     fn members_are_sorted_at_every_level_and_nothing_is_added() {
