@@ -14,15 +14,20 @@
 //! - a checkpoint is in the table before it is in the file outside.
 #![forbid(unsafe_code)]
 
+mod action;
 mod canonical;
 mod chain;
 mod checkpoint;
 mod hex;
 mod key;
+mod ocsf;
+mod story;
 mod verify;
 
 pub use canonical::{NotChainable, canonical};
 pub use chain::{Chain, Hash, Head, Link, MalformedRecord, genesis, hash};
 pub use checkpoint::{Checkpoint, MalformedCheckpoint, Signed};
 pub use key::{MalformedKey, PublicKey, SigningKey};
+pub use ocsf::ocsf;
+pub use story::{Story, StoryCommands, StoryLine, StorySummary, story};
 pub use verify::Verifier;
