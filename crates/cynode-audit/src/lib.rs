@@ -29,5 +29,5 @@ pub use chain::{Chain, Hash, Head, Link, MalformedRecord, genesis, hash};
 pub use checkpoint::{Checkpoint, MalformedCheckpoint, Signed};
 pub use key::{MalformedKey, PublicKey, SigningKey};
 pub use ocsf::ocsf;
-pub use story::{Story, StoryCommands, StoryLine, StorySummary, story};
+pub use story::{Story, StoryCommands, StoryLine, StorySummary, headline, story};
 pub use verify::Verifier;

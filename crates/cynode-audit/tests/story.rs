@@ -4,7 +4,7 @@ mod common;
 
 use common::{event, intent, outcome, records, subject};
 use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditResult};
-use cynode_audit::{StoryCommands, story};
+use cynode_audit::{StoryCommands, headline, story};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
@@ -77,6 +77,30 @@ fn a_denial_names_its_rules_or_its_stage() {
 }
 
 #[test]
+fn a_record_by_itself_has_its_headline() {
+    let lines: Vec<String> = records(vec![
+        intent("session.exec", 1, json!({"argv": ["make", "test"]})),
+        outcome("session.exec", 1, AuditResult::Done, json!({"exit_code": 2})),
+        denied("file.read", 2, &[], json!({"path": "/etc/x"})),
+        outcome("file.write", 3, AuditResult::Failed, json!({"changes": [{"path": "a", "sha256_after": "0123456"}]})),
+        event(AuditKind::Event, "session.state", json!({"state": "lost"})),
+    ])
+    .iter()
+    .map(headline)
+    .collect();
+    assert_eq!(
+        lines,
+        [
+            "intent  ada  session.exec make test → allowed by rule default/owners",
+            "outcome  ada  session.exec → exit 2",
+            "intent  ada  file.read /etc/x → denied at stage policy",
+            "outcome  ada  file.write a (new, sha256 0123…) → failed",
+            "event  system  session.state lost",
+        ]
+    );
+}
+
+#[test]
 fn commands_are_counted_by_how_they_ended() {
     let mut bodies = Vec::new();
     for (call, detail) in
@@ -127,7 +151,8 @@ fn hostile_words_do_not_drive_a_terminal() {
             }
         }
     }
-    let text = story(&records(bodies)).to_text();
+    let records = records(bodies);
+    let text = story(&records).to_text() + &records.iter().map(headline).collect::<String>();
     let harmless = |character: char| character == '\n' || !(character.is_control() || "\u{202e}\u{200b}".contains(character));
     assert!(text.chars().all(harmless), "{text:?}");
     assert!(text.contains("\\x1b]0;owned"));

@@ -1,6 +1,6 @@
 //! One call in one line.
 
-use cynode_api::{AuditKind, AuditResult, AuditSubject};
+use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditRecord, AuditResult, AuditSubject};
 use serde_json::Value;
 
 use super::{
@@ -43,6 +43,26 @@ pub(super) fn what(call: &Call<'_>) -> String {
         }
     };
     format!("{}{end}", cut(&asked))
+}
+
+/// One record by itself: `intent  ada  session.exec make test → allowed by default/owners`.
+pub(super) fn headline(record: &AuditRecord) -> String {
+    let body = &record.body;
+    let is_outcome = body.kind == AuditKind::Outcome;
+    let call = Call { intent: (!is_outcome).then_some(record), outcome: is_outcome.then_some(record) };
+    let changes: Vec<String> = call.changes().iter().take(MAX_FILES).map(change).collect();
+    let asked = if changes.is_empty() { other(&call) } else { format!("{} {}", shown(&body.action), changes.join(", ")) };
+    let end = if is_outcome {
+        match (about(body), call.result()) {
+            (About::Exec, _) => exec_end(&call),
+            (_, Some(result)) => format!(" → {}", failure(&call, result)),
+            (_, None) => String::new(),
+        }
+    } else {
+        let word = body.decision.map(|decision| if decision == AuditDecision::Deny { " → denied" } else { " → allowed" });
+        word.map(|word| format!("{word}{}", by(body))).unwrap_or_default()
+    };
+    format!("{}  {}  {}{end}", body.kind.as_str(), who(body.subject.as_ref()), cut(&asked))
 }
 
 fn target(call: &Call<'_>) -> Option<String> {
@@ -156,11 +176,15 @@ fn failure(call: &Call<'_>, result: AuditResult) -> String {
 fn denied(call: &Call<'_>) -> String {
     let body = &call.first().body;
     let target = target(call).map(|target| format!(" {}", cut(&target))).unwrap_or_default();
-    let by = match (body.rules.as_slice(), &body.stage) {
+    format!("denied {}{target}{}", shown(&body.action), by(body))
+}
+
+/// Which rules decided, or else at which stage it fell.
+fn by(body: &AuditBody) -> String {
+    match (body.rules.as_slice(), &body.stage) {
         ([], Some(stage)) => format!(" at stage {}", shown(stage)),
         ([], None) => String::new(),
         ([rule], _) => format!(" by rule {}", shown(rule)),
         (rules, _) => format!(" by rules {}", rules.iter().map(|rule| shown(rule)).collect::<Vec<_>>().join(", ")),
-    };
-    format!("denied {}{target}{by}", shown(&body.action))
+    }
 }

@@ -122,6 +122,12 @@ impl<'a> Call<'a> {
     }
 }
 
+/// One record in one line, without its time: for reading along.
+#[must_use]
+pub fn headline(record: &AuditRecord) -> String {
+    describe::headline(record)
+}
+
 /// Tells what the records say. They come in the order of their cursors.
 #[must_use]
 pub fn story(records: &[AuditRecord]) -> Story {
