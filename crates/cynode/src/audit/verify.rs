@@ -68,8 +68,14 @@ pub fn tell(globals: &Globals, verdict: &AuditVerdict) -> Outcome {
 fn counted(verdict: &AuditVerdict) -> String {
     let signed = verdict.last_signed_at.map(|at| format!(", signed up to {} with {}", moment(at), verdict.key)).unwrap_or_default();
     let removed = if verdict.truncated > 0 { format!(", {} removed by retention", verdict.truncated) } else { String::new() };
-    let (records, streams, checkpoints, open) = (verdict.records, verdict.streams, verdict.checkpoints, verdict.open);
-    format!("{records} records in {streams} streams, {checkpoints} checkpoints{removed}, {open} calls without an outcome{signed}")
+    let count = |count: u64, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
+    format!(
+        "{} in {}, {}{removed}, {} without an outcome{signed}",
+        count(verdict.records, "record"),
+        count(verdict.streams, "stream"),
+        count(verdict.checkpoints, "checkpoint"),
+        count(verdict.open, "call")
+    )
 }
 
 fn line(problem: &AuditProblem) -> String {
@@ -92,6 +98,12 @@ mod tests {
     use cynode_audit::{SigningKey, Verifier};
 
     use super::*;
+
+    #[test]
+    fn a_verdict_counts_what_it_saw() {
+        let verdict = AuditVerdict { records: 2, streams: 1, truncated: 4, ..Verifier::new(SigningKey::from_seed([1; 32]).public()).finish() };
+        assert_eq!(counted(&verdict), "2 records in 1 stream, 0 checkpoints, 4 removed by retention, 0 calls without an outcome");
+    }
 
     #[test]
     fn a_problem_is_a_line_that_says_where() {
