@@ -13,14 +13,15 @@ use crate::root;
 /// Each of our crates, and which of ours it may depend on.
 const ALLOWED: &[(&str, &[&str])] = &[
     ("cynode-api", &[]),
+    ("cynode-audit", &["cynode-api"]),
     ("cynode-policy", &[]),
     ("cynode-sba-proto", &["cynode-api"]),
     ("cynode-client", &["cynode-api"]),
     ("cynode-service", &["cynode-api"]),
     ("cynode-sba", &["cynode-api", "cynode-sba-proto"]),
-    ("cynode-orchestrator", &["cynode-api", "cynode-client", "cynode-service"]),
+    ("cynode-orchestrator", &["cynode-api", "cynode-audit", "cynode-client", "cynode-policy", "cynode-service"]),
     ("cynode-worker", &["cynode-api", "cynode-sba-proto", "cynode-service"]),
-    ("cynode", &["cynode-api", "cynode-client", "cynode-orchestrator", "cynode-service", "cynode-worker"]),
+    ("cynode", &["cynode-api", "cynode-audit", "cynode-client", "cynode-orchestrator", "cynode-service", "cynode-worker"]),
     ("xtask", &[]),
     ("cynode-tests", &["cynode-api", "cynode-client", "cynode-orchestrator", "cynode-sba-proto", "cynode-service", "cynode-worker"]),
     ("cynode-bench", &["cynode-api", "cynode-client", "cynode-tests"]),

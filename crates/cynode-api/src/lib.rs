@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod artifact;
+mod audit;
 mod encoding;
 mod event;
 mod exec;
@@ -14,12 +15,17 @@ mod ids;
 mod image;
 mod job;
 mod node;
+mod policy;
 mod problem;
 mod session;
 mod setting;
 mod work;
 
 pub use artifact::{Artifact, artifact_limits};
+pub use audit::{
+    AUDIT_VERSION, AuditBody, AuditCheckpoints, AuditDecision, AuditKind, AuditPage, AuditProblem, AuditRecord, AuditResult, AuditSubject, AuditVerdict,
+    AuditVerifyLine, MAX_AUDIT_PROBLEMS,
+};
 pub use encoding::{Base64Bytes, encode_streams};
 pub use event::{Event, EventPage, event_limits};
 pub use exec::{
@@ -38,6 +44,7 @@ pub use node::{
     Capability, Heartbeat, HeartbeatAnswer, LocalImage, NewTokens, Node, NodeConfig, NodeDrain, NodeKeyCreate, NodeKeyCreated, NodeRegister, NodeRegistered,
     NodeState,
 };
+pub use policy::{Policy, PolicyPut, PolicyRule, PolicyTest, PolicyVerdict};
 pub use problem::{ErrorCode, Problem};
 pub use session::{
     Limits, LimitsRequest, NetworkPolicy, Page, Session, SessionCreate, SessionEnd, SessionPatch, SessionState, Unenforced, UserSessionCreate,

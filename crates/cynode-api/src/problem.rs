@@ -34,6 +34,7 @@ codes! {
     Unauthorized = "unauthorized", 401, "No valid token", "Send 'Authorization: Bearer <token>' with a token that is valid here.";
     PermissionDenied = "permission_denied", 403, "The sandbox's user may not do that", "Choose a path that the sandbox's own user (uid 1000) may use.";
     Forbidden = "forbidden", 403, "Not for this caller", "Ask an administrator, or use a token of another kind.";
+    DeniedByPolicy = "denied_by_policy", 403, "Policy does not allow it", "Ask an administrator: 'cynode policy test' shows which rules decide.";
     ImageNotAllowed = "image_not_allowed", 403, "The image is not allowed", "Choose one that 'cynode image list' shows as allowed, or have an administrator allow it.";
     PtyNotAllowed = "pty_not_allowed", 403, "This session has no terminal", "Create the session with pty_allowed: true.";
     NotFound = "not_found", 404, "There is no such thing", "Check the path.";
@@ -74,6 +75,8 @@ codes! {
     JobKindUnsupported = "job_kind_unsupported", 422, "This node runs plain commands only", "Send sandbox.command instead of job.";
     UnsupportedVersion = "unsupported_version", 422, "The body's version is unknown", "Send \"version\": 1.";
     LimitUnenforceable = "limit_unenforceable", 422, "This host can't enforce that limit", "Ask for less; 'cynode doctor' says what this host can do.";
+    PolicyInvalid = "policy_invalid", 422, "The policy is not valid", "Correct each flaw that the detail names; the policy that was there still stands.";
+    SecretInInput = "secret_in_input", 422, "The request holds a secret of the system", "Leave the secret out: the detail says where it is, and a sandbox reaches services without holding their secrets.";
     QuotaExceeded = "quota_exceeded", 429, "The quota is used up", "End sessions that are no longer needed.";
     TooManyAttempts = "too_many_attempts", 429, "Too many failed attempts", "Wait a moment, and use a valid token.";
     Internal = "internal", 500, "Something went wrong inside", "Try again; the worker's log has the details under this request_id.";
@@ -84,6 +87,7 @@ codes! {
     StoreUnavailable = "store_unavailable", 503, "The database does not answer", "Try again; nothing was lost. See 'cynode status'.";
     PidsExhausted = "pids_exhausted", 503, "The sandbox's process table is full", "Signal its processes (session signal KILL), then try again.";
     ShuttingDown = "shutting_down", 503, "The worker is stopping", "Try again when it is back.";
+    OutcomePending = "outcome_pending", 503, "What came of the call could not be recorded yet", "Look at what the call was to do before trying again: it may have been done; the audit gets its outcome later.";
     NoSpace = "no_space", 507, "No space left", "Delete files in the sandbox, or create the session with a larger disk; when the detail speaks of the node, free space there.";
 }
 

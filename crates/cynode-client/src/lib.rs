@@ -5,6 +5,7 @@
 //! be installed before an `https` address is used.
 #![forbid(unsafe_code)]
 
+mod audit;
 mod client;
 mod error;
 mod events;
@@ -12,10 +13,12 @@ mod execs;
 mod files;
 mod jobs;
 mod plane;
+mod policies;
 mod pty;
 mod sessions;
 pub mod sse;
 
+pub use audit::{AuditFilter, AuditVerification, RawAuditPage};
 pub use client::{Readiness, Sandboxes, Surface, Trust, WorkerClient, check_base};
 pub use error::{Error, Result};
 pub use events::{ExecEvent, ExecEvents};

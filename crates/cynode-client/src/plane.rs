@@ -23,7 +23,7 @@ const MAX_PAGES: usize = 1_000;
 
 /// The user API of an orchestrator. Cheap to clone.
 #[derive(Clone, Debug)]
-pub struct UserClient(WorkerClient);
+pub struct UserClient(pub(crate) WorkerClient);
 
 /// The bytes of an artifact, read piece by piece.
 #[derive(Debug)]
@@ -47,12 +47,12 @@ impl ArtifactBody {
 }
 
 /// Pairs for a query, without what is absent.
-fn query<const N: usize>(pairs: [(&'static str, Option<String>); N]) -> Vec<(&'static str, String)> {
+pub(crate) fn query<const N: usize>(pairs: [(&'static str, Option<String>); N]) -> Vec<(&'static str, String)> {
     pairs.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
 /// One part of a path: whatever it holds, it stays one part.
-fn part(text: &str) -> String {
+pub(crate) fn part(text: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
     text.bytes().map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
 }
@@ -91,7 +91,7 @@ impl UserClient {
     }
 
     /// A whole list, page after page.
-    async fn all<T: DeserializeOwned>(&self, path: &str, mut query: Vec<(&'static str, String)>) -> Result<Vec<T>> {
+    pub(crate) async fn all<T: DeserializeOwned>(&self, path: &str, mut query: Vec<(&'static str, String)>) -> Result<Vec<T>> {
         let mut items = Vec::new();
         query.push(("limit", "1000".to_owned()));
         let filters = query.len();

@@ -1,5 +1,6 @@
 //! The command line.
 
+mod audit;
 mod plane;
 
 use std::{ffi::OsString, path::PathBuf, time::Duration};
@@ -7,6 +8,7 @@ use std::{ffi::OsString, path::PathBuf, time::Duration};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use cynode_api::{NetworkPolicy, SessionId, SessionState, TaskId, WorkspaceRef};
 
+pub use audit::{Audit, AuditExport, AuditSubjectId, AuditTail, ExportFormat, Policy, PolicyTestArgs};
 pub use plane::{
     Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageName, Job, JobRun, Node, NodeKey, Preference, Run, Setting, Task, Token,
 };
@@ -108,6 +110,16 @@ pub enum Command {
     Event {
         #[command(subcommand)]
         command: Event,
+    },
+    /// What was asked, by whom, whether it was allowed, and what came of it
+    Audit {
+        #[command(subcommand)]
+        command: Audit,
+    },
+    /// Rules that say who may do what
+    Policy {
+        #[command(subcommand)]
+        command: Policy,
     },
     /// Print a completion script for a shell
     Completions { shell: clap_complete::Shell },

@@ -3,6 +3,7 @@
 #![allow(unreachable_pub, reason = "a binary has no outside")]
 
 mod archive;
+mod audit;
 mod backup;
 mod cli;
 mod connect;
@@ -12,6 +13,7 @@ mod failure;
 mod output;
 mod parse;
 mod plane;
+mod policy;
 mod postgres;
 mod roles;
 mod sanitize;
@@ -73,6 +75,8 @@ async fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
         Command::Preference { command } => plane::setting::preference(&globals, command).await,
         Command::Artifact { command } => plane::artifact::run(&globals, command).await,
         Command::Event { command } => plane::event::run(&globals, command).await,
+        Command::Audit { command } => audit::run(&globals, command).await,
+        Command::Policy { command } => policy::run(&globals, command).await,
         Command::Session { command } => session::run(&globals, command).await,
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut <Cli as clap::CommandFactory>::command(), "cynode", &mut std::io::stdout());

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+
 /// `512m`, `2g`, `10GiB`, `1048576`: units of 1024.
 pub fn size(text: &str) -> Result<u64, String> {
     let bad = || format!("'{text}' is not a size; write it like 512m, 2g or a number of bytes");
@@ -47,6 +49,15 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     if total.is_zero() { Err(bad()) } else { Ok(total) }
 }
 
+/// `90m` ago, or a moment as in `2026-01-02T03:04:05Z`.
+pub fn since(text: &str) -> Result<OffsetDateTime, String> {
+    if let Ok(at) = OffsetDateTime::parse(text, &Rfc3339) {
+        return Ok(at);
+    }
+    let ago = duration(text).map_err(|_| format!("'{text}' is neither a time ago, like 90m or 2d, nor a moment, like 2026-01-02T03:04:05Z"))?;
+    OffsetDateTime::now_utc().checked_sub(ago.try_into().map_err(|_| format!("'{text}' is too long ago"))?).ok_or_else(|| format!("'{text}' is too long ago"))
+}
+
 pub fn cpus(text: &str) -> Result<f64, String> {
     text.parse()
         .ok()
@@ -82,6 +93,17 @@ mod tests {
         }
         for text in ["", "m", "1.5h", "-3s", "5x", "0", "0s", "10m5", "99999999999999999999s", "9999999999999999999d"] {
             assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn since_is_a_time_ago_or_a_moment() {
+        assert_eq!(since("2026-01-02T03:04:05Z"), Ok(time::macros::datetime!(2026-01-02 03:04:05 UTC)));
+        let then = since("90m").expect("a time ago");
+        let ago = OffsetDateTime::now_utc() - then;
+        assert!((5_400..5_460).contains(&ago.whole_seconds()), "{ago}");
+        for text in ["", "yesterday", "2026-01-02", "-1h", "99999999999999d", "9999999d"] {
+            assert!(since(text).is_err(), "{text}");
         }
     }
 

@@ -24,10 +24,10 @@ use crate::{
     output, sanitize,
 };
 
-type Outcome = Result<ExitCode, Failure>;
+pub type Outcome = Result<ExitCode, Failure>;
 
 /// A list: as one JSON object, or as a table.
-fn list<T: Serialize, const N: usize>(globals: &Globals, items: &[T], header: [&str; N], row: impl Fn(&T) -> [String; N]) -> Outcome {
+pub fn list<T: Serialize, const N: usize>(globals: &Globals, items: &[T], header: [&str; N], row: impl Fn(&T) -> [String; N]) -> Outcome {
     match globals.output {
         Format::Json => output::json(&json!({ "items": items }))?,
         Format::Table => output::table(header, items.iter().map(row))?,
@@ -36,7 +36,7 @@ fn list<T: Serialize, const N: usize>(globals: &Globals, items: &[T], header: [&
 }
 
 /// One object: as JSON, or as lines of those fields that are not empty.
-fn show(globals: &Globals, object: &impl Serialize, fields: &[(&str, String)]) -> Outcome {
+pub fn show(globals: &Globals, object: &impl Serialize, fields: &[(&str, String)]) -> Outcome {
     match globals.output {
         Format::Json => output::json(object)?,
         Format::Table => {
@@ -61,7 +61,7 @@ fn made(globals: &Globals, object: &impl Serialize, kept: &str, word: &str) -> O
 }
 
 /// Something that was done: as JSON, or a word on stderr.
-fn done(globals: &Globals, object: &impl Serialize, word: &str) -> Outcome {
+pub fn done(globals: &Globals, object: &impl Serialize, word: &str) -> Outcome {
     match globals.output {
         Format::Json => output::json(object)?,
         Format::Table => output::note(&sanitize::line(word)),
@@ -69,7 +69,7 @@ fn done(globals: &Globals, object: &impl Serialize, word: &str) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-fn moment(at: OffsetDateTime) -> String {
+pub fn moment(at: OffsetDateTime) -> String {
     at.format(&Rfc3339).unwrap_or_default()
 }
 
@@ -97,6 +97,6 @@ fn plain(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), ToOwned::to_owned)
 }
 
-fn none_such(what: &str, name: &str) -> Failure {
+pub fn none_such(what: &str, name: &str) -> Failure {
     Failure::new(USAGE, "not_found", format!("there is no {what} '{name}'")).remedy(format!("See 'cynode {what} list'."))
 }

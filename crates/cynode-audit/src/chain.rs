@@ -1,0 +1,216 @@
+//! How records are chained.
+
+use cynode_api::AuditRecord;
+use serde_json::Value;
+use sha2::{Digest as _, Sha256};
+use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+use uuid::Uuid;
+
+use crate::{canonical, hex};
+
+/// A SHA-256.
+pub type Hash = [u8; 32];
+
+/// Sets these hashes apart from all others, those of checkpoints too.
+const RECORD: &[u8] = b"cynode audit record 1\0";
+const GENESIS: &[u8] = b"cynode audit stream 1\0";
+
+/// Over the hash before, the stream, the number in it, the time in microseconds and the canonical JSON of the body.
+///
+/// A body that has no canonical spelling gets a hash that no chained record has: [`Chain::append`] never lets one in.
+#[must_use]
+pub fn hash(prev: &Hash, stream: Uuid, seq: u64, at: OffsetDateTime, body: &Value) -> Hash {
+    let mut input = Vec::with_capacity(1024);
+    input.extend_from_slice(RECORD);
+    input.extend_from_slice(prev);
+    input.extend_from_slice(stream.as_bytes());
+    input.extend_from_slice(&seq.to_be_bytes());
+    input.extend_from_slice(&microseconds(at).to_be_bytes());
+    let place = input.len();
+    if canonical::write(body, 0, &mut input).is_err() {
+        input.truncate(place);
+        input.push(0);
+    }
+    Sha256::digest(&input).into()
+}
+
+/// What the first record of a stream stands on.
+#[must_use]
+pub fn genesis(stream: Uuid) -> Hash {
+    Sha256::new().chain_update(GENESIS).chain_update(stream.as_bytes()).finalize().into()
+}
+
+fn microseconds(at: OffsetDateTime) -> i128 {
+    at.unix_timestamp_nanos().div_euclid(1_000)
+}
+
+/// A record in its chain.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Link {
+    pub stream: Uuid,
+    pub seq: u64,
+    pub at: OffsetDateTime,
+    pub body: Value,
+    pub hash: Hash,
+}
+
+/// Why something is not a record of the trail.
+#[derive(Debug, thiserror::Error)]
+pub enum MalformedRecord {
+    #[error("it is not an object")]
+    NotAnObject,
+    #[error("'{0}' is missing or malformed")]
+    Member(&'static str),
+    #[error("its body can't be read: {0}")]
+    Body(#[from] serde_json::Error),
+}
+
+impl Link {
+    /// The record as the API shows it.
+    pub fn to_record(&self, cursor: i64) -> Result<AuditRecord, MalformedRecord> {
+        Ok(AuditRecord {
+            cursor,
+            stream: self.stream,
+            seq: self.seq,
+            at: self.at,
+            body: serde_json::from_value(self.body.clone())?,
+            hash: hex::encode(&self.hash),
+        })
+    }
+
+    /// A record as the API shows it, with its cursor. All members that are not its place belong to the body, known or not.
+    pub fn from_record(record: Value) -> Result<(i64, Self), MalformedRecord> {
+        let Value::Object(mut body) = record else { return Err(MalformedRecord::NotAnObject) };
+        let mut take = |name: &'static str| body.remove(name).ok_or(MalformedRecord::Member(name));
+        let (cursor, stream, seq, at, hash) = (take("cursor")?, take("stream")?, take("seq")?, take("at")?, take("hash")?);
+        let link = Self {
+            stream: stream.as_str().and_then(|text| Uuid::parse_str(text).ok()).ok_or(MalformedRecord::Member("stream"))?,
+            seq: seq.as_u64().ok_or(MalformedRecord::Member("seq"))?,
+            at: at.as_str().and_then(|text| OffsetDateTime::parse(text, &Rfc3339).ok()).ok_or(MalformedRecord::Member("at"))?,
+            body: Value::Object(body),
+            hash: hash.as_str().and_then(hex::decode).ok_or(MalformedRecord::Member("hash"))?,
+        };
+        Ok((cursor.as_i64().ok_or(MalformedRecord::Member("cursor"))?, link))
+    }
+}
+
+/// Where a stream stands: its newest record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Head {
+    pub seq: u64,
+    #[serde(with = "hex::json")]
+    pub hash: Hash,
+}
+
+/// One writer's stream.
+#[derive(Debug)]
+pub struct Chain {
+    stream: Uuid,
+    head: Head,
+}
+
+impl Chain {
+    #[must_use]
+    pub fn new(stream: Uuid) -> Self {
+        Self { stream, head: Head { seq: 0, hash: genesis(stream) } }
+    }
+
+    /// The next record. What is to be stored is what comes back, not what went in: the time is rounded down to
+    /// microseconds, and what a store could not hold in the body is replaced (a number that is not an integer by its text).
+    pub fn append(&mut self, at: OffsetDateTime, body: Value) -> Link {
+        let at = OffsetDateTime::from_unix_timestamp_nanos(microseconds(at) * 1_000).expect("a time rounded down to microseconds is a time");
+        let body = canonical::fit(body);
+        let seq = self.head.seq + 1;
+        let hash = hash(&self.head.hash, self.stream, seq, at, &body);
+        self.head = Head { seq, hash };
+        Link { stream: self.stream, seq, at, body, hash }
+    }
+
+    /// Its newest record; number 0 and the stream's [`genesis`] when there is none.
+    #[must_use]
+    pub const fn head(&self) -> Head {
+        self.head
+    }
+
+    #[must_use]
+    pub const fn stream(&self) -> Uuid {
+        self.stream
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+    use time::{Duration, macros::datetime};
+
+    use super::*;
+
+    const AT: OffsetDateTime = datetime!(2026-01-02 03:04:05.678901234 UTC);
+
+    #[test]
+    fn a_hash_depends_on_every_part() {
+        let (prev, stream, body) = ([7; 32], Uuid::from_u128(1), json!({"a": 1}));
+        let hashes = [
+            hash(&prev, stream, 1, AT, &body),
+            hash(&[8; 32], stream, 1, AT, &body),
+            hash(&prev, Uuid::from_u128(2), 1, AT, &body),
+            hash(&prev, stream, 2, AT, &body),
+            hash(&prev, stream, 1, AT + Duration::MICROSECOND, &body),
+            hash(&prev, stream, 1, AT, &json!({"a": "1"})),
+            hash(&prev, stream, 1, AT, &json!({"a": 1.5})),
+            genesis(stream),
+        ];
+        let distinct: std::collections::BTreeSet<Hash> = hashes.into_iter().collect();
+        assert_eq!(distinct.len(), hashes.len());
+    }
+
+    #[test]
+    fn a_hash_never_changes_its_meaning() {
+        let hash = hash(&genesis(Uuid::nil()), Uuid::nil(), 1, datetime!(2026-01-02 03:04:05.678901 UTC), &json!({"version": 1, "kind": "event"}));
+        assert_eq!(hex::encode(&hash), "53fde44a1370b984d07787e4671636b5daf8511035d02a872b48bd3517998a2e");
+    }
+
+    #[test]
+    fn a_chain_numbers_from_one_and_rounds_the_time_down() {
+        let mut chain = Chain::new(Uuid::now_v7());
+        assert_eq!(chain.head(), Head { seq: 0, hash: genesis(chain.stream()) });
+        let first = chain.append(AT, json!({"duration": 0.25}));
+        let second = chain.append(datetime!(1969-12-31 23:59:59.9999999 UTC), json!({}));
+        assert_eq!((first.seq, second.seq), (1, 2));
+        assert_eq!((first.at, second.at), (datetime!(2026-01-02 03:04:05.678901 UTC), datetime!(1969-12-31 23:59:59.999999 UTC)));
+        assert_eq!(first.body, json!({"duration": "0.25"}));
+        assert_eq!(second.hash, hash(&first.hash, chain.stream(), 2, second.at, &json!({})));
+        assert_eq!(chain.head(), Head { seq: 2, hash: second.hash });
+    }
+
+    #[test]
+    fn a_record_comes_back_from_the_wire_as_the_link_it_was_with_members_that_nobody_knows() {
+        let mut chain = Chain::new(Uuid::now_v7());
+        let link = chain.append(AT, json!({"version": 1, "kind": "event", "action": "node.lost", "detail": {"n": 1}}));
+        let shown = serde_json::to_value(link.to_record(9).expect("it is a record")).expect("records serialise");
+        assert_eq!(Link::from_record(shown).expect("it is a record"), (9, link.clone()));
+
+        let unknown = chain.append(AT, json!({"version": 2, "kind": "weather", "mood": [1]}));
+        let mut value = unknown.body.clone();
+        value["cursor"] = 10.into();
+        value["stream"] = chain.stream().to_string().into();
+        value["seq"] = 2.into();
+        value["at"] = unknown.at.format(&Rfc3339).expect("a time").into();
+        value["hash"] = hex::encode(&unknown.hash).into();
+        let (_, read) = Link::from_record(value).expect("it is a record");
+        assert_eq!(hash(&link.hash, read.stream, read.seq, read.at, &read.body), unknown.hash);
+    }
+
+    #[test]
+    fn what_is_not_a_record_is_said_to_be_none() {
+        for (value, expected) in [
+            (json!([]), "it is not an object"),
+            (json!({"cursor": 1}), "'stream' is missing or malformed"),
+            (json!({"cursor": 1, "stream": "x", "seq": 1, "at": "", "hash": ""}), "'stream' is missing or malformed"),
+            (json!({"cursor": 1, "stream": Uuid::nil(), "seq": -1, "at": "", "hash": ""}), "'seq' is missing or malformed"),
+        ] {
+            assert_eq!(Link::from_record(value).expect_err("it is none").to_string(), expected);
+        }
+    }
+}

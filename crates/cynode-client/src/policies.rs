@@ -1,0 +1,33 @@
+//! Policies, and what they would say.
+
+use cynode_api::{Policy, PolicyPut, PolicyTest, PolicyVerdict};
+use http::Method;
+
+use crate::{
+    Result, UserClient,
+    client::{CALL, accept, send},
+    plane::part,
+};
+
+impl UserClient {
+    pub async fn policies(&self) -> Result<Vec<Policy>> {
+        self.all("/v1/policies", Vec::new()).await
+    }
+
+    pub async fn policy(&self, id: &str) -> Result<Policy> {
+        self.0.get(&format!("/v1/policies/{}", part(id)), &()).await
+    }
+
+    pub async fn put_policy(&self, id: &str, policy: &PolicyPut) -> Result<Policy> {
+        self.0.call(Method::PUT, &format!("/v1/policies/{}", part(id)), policy).await
+    }
+
+    pub async fn delete_policy(&self, id: &str) -> Result<()> {
+        accept(send(self.0.request(Method::DELETE, &format!("/v1/policies/{}", part(id))).timeout(CALL)).await?).await.map(drop)
+    }
+
+    /// What would be decided. Nothing is done.
+    pub async fn test_policy(&self, test: &PolicyTest) -> Result<PolicyVerdict> {
+        self.0.call(Method::POST, "/v1/policies:test", test).await
+    }
+}

@@ -1,0 +1,203 @@
+//! `audit verify --file`: verifies what an export with its proof holds, without speaking with anybody.
+//!
+//! A line that can't be read is a problem like any other: whoever damaged it may have meant to.
+
+use std::{
+    io::{self, BufRead, BufReader, Read as _},
+    path::Path,
+};
+
+use cynode_api::{AuditProblem, AuditVerdict, MAX_AUDIT_PROBLEMS};
+use cynode_audit::{Link, PublicKey, Signed, Verifier};
+use serde_json::Value;
+
+use super::verify::tell;
+use crate::{
+    cli::Globals,
+    failure::Failure,
+    output::{self, Progress},
+    plane::Outcome,
+};
+
+/// The longest line that is read: a full checkpoint of very many streams.
+const MAX_LINE: u64 = 256 * 1024 * 1024;
+/// How often progress is told.
+const EVERY: u64 = 10_000;
+
+pub fn run(globals: &Globals, file: &Path, key: PublicKey) -> Outcome {
+    let progress = Progress::start("verifying");
+    let verdict = if file == Path::new("-") {
+        verify(io::stdin().lock(), key, &progress)?
+    } else {
+        let file = fs_err::File::open(file).map_err(|error| Failure::usage(error.to_string()))?;
+        verify(BufReader::with_capacity(1024 * 1024, file), key, &progress)?
+    };
+    drop(progress);
+    if verdict.records == 0 && verdict.intact {
+        output::note("the file holds no records");
+    }
+    tell(globals, &verdict)
+}
+
+fn verify(mut lines: impl BufRead, key: PublicKey, progress: &Progress) -> io::Result<AuditVerdict> {
+    let mut verifier = Verifier::new(key);
+    let mut unreadable = Unreadable::default();
+    let mut are_records = false;
+    let mut line = Vec::new();
+    for number in 1_u64.. {
+        line.clear();
+        if lines.by_ref().take(MAX_LINE).read_until(b'\n', &mut line)? == 0 {
+            break;
+        }
+        if number % EVERY == 0 {
+            progress.say(format!("verifying: {number} lines"));
+        }
+        if line.trim_ascii().is_empty() {
+            continue;
+        }
+        match read(&line) {
+            Ok(Line::Checkpoint(signed)) if !are_records => verifier.checkpoint(&signed),
+            Ok(Line::Checkpoint(_)) => unreadable.add(number, "checkpoint_changed", "a checkpoint stands after records"),
+            Ok(Line::Record(cursor, link)) => {
+                are_records = true;
+                verifier.record(cursor, &link);
+            }
+            Err((what, why)) => unreadable.add(number, what, &why),
+        }
+    }
+    Ok(unreadable.join(verifier.finish()))
+}
+
+enum Line {
+    Checkpoint(Box<Signed>),
+    Record(i64, Link),
+}
+
+fn read(line: &[u8]) -> Result<Line, (&'static str, String)> {
+    let value: Value = serde_json::from_slice(line).map_err(|error| ("record_changed", error.to_string()))?;
+    match value.get("checkpoint").and_then(Value::as_str) {
+        Some(text) => Signed::parse(text).map(|signed| Line::Checkpoint(Box::new(signed))).map_err(|error| ("checkpoint_changed", error.to_string())),
+        None => Link::from_record(value).map(|(cursor, link)| Line::Record(cursor, link)).map_err(|error| ("record_changed", error.to_string())),
+    }
+}
+
+/// Lines that are neither a checkpoint nor a record.
+#[derive(Debug, Default)]
+struct Unreadable {
+    problems: Vec<AuditProblem>,
+    more: bool,
+}
+
+impl Unreadable {
+    fn add(&mut self, number: u64, what: &str, why: &str) {
+        if self.problems.len() >= MAX_AUDIT_PROBLEMS {
+            self.more = true;
+            return;
+        }
+        let detail = format!("line {number} of the file can't be taken: {why}");
+        self.problems.push(AuditProblem { what: what.to_owned(), stream: None, seq: None, cursor: None, checkpoint: None, detail });
+    }
+
+    fn join(mut self, mut verdict: AuditVerdict) -> AuditVerdict {
+        self.problems.append(&mut verdict.problems);
+        let more = verdict.more_problems || self.more || self.problems.len() > MAX_AUDIT_PROBLEMS;
+        self.problems.truncate(MAX_AUDIT_PROBLEMS);
+        AuditVerdict { intact: self.problems.is_empty(), problems: self.problems, more_problems: more, ..verdict }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use cynode_audit::{Chain, Checkpoint, SigningKey};
+    use serde_json::json;
+    use time::OffsetDateTime;
+    use uuid::Uuid;
+
+    use super::*;
+
+    fn key() -> SigningKey {
+        SigningKey::from_seed([5; 32])
+    }
+
+    /// An export of ten records with a proof, as lines.
+    fn export() -> Vec<String> {
+        let mut chain = Chain::new(Uuid::now_v7());
+        let now = OffsetDateTime::now_utc();
+        let records: Vec<String> = (1..=10)
+            .map(|cursor| {
+                let link = chain.append(now, json!({"version": 1, "kind": "event", "action": "x", "detail": {"n": cursor}}));
+                serde_json::to_string(&link.to_record(cursor).expect("a record")).expect("records serialise")
+            })
+            .collect();
+        let checkpoint = Checkpoint {
+            number: 1,
+            at: now,
+            prev: Checkpoint::FIRST,
+            full: true,
+            cursor: 10,
+            heads: BTreeMap::from([(chain.stream(), chain.head())]),
+            cut: BTreeMap::new(),
+            truncated_records: 0,
+        };
+        let mut lines = vec![json!({"checkpoint": checkpoint.sign(&key()).to_line()}).to_string()];
+        lines.extend(records);
+        lines
+    }
+
+    fn verdict(lines: &[String], key: PublicKey) -> AuditVerdict {
+        verify(lines.join("\n").as_bytes(), key, &Progress::start("")).expect("memory can be read")
+    }
+
+    #[test]
+    fn an_export_is_verified_without_anybody() {
+        let verdict = verdict(&export(), key().public());
+        assert!(verdict.intact && verdict.records == 10 && verdict.checkpoints == 1, "{verdict:?}");
+    }
+
+    #[test]
+    fn an_export_with_members_that_nobody_knows_is_verified() {
+        let mut chain = Chain::new(Uuid::now_v7());
+        let link = chain.append(OffsetDateTime::now_utc(), json!({"version": 9, "kind": "weather", "mood": {"b": 1, "a": 2}}));
+        let mut record = link.body.clone();
+        for (name, value) in [("cursor", json!(1)), ("seq", json!(1)), ("stream", json!(link.stream))] {
+            record[name] = value;
+        }
+        record["at"] = crate::plane::moment(link.at).into();
+        record["hash"] = output::hex(&link.hash).into();
+        assert!(verdict(&[record.to_string()], key().public()).intact);
+    }
+
+    #[test]
+    fn whoever_changes_an_export_is_found() {
+        let found = |change: &dyn Fn(&mut Vec<String>)| {
+            let mut lines = export();
+            change(&mut lines);
+            let verdict = verdict(&lines, key().public());
+            assert!(!verdict.intact);
+            verdict.problems[0].what.clone()
+        };
+        assert_eq!(found(&|lines| lines[3] = lines[3].replace("\"n\":3", "\"n\":4")), "record_changed");
+        assert_eq!(found(&|lines| drop(lines.remove(4))), "record_missing");
+        assert_eq!(found(&|lines| lines.truncate(8)), "tail_missing");
+        assert_eq!(found(&|lines| lines.truncate(1)), "stream_missing");
+        assert_eq!(found(&|lines| lines.swap(2, 3)), "order_changed");
+        assert_eq!(found(&|lines| lines[5].truncate(20)), "record_changed");
+        assert_eq!(found(&|lines| lines[0] = lines[0].replace("10", "11")), "signature_bad");
+        assert_eq!(found(&|lines| lines[0] = json!({"checkpoint": "x"}).to_string()), "checkpoint_changed");
+        assert_eq!(found(&|lines| lines.rotate_left(1)), "checkpoint_changed");
+        assert_eq!(found(&|lines| lines.push("{}".to_owned())), "record_changed");
+    }
+
+    #[test]
+    fn another_key_verifies_nothing() {
+        assert_eq!(verdict(&export(), SigningKey::from_seed([6; 32]).public()).problems[0].what, "signature_bad");
+    }
+
+    #[test]
+    fn a_file_of_garbage_is_a_hundred_problems_and_no_more() {
+        let verdict = verdict(&vec!["garbage".to_owned(); 1_000], key().public());
+        assert!(!verdict.intact && verdict.more_problems && verdict.problems.len() == MAX_AUDIT_PROBLEMS);
+    }
+}
