@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod artifact;
+mod call;
 mod encoding;
 mod event;
 mod exec;
@@ -20,18 +21,24 @@ mod setting;
 mod work;
 
 pub use artifact::{Artifact, artifact_limits};
+pub use call::{
+    CALL_HEADER, Call, CallState, ExecOutcome, FileChange, FileChanges, RESULT_HEADER, SessionOutcome, SignalOutcome, StdinOf, StdinOutcome, ascii_json,
+    call_limits,
+};
 pub use encoding::{Base64Bytes, encode_streams};
 pub use event::{Event, EventPage, event_limits};
 pub use exec::{
     Bytes, Chunk, Exec, ExecAccepted, ExecExit, ExecRequest, ExecResult, ExecState, ExecVia, OutputPage, SignalExec, SignalName, SignalScope, SignalSession,
-    StdinWrite, Stream, StreamEvent, Truncated, exec_limits,
+    StdinWrite, Stream, StreamEvent, StreamHashes, Truncated, exec_limits,
 };
 pub use files::{
     ExportFormat, ExportRequest, FileEntry, FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchOperation, PatchReject,
     PatchRequest, PatchResult, PatchedFile, SearchMatch, SearchRequest, SearchResult, file_limits,
 };
 pub use identity::{DEFAULT_TOKEN_SECONDS, Group, GroupCreate, MAX_TOKEN_SECONDS, TOKEN_PREFIX, Token, TokenCreate, TokenCreated, TokenKind, User, UserCreate};
-pub use ids::{ArtifactId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId, SandboxId, SessionId, TaskId, TokenId, UserId, WorkspaceId};
+pub use ids::{
+    ArtifactId, CallId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId, SandboxId, SessionId, TaskId, TokenId, UserId, WorkspaceId,
+};
 pub use image::{Image, ImageCreate, ImagePatch, ImageVersion};
 pub use job::{Job, JobAck, JobCreate, JobError, JobOutput, JobRun, JobSandbox, JobState, JobStop, Retry, job_limits};
 pub use node::{

@@ -22,7 +22,8 @@ use time::OffsetDateTime;
 
 use super::{
     collect::Collector,
-    exec::{Exec, collect, lost_exit},
+    exec::{Exec, lost_exit},
+    hashes::Hashes,
     hex,
     spool::Spool,
 };
@@ -108,15 +109,13 @@ impl SessionExecs {
                 match serde_json::from_slice(line) {
                     Ok(LogLine::Start(record)) => {
                         let spool = Spool::recover(directory.clone(), record.exec_id)?;
-                        let collector = (!record.background).then(|| collect(&spool, record.max_output_bytes));
-                        known.insert(record.exec_id, Arc::new(Exec::new(record, spool, collector)));
+                        known.insert(record.exec_id, Arc::new(Exec::new(record, spool, None, None)));
                     }
                     Ok(LogLine::End(ended)) => {
                         if let Some(exec) = known.get(&ended.exec_id) {
                             let mut inner = exec.inner.lock();
                             inner.expired = ended.exit.bytes.stdout + ended.exit.bytes.stderr > 0 && inner.spool.last_seq() == 0;
                             inner.ended = Some(ended);
-                            inner.collector = None;
                         }
                     }
                     Ok(LogLine::Void(exec_id)) => {
@@ -127,7 +126,11 @@ impl SessionExecs {
                 }
             }
         }
-        let running = AtomicUsize::new(known.values().filter(|exec| exec.is_running()).count());
+        let running = AtomicUsize::new(0);
+        for exec in known.values().filter(|exec| exec.is_running()) {
+            running.fetch_add(1, Ordering::Relaxed);
+            exec.read_again();
+        }
         let execs = Self { directory, log: Mutex::default(), known: Mutex::new(known), running, finished: AtomicU64::new(0), recorded: AtomicUsize::new(0) };
         execs.compact()?;
         Ok(execs)
@@ -161,7 +164,7 @@ impl SessionExecs {
         };
         self.append(&LogLine::Start(record.clone())).map_err(|error| ApiError::new(ErrorCode::Internal, format!("recording the exec: {error}")))?;
         let collector = (!record.background).then(|| Collector::new(usize::try_from(max_output_bytes).unwrap_or(usize::MAX)));
-        let exec = Arc::new(Exec::new(record, Spool::new(self.directory.clone(), exec_id), collector));
+        let exec = Arc::new(Exec::new(record, Spool::new(self.directory.clone(), exec_id), collector, Some(Hashes::default())));
         known.insert(exec_id, Arc::clone(&exec));
         self.running.fetch_add(1, Ordering::Relaxed);
         Ok(Begun::New(exec))
@@ -209,6 +212,7 @@ impl SessionExecs {
             if inner.ended.replace(ended).is_none() {
                 self.running.fetch_sub(1, Ordering::Relaxed);
             }
+            inner.hashes = None;
             inner.spool.close();
             inner.spool.bytes()
         };
