@@ -5,6 +5,7 @@
 //! be installed before an `https` address is used.
 #![forbid(unsafe_code)]
 
+mod calls;
 mod client;
 mod error;
 mod events;
