@@ -36,7 +36,7 @@ pub(super) struct Inner {
     pub(super) spool: Spool,
     pub(super) collector: Option<Collector>,
     /// Of the output so far; gone when it ended.
-    pub(super) hashes: Option<Hashes>,
+    pub(super) hashes: Option<Box<Hashes>>,
     pub(super) ended: Option<Ended>,
     /// The start failed with this.
     pub(super) failed: Option<ApiError>,
@@ -58,7 +58,7 @@ pub(crate) struct Exec {
 }
 
 impl Exec {
-    pub(super) fn new(record: ExecRecord, spool: Spool, collector: Option<Collector>, hashes: Option<Hashes>) -> Self {
+    pub(super) fn new(record: ExecRecord, spool: Spool, collector: Option<Collector>, hashes: Option<Box<Hashes>>) -> Self {
         Self {
             record,
             inner: Mutex::new(Inner { spool, collector, hashes, ended: None, failed: None, started: false, expired: false, readers: HashMap::new() }),
@@ -178,7 +178,7 @@ impl Exec {
     pub(super) fn read_again(&self) {
         let mut inner = self.inner.lock();
         let mut collector = (!self.record.background).then(|| Collector::new(usize::try_from(self.record.max_output_bytes).unwrap_or(usize::MAX)));
-        let mut hashes = (inner.spool.first_seq() == 1).then(Hashes::default);
+        let mut hashes = (inner.spool.first_seq() == 1).then(Box::<Hashes>::default);
         let mut reader = inner.spool.read_after(0);
         while collector.is_some() || hashes.is_some() {
             match reader.next(&inner.spool) {
