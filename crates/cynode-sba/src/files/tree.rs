@@ -303,10 +303,6 @@ mod tests {
         assert_eq!(code(sandbox.files.delete(b"target/file/", true, None)), ErrorCode::NotADirectory);
     }
 
-    fn hash(text: &str) -> Option<String> {
-        Some(text.to_owned())
-    }
-
     #[test]
     fn what_is_deleted_is_told_as_it_was() {
         let sandbox = Sandbox::new();
@@ -318,7 +314,7 @@ mod tests {
         std::fs::File::create(sandbox.path("huge")).expect("made").set_len(cynode_api::file_limits::MAX_PUT_BYTES + 1).expect("length");
         let told = |path: &str| sandbox.files.delete(path.as_bytes(), true, None).expect("deleted").changes;
         assert_eq!(told("link"), [FileChange::new(b"link").of_kind(FileType::Symlink)]);
-        assert_eq!(told("./file"), [FileChange::new(b"./file").before(hash(HELLO))]);
+        assert_eq!(told("./file"), [FileChange::new(b"./file").before(Some(HELLO.into()))]);
         assert_eq!(told("dir"), [FileChange::new(b"dir").of_kind(FileType::Dir)]);
         assert_eq!(told("fifo"), [FileChange::new(b"fifo").of_kind(FileType::Other)]);
         assert_eq!(told("huge"), [FileChange::new(b"huge")]);
@@ -333,10 +329,10 @@ mod tests {
         let sandbox = Sandbox::new();
         let told = |from: &str, to: &str| sandbox.files.rename(from.as_bytes(), to.as_bytes(), true).expect("moved").changes;
         sandbox.put("file", "hello");
-        assert_eq!(told("file", "moved"), [FileChange::new(b"file").before(hash(HELLO)), FileChange::new(b"moved").after(hash(HELLO))]);
+        assert_eq!(told("file", "moved"), [FileChange::new(b"file").before(Some(HELLO.into())), FileChange::new(b"moved").after(Some(HELLO.into()))]);
         sandbox.put("other", "other");
-        let other = hash(&digest::of(b"other"));
-        let expected = [FileChange::new(b"other").before(other.clone()), FileChange::new(b"moved").before(hash(HELLO)).after(other)];
+        let other = Some(digest::of(b"other"));
+        let expected = [FileChange::new(b"other").before(other.clone()), FileChange::new(b"moved").before(Some(HELLO.into())).after(other)];
         assert_eq!(told("other", "moved"), expected);
         std::fs::create_dir(sandbox.path("dir")).expect("made");
         assert_eq!(told("dir", "there"), [b"dir", &b"there"[..]].map(|path| FileChange::new(path).of_kind(FileType::Dir)));

@@ -46,6 +46,18 @@ pub(super) struct Inner {
     pub(super) readers: HashMap<u64, u64>,
 }
 
+impl Inner {
+    /// Shows a piece that is kept to those who want all of it.
+    fn pass(&mut self, piece: &Piece) {
+        if let Some(collector) = &mut self.collector {
+            collector.push(piece.stream, &piece.data);
+        }
+        if let Some(hashes) = &mut self.hashes {
+            hashes.push(piece.stream, &piece.data);
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Exec {
     pub(crate) record: ExecRecord,
@@ -163,12 +175,7 @@ impl Exec {
             return Ok(false);
         }
         inner.spool.append(piece)?;
-        if let Some(collector) = &mut inner.collector {
-            collector.push(piece.stream, &piece.data);
-        }
-        if let Some(hashes) = &mut inner.hashes {
-            hashes.push(piece.stream, &piece.data);
-        }
+        inner.pass(piece);
         drop(inner);
         self.announce();
         Ok(true)
@@ -177,24 +184,20 @@ impl Exec {
     /// Takes in what an earlier worker kept. What it had dropped is missing: then the hash of the whole is not known.
     pub(super) fn read_again(&self) {
         let mut inner = self.inner.lock();
-        let mut collector = (!self.record.background).then(|| Collector::new(usize::try_from(self.record.max_output_bytes).unwrap_or(usize::MAX)));
-        let mut hashes = (inner.spool.first_seq() == 1).then(Box::<Hashes>::default);
+        inner.collector = (!self.record.background).then(|| Collector::new(usize::try_from(self.record.max_output_bytes).unwrap_or(usize::MAX)));
+        inner.hashes = (inner.spool.first_seq() == 1).then(Box::default);
         let mut reader = inner.spool.read_after(0);
-        while collector.is_some() || hashes.is_some() {
+        while inner.collector.is_some() || inner.hashes.is_some() {
             match reader.next(&inner.spool) {
-                Ok(Some(piece)) => {
-                    collector.iter_mut().for_each(|collector| collector.push(piece.stream, &piece.data));
-                    hashes.iter_mut().for_each(|hashes| hashes.push(piece.stream, &piece.data));
-                }
-                Ok(None) => break,
+                Ok(Some(piece)) => inner.pass(&piece),
+                Ok(None) => return,
                 Err(error) => {
                     tracing::warn!(%error, exec_id = %self.id(), "Kept output can't be read.");
-                    hashes = None;
-                    break;
+                    inner.hashes = None;
+                    return;
                 }
             }
         }
-        (inner.collector, inner.hashes) = (collector, hashes);
     }
 
     /// Hashes of the whole streams, if it was these many bytes that passed here.

@@ -22,8 +22,8 @@ fn sha256(bytes: impl AsRef<[u8]>) -> String {
     hex(&Sha256::digest(bytes))
 }
 
-fn hashes(stdout: impl AsRef<[u8]>, stderr: impl AsRef<[u8]>) -> Option<StreamHashes> {
-    Some(StreamHashes { stdout: sha256(stdout), stderr: sha256(stderr) })
+fn hashes(stdout: impl AsRef<[u8]>, stderr: impl AsRef<[u8]>) -> StreamHashes {
+    StreamHashes { stdout: sha256(stdout), stderr: sha256(stderr) }
 }
 
 struct Sandbox {
@@ -77,21 +77,21 @@ async fn streamed(client: &WorkerClient, id: SessionId, request: &ExecRequest) -
 /// What holds of hashes however commands are run.
 async fn hashes_are_of_all(client: &WorkerClient, id: SessionId) -> Result<()> {
     let result = client.exec(id, &sh("printf '\\377\\000out'; printf '\\200' >&2; exit 7")).await?;
-    assert_eq!((result.encoding.as_str(), result.exit.sha256), ("base64", hashes(b"\xff\x00out", b"\x80")));
-    assert_eq!(client.exec(id, &sh("true")).await?.exit.sha256, hashes("", ""));
+    assert_eq!((result.encoding.as_str(), result.exit.sha256), ("base64", Some(hashes(b"\xff\x00out", b"\x80"))));
+    assert_eq!(client.exec(id, &sh("true")).await?.exit.sha256, Some(hashes("", "")));
     let cut = client.exec(id, &ExecRequest { max_output_bytes: Some(0), ..sh("yes | head -c 200001; yes n | head -c 100001 >&2") }).await?;
     ensure!(cut.truncated.stdout && cut.truncated.stderr && cut.stdout.is_empty(), "{cut:?}");
-    assert_eq!(cut.exit.sha256, hashes(&b"y\n".repeat(100_001)[..200_001], &b"n\n".repeat(50_001)[..100_001]));
+    assert_eq!(cut.exit.sha256, Some(hashes(&b"y\n".repeat(100_001)[..200_001], &b"n\n".repeat(50_001)[..100_001])));
     let late = client.exec(id, &ExecRequest { timeout_ms: 1_500, ..sh("trap '' TERM; echo begun; while :; do sleep 1; done") }).await?;
     ensure!(late.exit.timed_out, "{late:?}");
-    assert_eq!(late.exit.sha256, hashes("begun\n", ""));
+    assert_eq!(late.exit.sha256, Some(hashes("begun\n", "")));
     let behind = client.exec_background(id, &ExecRequest { background: true, ..sh("echo behind; echo the scenes >&2") }).await?.exec_id;
     eventually("it ends", PATIENCE, async || Ok(client.get_exec(id, behind).await?.exit.is_some())).await?;
     let exit = client.get_exec(id, behind).await?.exit.context("it has ended")?;
-    assert_eq!(exit.sha256, hashes("behind\n", "the scenes\n"));
+    assert_eq!(exit.sha256, Some(hashes("behind\n", "the scenes\n")));
     let page = client.exec_output(id, behind, &OutputQuery::default()).await?;
     assert_eq!(page.exit, Some(exit));
-    assert_eq!(streamed(client, id, &sh("echo as it comes")).await?.sha256, hashes("as it comes\n", ""));
+    assert_eq!(streamed(client, id, &sh("echo as it comes")).await?.sha256, Some(hashes("as it comes\n", "")));
     Ok(())
 }
 
@@ -149,7 +149,7 @@ async fn the_hash_of_output_and_what_was_remembered_after_the_death_of_the_worke
     }
     let exit = async |exec| client.get_exec(id, exec).await?.exit.context("it has ended");
     let small = exit(small).await?;
-    assert_eq!((small.exit_code, small.sha256), (Some(4), hashes("before\nafter\n", "")), "all of it was kept");
+    assert_eq!((small.exit_code, small.sha256), (Some(4), Some(hashes("before\nafter\n", ""))), "all of it was kept");
     let large = exit(large).await?;
     assert_eq!((large.exit_code, large.sha256, large.bytes.stdout), (Some(0), None, 40_000_007), "what was dropped before can't be hashed again");
     Ok(())
