@@ -88,6 +88,13 @@ pub struct Bytes {
     pub stderr: u64,
 }
 
+/// SHA-256 of each stream, in hex.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct StreamHashes {
+    pub stdout: String,
+    pub stderr: String,
+}
+
 /// How a command ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ExecExit {
@@ -98,6 +105,9 @@ pub struct ExecExit {
     pub timed_out: bool,
     pub oom_killed: bool,
     pub bytes: Bytes,
+    /// Of all that the command wrote, whether kept or not. Absent when that is not known whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sha256: Option<StreamHashes>,
     pub duration_ms: u64,
     pub via: ExecVia,
     /// True when the end was not seen: the process that watched it was killed from inside, or the sandbox went away.
@@ -344,6 +354,7 @@ mod tests {
                 timed_out: false,
                 oom_killed: false,
                 bytes: Bytes::default(),
+                sha256: Some(StreamHashes { stdout: "aa".into(), stderr: "bb".into() }),
                 duration_ms: 1,
                 via: ExecVia::Agent,
                 lost: false,
@@ -357,7 +368,7 @@ mod tests {
         let value = serde_json::to_value(&result).expect("results serialise");
         assert_eq!(value["exit_code"], 0);
         assert_eq!(value["via"], "agent");
-        assert_eq!(value["bytes"]["stdout"], 0);
+        assert_eq!((&value["bytes"]["stdout"], &value["sha256"]["stderr"]), (&0.into(), &"bb".into()));
         assert_eq!(serde_json::from_value::<ExecResult>(value).expect("results parse"), result);
     }
 }

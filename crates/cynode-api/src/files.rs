@@ -144,13 +144,18 @@ pub enum PatchOperation {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PatchedFile {
+    /// With replacement characters when the name is not UTF-8; then `path_b64` has the bytes.
     pub path: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path_b64: Option<Base64Bytes>,
     pub operation: PatchOperation,
     pub sha256_before: Option<String>,
     pub sha256_after: Option<String>,
     /// Where a renamed or copied file came from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub from: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from_b64: Option<Base64Bytes>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

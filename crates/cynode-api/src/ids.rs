@@ -101,3 +101,7 @@ id!(
     /// One version of one file that a task produced or was given.
     ArtifactId
 );
+id!(
+    /// One call of an API, by the id that its caller gave it.
+    CallId
+);

@@ -6,6 +6,7 @@
 
 mod artifact;
 mod audit;
+mod call;
 mod encoding;
 mod event;
 mod exec;
@@ -26,18 +27,24 @@ pub use audit::{
     AUDIT_VERSION, AuditBody, AuditCheckpoints, AuditDecision, AuditKind, AuditPage, AuditProblem, AuditRecord, AuditResult, AuditSubject, AuditVerdict,
     AuditVerifyLine, MAX_AUDIT_PROBLEMS,
 };
+pub use call::{
+    CALL_HEADER, Call, CallState, ExecOutcome, FileChange, FileChanges, RESULT_HEADER, SessionOutcome, SignalOutcome, StdinOf, StdinOutcome, ascii_json,
+    call_limits,
+};
 pub use encoding::{Base64Bytes, encode_streams};
 pub use event::{Event, EventPage, event_limits};
 pub use exec::{
     Bytes, Chunk, Exec, ExecAccepted, ExecExit, ExecRequest, ExecResult, ExecState, ExecVia, OutputPage, SignalExec, SignalName, SignalScope, SignalSession,
-    StdinWrite, Stream, StreamEvent, Truncated, exec_limits,
+    StdinWrite, Stream, StreamEvent, StreamHashes, Truncated, exec_limits,
 };
 pub use files::{
     ExportFormat, ExportRequest, FileEntry, FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchOperation, PatchReject,
     PatchRequest, PatchResult, PatchedFile, SearchMatch, SearchRequest, SearchResult, file_limits,
 };
 pub use identity::{DEFAULT_TOKEN_SECONDS, Group, GroupCreate, MAX_TOKEN_SECONDS, TOKEN_PREFIX, Token, TokenCreate, TokenCreated, TokenKind, User, UserCreate};
-pub use ids::{ArtifactId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId, SandboxId, SessionId, TaskId, TokenId, UserId, WorkspaceId};
+pub use ids::{
+    ArtifactId, CallId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId, SandboxId, SessionId, TaskId, TokenId, UserId, WorkspaceId,
+};
 pub use image::{Image, ImageCreate, ImagePatch, ImageVersion};
 pub use job::{Job, JobAck, JobCreate, JobError, JobOutput, JobRun, JobSandbox, JobState, JobStop, Retry, job_limits};
 pub use node::{
@@ -50,7 +57,10 @@ pub use session::{
     Limits, LimitsRequest, NetworkPolicy, Page, Session, SessionCreate, SessionEnd, SessionPatch, SessionState, Unenforced, UserSessionCreate,
     WorkspaceDisposal, WorkspaceRef, session_limits,
 };
-pub use setting::{ALLOW_PM_IMAGES, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope, Setting, ValueKind, ValuePut};
+pub use setting::{
+    ALLOW_PM_IMAGES, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope, QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOXES, Setting, ValueKind,
+    ValuePut,
+};
 pub use work::{Project, ProjectCreate, ProjectPatch, Task, TaskCreate, TaskPatch, TaskStatus, text_limits};
 
 /// The version that Worker API bodies carry.

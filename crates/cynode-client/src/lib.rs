@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod audit;
+mod calls;
 mod client;
 mod error;
 mod events;

@@ -102,6 +102,7 @@ fn exit_of(job: &Job) -> ExecExit {
         timed_out: job.state == cynode_api::JobState::Timeout,
         oom_killed: false,
         bytes: Counts::default(),
+        sha256: None,
         duration_ms: 0,
         via: ExecVia::Agent,
         lost: job.started_at.is_some() && job.exit_code.is_none(),

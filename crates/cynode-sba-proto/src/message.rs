@@ -1,6 +1,6 @@
 //! Control messages.
 
-use cynode_api::{Base64Bytes, ErrorCode, ExecId, ListRequest, PatchReject, SearchRequest, SignalScope};
+use cynode_api::{Base64Bytes, ErrorCode, ExecId, FileChanges, ListRequest, PatchReject, SearchRequest, SignalScope};
 use serde::{Deserialize, Serialize};
 
 /// What a connection is for.
@@ -127,7 +127,7 @@ pub enum FileOp {
     ExportPatch {
         base: Option<String>,
     },
-    /// Then a tar archive as `Data`…, `End` from the worker → `Ok`.
+    /// Then a tar archive as `Data`…, `End` from the worker → `Ok`. As the other operations that change files, it says what it changed.
     Import {
         path: Base64Bytes,
     },
@@ -154,7 +154,12 @@ pub enum Reply {
     Written(Written),
     /// `Data`… and `End` follow.
     Body,
-    Ok,
+    /// It is done.
+    Ok {
+        /// Of a file operation: what it changed. Agents of before don't say.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        changed: Option<FileChanges>,
+    },
     Error(AgentError),
     #[serde(other)]
     Unknown,
@@ -216,12 +221,15 @@ pub struct AgentError {
     pub errno: Option<String>,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rejects: Vec<PatchReject>,
+    /// What was changed before it failed, where that stays.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub changed: Option<FileChanges>,
 }
 
 impl AgentError {
     #[must_use]
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
-        Self { code, message: message.into(), errno: None, rejects: Vec::new() }
+        Self { code, message: message.into(), errno: None, rejects: Vec::new(), changed: None }
     }
 }
 
@@ -229,7 +237,7 @@ impl AgentError {
 mod tests {
     use std::fmt::Debug;
 
-    use cynode_api::FileType;
+    use cynode_api::{FileChange, FileType};
     use proptest::{collection::vec, option, prelude::*, sample::select};
     use serde::de::DeserializeOwned;
 
@@ -267,6 +275,13 @@ mod tests {
             any::<Option<String>>().prop_map(|base| FileOp::ExportPatch { base }),
             bytes().prop_map(|path| FileOp::Import { path }),
         ]
+    }
+
+    fn changes() -> impl Strategy<Value = FileChanges> {
+        let hash = || option::of("[0-9a-f]{64}");
+        let change = (vec(any::<u8>(), 1..40), hash(), hash(), select(&[FileType::File, FileType::Dir, FileType::Symlink][..]))
+            .prop_map(|(path, before, after, kind)| FileChange::new(&path).before(before).after(after).of_kind(kind));
+        (vec(change, 0..4), any::<u64>()).prop_map(|(changes, more)| FileChanges { changes, more })
     }
 
     fn request() -> impl Strategy<Value = Request> {
@@ -308,7 +323,8 @@ mod tests {
             })),
             any::<i32>().prop_map(|pid| Reply::Started { pid }),
             any::<u64>().prop_map(|bytes| Reply::StdinTaken { bytes }),
-            select(&[Reply::StdinClosed, Reply::Body, Reply::Ok, Reply::Unknown][..]),
+            select(&[Reply::StdinClosed, Reply::Body, Reply::Unknown][..]),
+            option::of(changes()).prop_map(|changed| Reply::Ok { changed }),
             report.prop_map(|(code, signal, (timed_out, lost), [duration_ms, stdout_bytes, stderr_bytes, last_seq])| {
                 Reply::Exited(ExitReport { code, signal, timed_out, lost, duration_ms, stdout_bytes, stderr_bytes, last_seq })
             }),
@@ -317,8 +333,8 @@ mod tests {
                 .prop_map(|(kind, size, mode, mtime, sha256)| Reply::Stat(FileStat { kind, size, mode, mtime, sha256 })),
             (hash(), any::<u64>(), any::<u32>(), any::<bool>(), option::of(hash()))
                 .prop_map(|(sha256, size, mode, created, sha256_before)| Reply::Written(Written { sha256, size, mode, created, sha256_before })),
-            (select(ErrorCode::ALL), any::<String>(), any::<Option<String>>(), vec(reject, 0..3))
-                .prop_map(|(code, message, errno, rejects)| Reply::Error(AgentError { code, message, errno, rejects })),
+            (select(ErrorCode::ALL), any::<String>(), any::<Option<String>>(), vec(reject, 0..3), option::of(changes()))
+                .prop_map(|(code, message, errno, rejects, changed)| Reply::Error(AgentError { code, message, errno, rejects, changed })),
         ]
     }
 
@@ -331,6 +347,21 @@ mod tests {
             Ok(Some(Frame::Json(json))) => serde_json::from_slice(&json).expect("a message"),
             other => panic!("expected a message, got {other:?}"),
         }
+    }
+
+    #[test]
+    fn agents_and_workers_of_before_and_after_understand_that_something_is_done() {
+        #[derive(Debug, PartialEq, Deserialize)]
+        #[serde(tag = "reply", rename_all = "snake_case")]
+        enum OfBefore {
+            Ok,
+            #[serde(other)]
+            Unknown,
+        }
+        let changed = Some(FileChanges::from_iter([FileChange::new(b"a")]));
+        let json = serde_json::to_string(&Reply::Ok { changed }).expect("JSON");
+        assert_eq!(serde_json::from_str::<OfBefore>(&json).expect("a reply"), OfBefore::Ok, "{json}");
+        assert_eq!(serde_json::from_str::<Reply>(r#"{"reply":"ok"}"#).expect("a reply"), Reply::Ok { changed: None });
     }
 
     proptest! {

@@ -114,12 +114,12 @@ impl Link {
             },
             Ok(Ok(Request::Execs)) => drop(answer(&mut stream, &Reply::Execs { execs: self.execs.list() }).await),
             Ok(Ok(Request::Signal { exec_id, signal, scope })) => {
-                let reply = self.execs.signal(exec_id, signal, scope).map_or_else(Reply::Error, |()| Reply::Ok);
+                let reply = self.execs.signal(exec_id, signal, scope).map_or_else(Reply::Error, |()| Reply::Ok { changed: None });
                 drop(answer(&mut stream, &reply).await);
             }
             Ok(Ok(Request::SignalAll { signal })) => {
                 self.execs.processes.signal_all(signal);
-                drop(answer(&mut stream, &Reply::Ok).await);
+                drop(answer(&mut stream, &Reply::Ok { changed: None }).await);
             }
             Ok(Ok(Request::Unknown)) => {
                 drop(answer(&mut stream, &Reply::Error(AgentError::new(ErrorCode::InvalidRequest, "this agent does not know that request"))).await);

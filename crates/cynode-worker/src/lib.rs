@@ -7,6 +7,7 @@
 #![recursion_limit = "256"]
 
 mod api;
+pub mod calls;
 mod config;
 mod control;
 mod disk;
@@ -174,7 +175,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let sessions = Sessions::new(means).map_err(state("reading the journal"))?;
     let (job_news, jobs_told) = tokio::sync::mpsc::channel(1024);
     let jobs = Jobs::open(Arc::clone(&sessions), held.journal.clone(), job_news).map_err(state("reading the journal of jobs"))?;
-    let api = api::Api { sessions: Arc::clone(&sessions), jobs: Arc::clone(&jobs), stop: stop.clone(), end_sandboxes: Arc::default() };
+    let api = api::Api { sessions: Arc::clone(&sessions), jobs: Arc::clone(&jobs), calls: Arc::default(), stop: stop.clone(), end_sandboxes: Arc::default() };
     let end_sandboxes = Arc::clone(&api.end_sandboxes);
     let ready = Arc::new(readiness::Readiness::new(Arc::clone(&sessions)));
     let readiness: admin::Readiness = {

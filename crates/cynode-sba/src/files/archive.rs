@@ -250,7 +250,7 @@ mod tests {
         std::fs::write(sandbox.path("top").join(OsString::from_vec(b"\xff\xfe".repeat(60))), "raw").expect("written");
         symlink("t".repeat(300), sandbox.path("top/link")).expect("link");
         let bytes = exported(&sandbox, "top");
-        assert!(matches!(sandbox.ask(FileOp::Import { path: raw("copy") }, &bytes).first(), Reply::Ok));
+        assert!(matches!(sandbox.ask(FileOp::Import { path: raw("copy") }, &bytes).first(), Reply::Ok { changed: Some(_) }));
         assert_eq!(sandbox.names("copy"), sandbox.names("top"));
         assert_eq!(sandbox.get(&long.replace("top", "copy")), b"long");
         assert_eq!(sandbox.get("copy/large"), vec![7; 200_000]);

@@ -1,9 +1,21 @@
 //! SHA-256 of contents, in lowercase hex.
 
-use std::{fmt::Write as _, fs::File, io, os::unix::fs::FileExt};
+use std::{
+    fmt::Write as _,
+    fs::File,
+    io,
+    os::{fd::AsFd, unix::fs::FileExt},
+};
 
+use cynode_api::{FileType, file_limits::MAX_PUT_BYTES};
 use cynode_sba_proto::MAX_DATA;
+use rustix::{
+    fs::{Mode, OFlags, fstat, openat},
+    path::Arg,
+};
 use sha2::{Digest, Sha256};
+
+use super::path;
 
 #[derive(Clone, Default)]
 pub(super) struct Hasher(Sha256);
@@ -38,6 +50,25 @@ pub(super) fn of_file(file: &File, limit: u64) -> io::Result<(String, u64)> {
         Ok::<_, io::Error>(())
     })?;
     Ok((hasher.hex(), count))
+}
+
+/// Hash of a whole file for the record of a change; `None` when it can't be read or is larger than what can be written.
+///
+/// What runs in the sandbox can change a file between this and the change itself, which nothing here can prevent.
+pub(super) fn for_record(file: &File) -> Option<String> {
+    if path::size(&fstat(file).ok()?) > MAX_PUT_BYTES {
+        return None;
+    }
+    // One more, to see that it has grown meanwhile.
+    of_file(file, MAX_PUT_BYTES + 1).ok().filter(|(_, count)| *count <= MAX_PUT_BYTES).map(|(sha256, _)| sha256)
+}
+
+/// As [`for_record`], of the regular file that has this name; a link is not followed.
+pub(super) fn of_entry(directory: impl AsFd, name: impl Arg) -> Option<String> {
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let file = File::from(openat(directory, name, flags, Mode::empty()).ok()?);
+    let stat = fstat(&file).ok()?;
+    (path::kind(&stat) == FileType::File).then(|| for_record(&file)).flatten()
 }
 
 /// Reads from `start` up to `end`, or to the end of the file when it comes first.

@@ -9,7 +9,8 @@ use std::{
     os::{fd::OwnedFd, unix::ffi::OsStrExt as _},
 };
 
-use cynode_api::{ErrorCode, FileType};
+use cynode_api::{ErrorCode, FileChange, FileChanges, FileType};
+use cynode_sba_proto::AgentError;
 use rustix::{
     fs::{AtFlags, Mode, chmodat, futimens, linkat, statat, symlinkat, unlinkat, utimensat},
     io::Errno,
@@ -19,6 +20,7 @@ use tar::{EntryType, Header};
 use super::{
     archive::BLOCK,
     confined::{self, Confined},
+    digest,
     error::{Doing, Failure, Outcome, shown},
     path::{self, Files},
     staged::Staged,
@@ -32,7 +34,7 @@ const MAX_EXTENSION: u64 = 1024 * 1024;
 const MAX_DIRECTORY_BYTES: usize = 16 * 1024 * 1024;
 
 impl Files {
-    pub(super) fn import(&self, path: &[u8], body: Body<'_>) -> Outcome<()> {
+    pub(super) fn import(&self, path: &[u8], body: Body<'_>) -> Outcome<FileChanges> {
         let place = self.locate(path)?;
         let mut source = Source { body, piece: Vec::new(), at: 0, ended: false };
         // Nothing is made for what is no archive. One that only says that it ends is one of an empty directory.
@@ -42,16 +44,13 @@ impl Files {
         }
         path::make_directories(&place)?;
         let root = Confined::open(&place).doing("opening", path::bytes(&place))?;
-        let mut import = Import { root, directories: Vec::new(), directory_bytes: 0 };
-        let mut next = first;
-        let mut attributes = Attributes::default();
-        while let Some(header) = next {
-            import.entry(&header, &mut attributes, &mut source)?;
-            next = source.header()?;
+        let mut import = Import { root, prefix: path::printed_prefix(path), directories: Vec::new(), directory_bytes: 0, changes: FileChanges::default() };
+        match import.all(first, &mut source) {
+            Ok(()) => Ok(import.finish()),
+            // What came before the fault stays, and is told.
+            Err(Failure::Refused(error)) => Err(Failure::Refused(AgentError { changed: Some(import.changes), ..error })),
+            Err(failure) => Err(failure),
         }
-        source.drain()?;
-        import.finish();
-        Ok(())
     }
 }
 
@@ -173,12 +172,37 @@ impl Attributes {
 
 struct Import {
     root: Confined,
+    /// How the call names the directory.
+    prefix: Vec<u8>,
     /// Permissions and time of each directory: they would be in the way, or change, before all is unpacked.
     directories: Vec<(Vec<u8>, u32, i64)>,
     directory_bytes: usize,
+    changes: FileChanges,
 }
 
 impl Import {
+    fn all(&mut self, first: Option<Box<[u8; BLOCK]>>, source: &mut Source<'_>) -> Outcome<()> {
+        let mut next = first;
+        let mut attributes = Attributes::default();
+        while let Some(header) = next {
+            self.entry(&header, &mut attributes, source)?;
+            next = source.header()?;
+        }
+        source.drain()
+    }
+
+    /// Says what became of an entry, as far as there is room to say it.
+    fn tell(&mut self, parts: &[&[u8]], change: impl FnOnce(FileChange) -> FileChange) {
+        let mut path = self.prefix.clone();
+        path::join(&mut path, &parts.join(&b'/'));
+        self.changes.add(change(FileChange::new(&path)));
+    }
+
+    /// Hash of the regular file that has this name, when there is room to say it.
+    fn hash(&self, directory: &OwnedFd, name: &[u8]) -> Option<String> {
+        if self.changes.has_room() { digest::of_entry(directory, name) } else { None }
+    }
+
     fn entry(&mut self, header: &[u8; BLOCK], attributes: &mut Attributes, source: &mut Source<'_>) -> Outcome<()> {
         let header = Header::from_byte_slice(header);
         let kind = header.entry_type();
@@ -238,7 +262,11 @@ impl Import {
     }
 
     fn make(&self, name: &[u8], parts: &[&[u8]]) -> Outcome<OwnedFd> {
-        match self.root.make_directory(parts, Mode::from_raw_mode(0o755), |_| {}) {
+        self.make_with(name, parts, |_| {})
+    }
+
+    fn make_with(&self, name: &[u8], parts: &[&[u8]], made: impl FnMut(usize)) -> Outcome<OwnedFd> {
+        match self.root.make_directory(parts, Mode::from_raw_mode(0o755), made) {
             Ok(directory) => Ok(directory),
             Err(Errno::XDEV) => Err(refuse(name, "its path passes through a symbolic link that leads outside")),
             Err(Errno::NOTDIR) => Err(refuse(name, "a part of its path is not a directory")),
@@ -247,7 +275,11 @@ impl Import {
     }
 
     fn directory(&mut self, name: &[u8], parts: &[&[u8]], mode: u32, mtime: i64) -> Outcome<()> {
-        self.make(name, parts)?;
+        let mut made = false;
+        self.make_with(name, parts, |count| made |= count == parts.len())?;
+        if made {
+            self.tell(parts, |change| change.of_kind(FileType::Dir));
+        }
         // One that was closed before must let its entries in.
         let (above, last) = self.parent(name, parts)?;
         if statat(&above, last, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|stat| path::kind(&stat) == FileType::Dir && stat.st_mode & 0o700 != 0o700) {
@@ -261,29 +293,40 @@ impl Import {
     }
 
     /// The content waits out of sight until it is whole: an archive or a disk that ends within it leaves what was there.
-    fn file(&self, name: &[u8], parts: &[&[u8]], mode: u32, mtime: i64, size: u64, source: &mut Source<'_>) -> Outcome<()> {
+    fn file(&mut self, name: &[u8], parts: &[&[u8]], mode: u32, mtime: i64, size: u64, source: &mut Source<'_>) -> Outcome<()> {
         let (directory, last) = self.parent(name, parts)?;
         let mut staged = directory.try_clone().doing("unpacking", name).and_then(|directory| Staged::new(directory).doing("unpacking", name))?;
-        source.content(size, name, |bytes| staged.file().write_all(bytes).doing("unpacking", name))?;
+        let mut hasher = self.changes.has_room().then(digest::Hasher::default);
+        source.content(size, name, |bytes| {
+            if let Some(hasher) = &mut hasher {
+                hasher.update(bytes);
+            }
+            staged.file().write_all(bytes).doing("unpacking", name)
+        })?;
         futimens(staged.file(), &times(mtime, 0)).doing("unpacking", name)?;
+        let before = self.hash(&directory, last);
         match staged.publish(&directory, OsStr::from_bytes(last), mode, true) {
-            Err(Errno::ISDIR) => Err(directory_in_the_way(name)),
-            result => result.doing("unpacking", name),
+            Err(Errno::ISDIR) => return Err(directory_in_the_way(name)),
+            result => result.doing("unpacking", name)?,
         }
+        self.tell(parts, |change| change.before(before).after(hasher.map(digest::Hasher::hex)));
+        Ok(())
     }
 
-    fn symlink(&self, name: &[u8], parts: &[&[u8]], link: &[u8], mtime: i64) -> Outcome<()> {
+    fn symlink(&mut self, name: &[u8], parts: &[&[u8]], link: &[u8], mtime: i64) -> Outcome<()> {
         if link.is_empty() || link.contains(&0) {
             return Err(refuse(name, "its link target is not valid"));
         }
         let (directory, last) = self.parent(name, parts)?;
+        let before = self.hash(&directory, last);
         replacing(name, &directory, last, || symlinkat(link, &directory, last))?;
+        self.tell(parts, |change| change.of_kind(FileType::Symlink).before(before));
         // Not every file system keeps times of links.
         let _tried = utimensat(&directory, last, &times(mtime, 0), AtFlags::SYMLINK_NOFOLLOW);
         Ok(())
     }
 
-    fn hard_link(&self, name: &[u8], parts: &[&[u8]], link: &[u8]) -> Outcome<()> {
+    fn hard_link(&mut self, name: &[u8], parts: &[&[u8]], link: &[u8]) -> Outcome<()> {
         let target = confined::parts(link).map_err(|reason| refuse(name, &format!("its link target is not valid: {reason}")))?;
         let Some((target_name, target_parents)) = target.split_last() else { return Err(refuse(name, "its link target is empty")) };
         let gone = |_| refuse(name, "its link target is not in the directory");
@@ -297,11 +340,14 @@ impl Import {
         if statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|old| (old.st_dev, old.st_ino) == (stat.st_dev, stat.st_ino)) {
             return Ok(());
         }
-        replacing(name, &directory, last, || linkat(&target_directory, *target_name, &directory, last, AtFlags::empty()))
+        let (before, after) = (self.hash(&directory, last), self.hash(&target_directory, target_name));
+        replacing(name, &directory, last, || linkat(&target_directory, *target_name, &directory, last, AtFlags::empty()))?;
+        self.tell(parts, |change| change.before(before).after(after));
+        Ok(())
     }
 
     /// Gives directories their permissions and times, the deepest first. Best effort: the contents are all there.
-    fn finish(self) {
+    fn finish(self) -> FileChanges {
         for (path, mode, mtime) in self.directories.into_iter().rev() {
             let parts: Vec<&[u8]> = path.split(|byte| *byte == b'/').collect();
             let Some((last, parents)) = parts.split_last() else { continue };
@@ -312,6 +358,7 @@ impl Import {
                 let _mode = chmodat(&directory, *last, Mode::from_raw_mode(mode), AtFlags::empty());
             }
         }
+        self.changes
     }
 }
 
@@ -335,180 +382,4 @@ fn replacing<T>(name: &[u8], directory: &OwnedFd, last: &[u8], mut make: impl Fn
 }
 
 #[cfg(test)]
-mod tests {
-    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
-
-    use cynode_sba_proto::AgentError;
-    use proptest::prelude::*;
-
-    use super::{super::tests::*, *};
-
-    /// An archive of entries as nobody should make them: names are not checked.
-    #[derive(Default)]
-    struct Maker(Vec<u8>);
-
-    impl Maker {
-        fn add(mut self, kind: EntryType, name: &[u8], link: &[u8], mode: u32, content: &[u8]) -> Self {
-            let mut header = Header::new_gnu();
-            header.set_entry_type(kind);
-            header.set_mode(mode);
-            header.set_mtime(1_000_000);
-            header.set_size(content.len() as u64);
-            let old = header.as_old_mut();
-            old.name[..name.len()].copy_from_slice(name);
-            old.linkname[..link.len()].copy_from_slice(link);
-            header.set_cksum();
-            self.0.extend_from_slice(header.as_bytes());
-            self.0.extend_from_slice(content);
-            self.0.resize(self.0.len().next_multiple_of(BLOCK), 0);
-            self
-        }
-
-        fn file(self, name: &str, content: &str) -> Self {
-            self.add(EntryType::Regular, name.as_bytes(), b"", 0o644, content.as_bytes())
-        }
-
-        fn end(mut self) -> Vec<u8> {
-            self.0.resize(self.0.len() + 2 * BLOCK, 0);
-            self.0
-        }
-    }
-
-    fn import(sandbox: &Sandbox, bytes: &[u8]) -> Outcome<()> {
-        let mut pieces = bytes.chunks(700).map(<[u8]>::to_vec);
-        sandbox.files.import(b"into", &mut || Ok(pieces.next()))
-    }
-
-    fn refusal(sandbox: &Sandbox, bytes: &[u8]) -> AgentError {
-        let error = refused(import(sandbox, bytes));
-        assert_eq!(error.code, ErrorCode::InvalidRequest, "{error:?}");
-        error
-    }
-
-    #[test]
-    fn an_archive_is_unpacked_with_modes_times_and_links() {
-        let sandbox = Sandbox::new();
-        let archive = Maker::default()
-            .add(EntryType::Directory, b"./", b"", 0o700, b"")
-            .add(EntryType::Directory, b"closed/", b"", 0o555, b"")
-            .file("closed/file", "hello")
-            .add(EntryType::Regular, b"./suid", b"", 0o6755, b"x")
-            .add(EntryType::Link, b"hard", b"closed/file", 0o644, b"")
-            .add(EntryType::Symlink, b"soft", b"/anywhere", 0o777, b"")
-            .end();
-        import(&sandbox, &archive).expect("unpacked");
-        import(&sandbox, &archive).expect("unpacked over itself");
-        assert_eq!(sandbox.get("into/closed/file"), b"hello");
-        let stat = |path: &str| std::fs::symlink_metadata(sandbox.path(path)).expect("stat");
-        assert_eq!(stat("into/closed").permissions().mode() & 0o7777, 0o555);
-        assert_eq!(stat("into/suid").permissions().mode() & 0o7777, 0o755);
-        assert_eq!((stat("into/suid").mtime(), stat("into/closed").mtime()), (1_000_000, 1_000_000));
-        assert_eq!(stat("into/hard").ino(), stat("into/closed/file").ino());
-        assert!(stat("into/soft").is_symlink());
-    }
-
-    #[test]
-    fn nothing_gets_out_of_the_directory() {
-        let sandbox = Sandbox::new();
-        let outside = sandbox.outside("secret");
-        std::fs::write(&outside, "secret").expect("written");
-        let outside = outside.to_str().expect("text").to_owned();
-        for (archive, expected) in [
-            (Maker::default().file("../evil", "x"), "'..'"),
-            (Maker::default().file("a/../../evil", "x"), "'..'"),
-            (Maker::default().file("/evil", "x"), "absolute"),
-            (Maker::default().add(EntryType::Symlink, b"up", b"../..", 0o777, b"").file("up/evil", "x"), "leads outside"),
-            (Maker::default().add(EntryType::Symlink, b"abs", b"/tmp", 0o777, b"").add(EntryType::Directory, b"abs/evil/", b"", 0o755, b""), "leads outside"),
-            (Maker::default().add(EntryType::Link, b"steal", outside.as_bytes(), 0o644, b""), "link target"),
-            (Maker::default().add(EntryType::Link, b"steal", b"../../secret", 0o644, b""), "link target"),
-            (Maker::default().add(EntryType::Symlink, b"s", b"../../secret", 0o777, b"").add(EntryType::Link, b"steal", b"s", 0o644, b""), "regular file"),
-            (Maker::default().add(EntryType::Char, b"device", b"", 0o644, b""), "device"),
-            (Maker::default().add(EntryType::Fifo, b"fifo", b"", 0o644, b""), "device"),
-            (Maker::default().add(EntryType::new(b'Q'), b"odd", b"", 0o644, b""), "unknown"),
-        ] {
-            let error = refusal(&sandbox, &archive.end());
-            assert!(error.message.contains(expected), "{expected}: {}", error.message);
-        }
-        assert!(!sandbox.outside("evil").exists() && !sandbox.path("evil").exists() && !std::path::Path::new("/tmp/evil").exists());
-        assert_eq!(std::fs::read(sandbox.outside("secret")).expect("read"), b"secret");
-    }
-
-    #[test]
-    fn a_file_replaces_a_link_instead_of_writing_through_it() {
-        let sandbox = Sandbox::new();
-        std::fs::write(sandbox.outside("secret"), "secret").expect("written");
-        std::fs::create_dir(sandbox.path("into")).expect("made");
-        symlink(sandbox.outside("secret"), sandbox.path("into/file")).expect("link");
-        import(&sandbox, &Maker::default().file("file", "new").end()).expect("unpacked");
-        assert_eq!(std::fs::read(sandbox.outside("secret")).expect("read"), b"secret");
-        assert_eq!(sandbox.get("into/file"), b"new");
-        sandbox.put("into/dir/x", "");
-        assert_eq!(code(import(&sandbox, &Maker::default().file("dir", "new").end())), ErrorCode::AlreadyExists);
-    }
-
-    #[test]
-    fn extension_headers_name_the_next_entry() {
-        let sandbox = Sandbox::new();
-        let name = "n".repeat(150);
-        let record = |key: &str, value: &str| {
-            let rest = key.len() + value.len() + 3;
-            let length = (rest..rest + 10).find(|length| length.to_string().len() + rest == *length).expect("a length");
-            format!("{length} {key}={value}\n")
-        };
-        let records = record("path", &name) + &record("mtime", "12345.678") + &record("comment", "x");
-        let archive = Maker::default()
-            .add(EntryType::XGlobalHeader, b"g", b"", 0, b"12 comment=\n")
-            .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
-            .file("short", "hello")
-            .file("other", "");
-        import(&sandbox, &archive.end()).expect("unpacked");
-        assert_eq!(sandbox.names("into"), [name.as_str(), "other"]);
-        assert_eq!(std::fs::metadata(sandbox.path("into").join(&name)).expect("stat").mtime(), 12_345);
-        for records in ["nonsense", "99 path=x\n", "5 x\n"] {
-            refusal(&sandbox, &Maker::default().add(EntryType::XHeader, b"x", b"", 0, records.as_bytes()).end());
-        }
-    }
-
-    #[test]
-    fn an_archive_of_nothing_makes_an_empty_directory() {
-        let sandbox = Sandbox::new();
-        import(&sandbox, &Maker::default().end()).expect("unpacked");
-        assert!(sandbox.names("into").is_empty());
-    }
-
-    #[test]
-    fn a_broken_archive_is_refused() {
-        let sandbox = Sandbox::new();
-        refusal(&sandbox, b"");
-        refusal(&sandbox, b"short");
-        refusal(&sandbox, &[b'x'; 2_048]);
-        assert!(!sandbox.path("into").exists());
-        let archive = Maker::default().file("file", &"x".repeat(2_000)).end();
-        sandbox.put("into/file", "old");
-        assert!(refusal(&sandbox, &archive[..1_000]).message.contains("ends within"));
-        assert_eq!((sandbox.get("into/file"), sandbox.names("into")), (b"old".to_vec(), vec!["file".to_owned()]));
-        let mut pieces = vec![archive[..1_000].to_vec()].into_iter();
-        let lost = sandbox.files.import(b"into", &mut || pieces.next().map(Some).ok_or_else(|| std::io::ErrorKind::UnexpectedEof.into()));
-        assert!(matches!(lost, Err(Failure::Connection(_))));
-    }
-
-    proptest! {
-        #![proptest_config(ProptestConfig::with_cases(128))]
-        #[test]
-        fn damaged_archives_never_panic_nor_leave(position in 0_usize..2_000, byte in any::<u8>(), fix in any::<bool>()) {
-            let sandbox = Sandbox::new();
-            let mut archive = Maker::default().add(EntryType::Symlink, b"link", b"..", 0o777, b"").file("link/file", "hello").end();
-            let position = position % archive.len();
-            archive[position] = byte;
-            if fix {
-                let block = position / BLOCK * BLOCK;
-                let mut header = Header::new_old();
-                header.as_mut_bytes().copy_from_slice(&archive[block..block + BLOCK]);
-                header.set_cksum();
-                archive[block..block + BLOCK].copy_from_slice(header.as_bytes());
-            }
-            let _result = import(&sandbox, &archive);
-            prop_assert!(!sandbox.path("file").exists());
-        }
-    }
-}
+mod tests;

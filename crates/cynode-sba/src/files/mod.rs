@@ -89,30 +89,18 @@ impl Files {
                 let conditions = write::Conditions { if_match, if_none_match };
                 Reply::Written(self.write(&path.0, mode, &conditions, max_bytes, &mut || incoming.next())?)
             }
-            FileOp::Delete { path, recursive, if_match } => {
-                self.delete(&path.0, recursive, if_match)?;
-                Reply::Ok
-            }
+            FileOp::Delete { path, recursive, if_match } => Reply::Ok { changed: Some(self.delete(&path.0, recursive, if_match)?) },
             FileOp::List { request } => return send_json(&self.list(&request)?, incoming.peer),
             FileOp::Search { request } => return send_json(&self.search(&request)?, incoming.peer),
             FileOp::Patch { strip, dry_run } => {
                 let diff = whole_body(incoming, file_limits::MAX_PATCH_BYTES)?;
                 return send_json(&self.patch(diff, strip, dry_run)?, incoming.peer);
             }
-            FileOp::Move { from, to, overwrite } => {
-                self.rename(&from.0, &to.0, overwrite)?;
-                Reply::Ok
-            }
-            FileOp::Mkdir { path, parents } => {
-                self.mkdir(&path.0, parents)?;
-                Reply::Ok
-            }
+            FileOp::Move { from, to, overwrite } => Reply::Ok { changed: Some(self.rename(&from.0, &to.0, overwrite)?) },
+            FileOp::Mkdir { path, parents } => Reply::Ok { changed: Some(self.mkdir(&path.0, parents)?) },
             FileOp::ExportTar { path } => return self.export_tar(&path.0, incoming.peer),
             FileOp::ExportPatch { base } => return self.export_patch(base.as_deref(), incoming.peer),
-            FileOp::Import { path } => {
-                self.import(&path.0, &mut || incoming.next())?;
-                Reply::Ok
-            }
+            FileOp::Import { path } => Reply::Ok { changed: Some(self.import(&path.0, &mut || incoming.next())?) },
         };
         incoming.peer.reply(&reply).map_err(Failure::Connection)
     }

@@ -131,15 +131,19 @@ pub(super) fn not_a_file(path: &Path, kind: FileType) -> Failure {
     Failure::new(ErrorCode::NotAFile, format!("{} {what}", shown(bytes(path))))
 }
 
-/// `mkdir -p`: a directory that exists already is fine.
-pub(super) fn make_directories(path: &Path) -> Outcome<()> {
+/// `mkdir -p`: a directory that exists already is fine. Whether it had to be made.
+pub(super) fn make_directories(path: &Path) -> Outcome<bool> {
     const DIRECTORY: Mode = Mode::from_raw_mode(0o755);
     // From the path upwards to the first directory that is there or can be made, then down again.
     let mut missing = Vec::new();
     let mut at = path;
+    let mut made = false;
     loop {
         match mkdirat(CWD, at, DIRECTORY) {
-            Ok(()) => break,
+            Ok(()) => {
+                made = true;
+                break;
+            }
             Err(Errno::NOENT) => {
                 missing.push(at);
                 let Some(parent) = at.parent() else { return Err(Failure::system(Errno::NOENT, "making the directory", bytes(path))) };
@@ -154,12 +158,13 @@ pub(super) fn make_directories(path: &Path) -> Outcome<()> {
         }
     }
     while let Some(directory) = missing.pop() {
-        match mkdirat(CWD, directory, DIRECTORY) {
-            Ok(()) | Err(Errno::EXIST) => {}
+        made = match mkdirat(CWD, directory, DIRECTORY) {
+            Ok(()) => true,
+            Err(Errno::EXIST) => false,
             Err(errno) => return Err(Failure::system(errno, "making the directory", bytes(directory))),
-        }
+        };
     }
-    Ok(())
+    Ok(made)
 }
 
 #[cfg(test)]
@@ -206,8 +211,9 @@ mod tests {
     fn making_directories_twice_is_fine_and_a_file_in_the_way_is_named() {
         let temp = tempfile::tempdir().expect("temp dir");
         let deep = temp.path().join("a/b/c");
-        make_directories(&deep).expect("made");
-        make_directories(&deep).expect("there already");
+        assert!(make_directories(&deep).expect("made"));
+        assert!(!make_directories(&deep).expect("there already"));
+        assert!(make_directories(&deep.join("d")).expect("made"));
         std::fs::write(temp.path().join("file"), "").expect("written");
         let through = make_directories(&temp.path().join("file/x"));
         assert!(matches!(through, Err(Failure::Refused(error)) if error.code == ErrorCode::NotADirectory));

@@ -183,7 +183,7 @@ fn a_refusal_takes_the_rest_of_the_body_so_that_the_worker_reads_it() {
 #[test]
 fn small_operations_answer_over_the_connection() {
     let sandbox = Sandbox::new();
-    let ok = |op| assert!(matches!(sandbox.ask(op, b"").first(), Reply::Ok));
+    let ok = |op| assert!(matches!(sandbox.ask(op, b"").first(), Reply::Ok { changed: Some(_) }));
     ok(FileOp::Mkdir { path: raw("a/b"), parents: true });
     ok(FileOp::Move { from: raw("a/b"), to: raw("c"), overwrite: false });
     ok(FileOp::Delete { path: raw("c"), recursive: false, if_match: None });

@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use cynode_api::{ErrorCode, FileType};
+use cynode_api::{ErrorCode, FileChange, FileChanges, FileType};
 use rustix::{
     fs::{
         AtFlags, CWD, FileType as Kind, Mode, OFlags, Stat, Timespec, Timestamps, chmodat, fchmod, fstat, futimens, mkdirat, openat, readlinkat, renameat,
@@ -20,6 +20,7 @@ use rustix::{
 };
 
 use super::{
+    digest,
     error::{Doing, Failure, Outcome, shown},
     names::for_each_until,
     path::{self, Files},
@@ -31,34 +32,41 @@ use super::{
 const MAX_PASSES: u32 = 16;
 
 impl Files {
-    pub(super) fn mkdir(&self, path: &[u8], parents: bool) -> Outcome<()> {
+    pub(super) fn mkdir(&self, path: &[u8], parents: bool) -> Outcome<FileChanges> {
         let place = self.locate(path)?;
-        if parents {
-            return path::make_directories(&place);
-        }
-        match mkdirat(CWD, &place, Mode::from_raw_mode(0o755)) {
-            Err(Errno::NOENT) => Err(Failure::new(ErrorCode::NotFound, format!("the directory above {} does not exist (ENOENT)", shown(path::bytes(&place))))),
-            result => result.doing("making the directory", path::bytes(&place)),
-        }
-    }
-
-    pub(super) fn rename(&self, from: &[u8], to: &[u8], overwrite: bool) -> Outcome<()> {
-        let (from, to) = (self.locate(from)?, self.locate(to)?);
-        self.spare(&from, "moved")?;
-        let result = if overwrite { renameat(CWD, &from, CWD, &to) } else { rename_to_free_name(CWD, &from, CWD, &to) };
-        match result {
-            Ok(()) => Ok(()),
-            Err(Errno::XDEV) => move_across(&from, &to, overwrite),
-            Err(Errno::NOENT) => {
-                statat(CWD, &from, AtFlags::SYMLINK_NOFOLLOW).doing("moving", path::bytes(&from))?;
-                Err(Failure::system(Errno::NOENT, "moving into the directory of", path::bytes(&to)))
+        let made = if parents {
+            path::make_directories(&place)?
+        } else {
+            match mkdirat(CWD, &place, Mode::from_raw_mode(0o755)) {
+                Err(Errno::NOENT) => {
+                    let message = format!("the directory above {} does not exist (ENOENT)", shown(path::bytes(&place)));
+                    return Err(Failure::new(ErrorCode::NotFound, message));
+                }
+                result => result.doing("making the directory", path::bytes(&place))?,
             }
-            Err(errno @ (Errno::EXIST | Errno::NOTEMPTY | Errno::ISDIR)) => Err(Failure::system(errno, "moving to", path::bytes(&to))),
-            Err(errno) => Err(Failure::system(errno, "moving", path::bytes(&from))),
-        }
+            true
+        };
+        Ok(made.then(|| FileChange::new(path).of_kind(FileType::Dir)).into_iter().collect())
     }
 
-    pub(super) fn delete(&self, path: &[u8], recursive: bool, if_match: Option<Vec<String>>) -> Outcome<()> {
+    pub(super) fn rename(&self, from: &[u8], to: &[u8], overwrite: bool) -> Outcome<FileChanges> {
+        let (source, target) = (self.locate(from)?, self.locate(to)?);
+        self.spare(&source, "moved")?;
+        let look = |place: &Path| statat(CWD, place, AtFlags::SYMLINK_NOFOLLOW).ok();
+        let (was, replaced) = (look(&source), look(&target));
+        let kind = was.as_ref().map_or(FileType::File, path::kind);
+        let sha256 = digest::of_entry(CWD, &source);
+        let before = if overwrite { digest::of_entry(CWD, &target) } else { None };
+        move_to(&source, &target, overwrite)?;
+        // Two names of one file: there is nothing to do, and the system does nothing.
+        if was.as_ref().map(identity) == replaced.as_ref().map(identity) {
+            return Ok(FileChanges::default());
+        }
+        let gone = FileChange::new(from).of_kind(kind).before(sha256.clone());
+        Ok([gone, FileChange::new(to).of_kind(kind).before(before).after(sha256)].into_iter().collect())
+    }
+
+    pub(super) fn delete(&self, path: &[u8], recursive: bool, if_match: Option<Vec<String>>) -> Outcome<FileChanges> {
         let place = self.locate(path)?;
         self.spare(&place, "deleted")?;
         if if_match.is_some() {
@@ -69,17 +77,21 @@ impl Files {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let parent = openat(CWD, parent, flags, Mode::empty()).doing("deleting", path::bytes(&place))?;
         let stat = statat(&parent, name, AtFlags::SYMLINK_NOFOLLOW).doing("deleting", path::bytes(&place))?;
+        let change = FileChange::new(path).of_kind(path::kind(&stat));
         if path::kind(&stat) != FileType::Dir {
             if path.ends_with(b"/") {
                 return Err(Failure::system(Errno::NOTDIR, "deleting", path::bytes(&place)));
             }
-            return unlinkat(&parent, name, AtFlags::empty()).doing("deleting", path::bytes(&place));
+            let before = digest::of_entry(&parent, name);
+            unlinkat(&parent, name, AtFlags::empty()).doing("deleting", path::bytes(&place))?;
+            return Ok(FileChanges::from_iter([change.before(before)]));
         }
         match unlinkat(&parent, name, AtFlags::REMOVEDIR) {
-            Err(Errno::NOTEMPTY | Errno::EXIST) if recursive => remove_tree(parent, name, &place),
-            Err(Errno::EXIST) => Err(Failure::system(Errno::NOTEMPTY, "deleting", path::bytes(&place))),
-            result => result.doing("deleting", path::bytes(&place)),
+            Err(Errno::NOTEMPTY | Errno::EXIST) if recursive => remove_tree(parent, name, &place)?,
+            Err(Errno::EXIST) => return Err(Failure::system(Errno::NOTEMPTY, "deleting", path::bytes(&place))),
+            result => result.doing("deleting", path::bytes(&place))?,
         }
+        Ok(FileChanges::from_iter([change]))
     }
 
     /// Refuses the workspace and every directory that it lies in.
@@ -90,6 +102,20 @@ impl Files {
             return Err(Failure::new(ErrorCode::PermissionDenied, format!("{} holds the workspace and can't be {what}", shown(path::bytes(place)))));
         }
         Ok(())
+    }
+}
+
+fn move_to(from: &Path, to: &Path, overwrite: bool) -> Outcome<()> {
+    let result = if overwrite { renameat(CWD, from, CWD, to) } else { rename_to_free_name(CWD, from, CWD, to) };
+    match result {
+        Ok(()) => Ok(()),
+        Err(Errno::XDEV) => move_across(from, to, overwrite),
+        Err(Errno::NOENT) => {
+            statat(CWD, from, AtFlags::SYMLINK_NOFOLLOW).doing("moving", path::bytes(from))?;
+            Err(Failure::system(Errno::NOENT, "moving into the directory of", path::bytes(to)))
+        }
+        Err(errno @ (Errno::EXIST | Errno::NOTEMPTY | Errno::ISDIR)) => Err(Failure::system(errno, "moving to", path::bytes(to))),
+        Err(errno) => Err(Failure::system(errno, "moving", path::bytes(from))),
     }
 }
 
@@ -275,6 +301,56 @@ mod tests {
         assert_eq!(code(sandbox.files.delete(b"target", false, None)), ErrorCode::NotEmpty);
         assert_eq!(code(sandbox.files.delete(b"gone", true, None)), ErrorCode::NotFound);
         assert_eq!(code(sandbox.files.delete(b"target/file/", true, None)), ErrorCode::NotADirectory);
+    }
+
+    #[test]
+    fn what_is_deleted_is_told_as_it_was() {
+        let sandbox = Sandbox::new();
+        sandbox.put("file", "hello");
+        sandbox.put("dir/file", "hello");
+        sandbox.fifo("fifo");
+        symlink("file", sandbox.path("link")).expect("link");
+        // One byte more than what is read for it.
+        std::fs::File::create(sandbox.path("huge")).expect("made").set_len(cynode_api::file_limits::MAX_PUT_BYTES + 1).expect("length");
+        let told = |path: &str| sandbox.files.delete(path.as_bytes(), true, None).expect("deleted").changes;
+        assert_eq!(told("link"), [FileChange::new(b"link").of_kind(FileType::Symlink)]);
+        assert_eq!(told("./file"), [FileChange::new(b"./file").before(Some(HELLO.into()))]);
+        assert_eq!(told("dir"), [FileChange::new(b"dir").of_kind(FileType::Dir)]);
+        assert_eq!(told("fifo"), [FileChange::new(b"fifo").of_kind(FileType::Other)]);
+        assert_eq!(told("huge"), [FileChange::new(b"huge")]);
+        let odd = sandbox.path("").join(OsStr::from_bytes(b"\xff"));
+        std::fs::write(odd, "hello").expect("written");
+        let told = sandbox.files.delete(b"\xff", false, None).expect("deleted").changes;
+        assert_eq!((&told[0].path, told[0].path_b64.as_ref().map(|bytes| bytes.0.as_slice())), (&None, Some(&b"\xff"[..])));
+    }
+
+    #[test]
+    fn what_is_moved_is_told_under_both_names_with_what_it_replaced() {
+        let sandbox = Sandbox::new();
+        let told = |from: &str, to: &str| sandbox.files.rename(from.as_bytes(), to.as_bytes(), true).expect("moved").changes;
+        sandbox.put("file", "hello");
+        assert_eq!(told("file", "moved"), [FileChange::new(b"file").before(Some(HELLO.into())), FileChange::new(b"moved").after(Some(HELLO.into()))]);
+        sandbox.put("other", "other");
+        let other = Some(digest::of(b"other"));
+        let expected = [FileChange::new(b"other").before(other.clone()), FileChange::new(b"moved").before(Some(HELLO.into())).after(other)];
+        assert_eq!(told("other", "moved"), expected);
+        std::fs::create_dir(sandbox.path("dir")).expect("made");
+        assert_eq!(told("dir", "there"), [b"dir", &b"there"[..]].map(|path| FileChange::new(path).of_kind(FileType::Dir)));
+        symlink("moved", sandbox.path("link")).expect("link");
+        assert_eq!(told("link", "soft"), [b"link", &b"soft"[..]].map(|path| FileChange::new(path).of_kind(FileType::Symlink)));
+        // The system does nothing then.
+        std::fs::hard_link(sandbox.path("moved"), sandbox.path("twin")).expect("link");
+        assert_eq!((told("moved", "twin"), told("moved", "moved")), (vec![], vec![]));
+        assert_eq!(sandbox.names("."), ["moved", "soft", "there", "twin"]);
+    }
+
+    #[test]
+    fn a_directory_is_told_when_it_was_made() {
+        let sandbox = Sandbox::new();
+        let told = |path: &str, parents| sandbox.files.mkdir(path.as_bytes(), parents).expect("made").changes;
+        assert_eq!(told("a/b/c", true), [FileChange::new(b"a/b/c").of_kind(FileType::Dir)]);
+        assert_eq!((told("a/b/c", true), told("a", true)), (vec![], vec![]));
+        assert_eq!(told("d", false), [FileChange::new(b"d").of_kind(FileType::Dir)]);
     }
 
     #[test]

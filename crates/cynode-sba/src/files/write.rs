@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use cynode_api::{ErrorCode, FileType, file_limits};
+use cynode_api::{ErrorCode, FileType};
 use cynode_sba_proto::Written;
 use rustix::{
     fs::{Access, AtFlags, CWD, Mode, OFlags, Stat, accessat, openat, readlinkat},
@@ -120,12 +120,7 @@ pub(super) fn find(target: &Path, conditions: &Conditions) -> Outcome<Option<Fou
     if conditions.names_hashes() {
         return find_any(target);
     }
-    let readable = path::size(&stat) <= file_limits::MAX_PUT_BYTES;
-    let sha256 = readable
-        .then(|| path::open_file(target).ok())
-        .flatten()
-        .and_then(|(file, _)| digest::of_file(&file, file_limits::MAX_PUT_BYTES).ok())
-        .map(|(sha256, _)| sha256);
+    let sha256 = path::open_file(target).ok().and_then(|(file, _)| digest::for_record(&file));
     Ok(Some(Found { stat, sha256 }))
 }
 

@@ -2,13 +2,10 @@
 
 use std::{path::Path, sync::Arc, time::Duration};
 
-use axum::{
-    Json,
-    extract::State,
-    response::{IntoResponse as _, Response},
-};
+use axum::{Extension, Json, extract::State, response::Response};
 use cynode_api::{
-    ErrorCode, Exec as ExecObject, ExecAccepted, ExecId, ExecRequest, ExecResult, ExecVia, OutputPage, Page, Problem, SessionId, SignalExec, StdinWrite,
+    ErrorCode, Exec as ExecObject, ExecAccepted, ExecId, ExecOutcome, ExecRequest, ExecResult, ExecVia, OutputPage, Page, Problem, SessionId, SignalExec,
+    SignalOutcome, StdinOf, StdinOutcome, StdinWrite,
     exec_limits::{MAX_ENV, MAX_ENV_BYTES, MAX_OUTPUT_BYTES, MAX_STDIN_BYTES, MAX_TIMEOUT_MS},
 };
 use cynode_sba_proto::{MAX_DATA, Request, WORKSPACE};
@@ -19,6 +16,7 @@ use cynode_service::{
 };
 use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
+use sha2::{Digest as _, Sha256};
 use utoipa::IntoParams;
 
 use super::{
@@ -27,6 +25,7 @@ use super::{
     sessions::{Id, page, parse_id},
 };
 use crate::{
+    calls::{Noting, told},
     execs::{self, Begun, Command, Exec, Offered},
     sessions::{Entry, Live, check_version, exec_environment},
 };
@@ -81,6 +80,7 @@ pub(super) async fn start(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
     headers: HeaderMap,
+    noting: Option<Extension<Noting>>,
     JsonBody(request): JsonBody<ExecRequest>,
 ) -> Result<Response, ApiError> {
     let begun = std::time::Instant::now();
@@ -88,24 +88,30 @@ pub(super) async fn start(
     let (entry, live) = api.sessions.live(id)?;
     api.sessions.check_room_for_work()?;
     let background = request.background;
-    let exec = run(&api, &entry, live, request).await?;
+    let exec = run(&api, &entry, live, request, noting).await?;
+    let accepted = ExecAccepted { exec_id: exec.id() };
     if background && !accepts_events(&headers) {
-        return Ok((StatusCode::ACCEPTED, Json(ExecAccepted { exec_id: exec.id() })).into_response());
+        return Ok(told(&accepted, (StatusCode::ACCEPTED, Json(accepted))));
     }
     if accepts_events(&headers) {
-        return Ok(output::stream(exec.attach(0)?, true, api.stop.clone()));
+        return Ok(told(&accepted, output::stream(exec.attach(0)?, true, api.stop.clone())));
     }
     let _watching = exec.watch();
     let result = exec.result().await?;
     metrics::histogram!("cynode_exec_seconds").record(begun.elapsed().as_secs_f64());
-    Ok(Json(result).into_response())
+    Ok(told(&ExecOutcome { exec_id: result.exec_id, exit: result.exit.clone() }, Json(result)))
 }
 
 /// Starts the command, or finds the one that the same request started.
-async fn run(api: &Api, entry: &Entry, live: Arc<Live>, request: ExecRequest) -> Result<Arc<Exec>, ApiError> {
+async fn run(api: &Api, entry: &Entry, live: Arc<Live>, request: ExecRequest, noting: Option<Extension<Noting>>) -> Result<Arc<Exec>, ApiError> {
     let cwd = Path::new(WORKSPACE).join(request.cwd.as_deref().unwrap_or("."));
     let cwd = if request.cwd.is_none() { WORKSPACE.to_owned() } else { cwd.to_string_lossy().into_owned() };
-    let exec = match entry.execs.begin(&request, cwd)? {
+    let begun = entry.execs.begin(&request, cwd)?;
+    if let (Some(Extension(noting)), Begun::New(exec) | Begun::Existing(exec)) = (noting, &begun) {
+        // It may run from here on, whether its caller hears of it or not.
+        noting.note(&ExecAccepted { exec_id: exec.id() });
+    }
+    let exec = match begun {
         Begun::Existing(exec) => {
             exec.started().await?;
             return Ok(exec);
@@ -189,10 +195,11 @@ pub(super) async fn output(
 /// Signal a command: its process group, or everything that it started.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/execs/{exec_id}/signal", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)), request_body = SignalExec,
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn signal(State(api): State<Api>, ExecPath(id, exec_id): ExecPath, JsonBody(request): JsonBody<SignalExec>) -> Result<StatusCode, ApiError> {
+pub(super) async fn signal(State(api): State<Api>, ExecPath(id, exec_id): ExecPath, JsonBody(request): JsonBody<SignalExec>) -> Result<Response, ApiError> {
     check_version(request.version)?;
     let (entry, live) = api.sessions.live(id)?;
     let exec = entry.execs.get(exec_id)?;
+    let outcome = SignalOutcome { exec_id: Some(exec_id), signal: request.signal, scope: Some(request.scope) };
     match api.sessions.config.exec_via {
         ExecVia::Agent => {
             let request = Request::Signal { exec_id, signal: request.signal.number(), scope: request.scope };
@@ -201,13 +208,13 @@ pub(super) async fn signal(State(api): State<Api>, ExecPath(id, exec_id): ExecPa
         ExecVia::Runtime if exec.is_running() => execs::signal_by_runtime(&live, exec_id, request.signal.number()),
         ExecVia::Runtime => return Err(ApiError::new(ErrorCode::ExecEnded, "the exec has ended")),
     }
-    Ok(StatusCode::NO_CONTENT)
+    Ok(told(&outcome, StatusCode::NO_CONTENT))
 }
 
 /// Write to a command's standard input. Answers when the command's pipe has taken it, or after 30 s in which it took nothing.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/execs/{exec_id}/stdin", tag = "execs", params(("id" = SessionId, Path), ("exec_id" = ExecId, Path)), request_body = StdinWrite,
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn stdin(State(api): State<Api>, ExecPath(id, exec_id): ExecPath, JsonBody(request): JsonBody<StdinWrite>) -> Result<StatusCode, ApiError> {
+pub(super) async fn stdin(State(api): State<Api>, ExecPath(id, exec_id): ExecPath, JsonBody(request): JsonBody<StdinWrite>) -> Result<Response, ApiError> {
     check_version(request.version)?;
     let (entry, live) = api.sessions.live(id)?;
     let exec = entry.execs.get(exec_id)?;
@@ -215,6 +222,8 @@ pub(super) async fn stdin(State(api): State<Api>, ExecPath(id, exec_id): ExecPat
     if data.len() > MAX_STDIN_BYTES {
         return Err(ApiError::new(ErrorCode::TooLarge, format!("data_b64: more than {MAX_STDIN_BYTES} bytes in one call")));
     }
+    let sha256 = StdinOf { stdin: execs::hex(&Sha256::digest(&data)) };
+    let outcome = StdinOutcome { exec_id, bytes: StdinOf { stdin: data.len() as u64 }, sha256, eof: request.eof };
     let fed = tokio::select! {
         fed = feed(data, request.eof, |piece| exec.offer_stdin(piece, STDIN)) => fed,
         // Nothing of it can take anything any more, whether that has been noticed everywhere or not.
@@ -224,7 +233,7 @@ pub(super) async fn stdin(State(api): State<Api>, ExecPath(id, exec_id): ExecPat
         // That the session has ended says more than that its command has.
         api.sessions.live(id)?;
     }
-    fed.map(|()| StatusCode::NO_CONTENT)
+    fed.map(|()| told(&outcome, StatusCode::NO_CONTENT))
 }
 
 fn stdin_closed() -> ApiError {

@@ -10,8 +10,8 @@ use axum::{
 };
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::{
-    Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchRequest, PatchResult,
-    Problem, SearchRequest, SearchResult, SessionId,
+    Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileChange, FileChanges, FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest,
+    PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, SessionId,
     file_limits::{MAX_CONTEXT_LINES, MAX_DEPTH, MAX_ENTRIES, MAX_PATCH_BYTES, MAX_PATH_BYTES, MAX_PATTERN_BYTES, MAX_PUT_BYTES, MAX_RESULTS, SEARCH_MS},
 };
 use cynode_sba_proto::{FileOp, FileStat, Frame, Reply, Request};
@@ -24,8 +24,9 @@ use utoipa::IntoParams;
 
 use super::{Api, sessions::Id};
 use crate::{
+    calls::told,
     execs::hex,
-    sandbox::{ANSWER, Channel, unavailable, unexpected},
+    sandbox::{ANSWER, Channel, checked, is_sha256, named, unavailable, unexpected},
     sessions::{Activity, check_version},
 };
 
@@ -85,10 +86,11 @@ async fn open(api: &Api, id: SessionId, op: FileOp) -> Result<(Channel, Activity
     Ok((channel, activity))
 }
 
-async fn simple(api: &Api, id: SessionId, op: FileOp) -> Result<StatusCode, ApiError> {
+async fn simple(api: &Api, id: SessionId, op: FileOp) -> Result<Response, ApiError> {
+    let named = named(&op);
     let (mut channel, _activity) = open(api, id, op).await?;
     match channel.reply(PATIENCE).await? {
-        Reply::Ok => Ok(StatusCode::NO_CONTENT),
+        Reply::Ok { changed } => Ok(told(&changed.map_or(named, checked), StatusCode::NO_CONTENT)),
         other => Err(unexpected(&format!("{other:?}"))),
     }
 }
@@ -99,10 +101,6 @@ async fn stat_of(api: &Api, id: SessionId, op: FileOp) -> Result<(FileStat, Chan
         Reply::Stat(stat) => Ok((stat, channel, activity)),
         other => Err(unexpected(&format!("{other:?}"))),
     }
-}
-
-fn is_sha256(text: &str) -> bool {
-    text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 fn file_headers(stat: &FileStat) -> HeaderMap {
@@ -282,7 +280,7 @@ pub(super) async fn write(
         Some(value) if value == "*" => true,
         Some(_) => return Err(ApiError::invalid("If-None-Match: only '*' is understood here")),
     };
-    let op = FileOp::Write { path, mode, if_match: if_match(&headers)?, if_none_match, max_bytes: MAX_PUT_BYTES };
+    let op = FileOp::Write { path: path.clone(), mode, if_match: if_match(&headers)?, if_none_match, max_bytes: MAX_PUT_BYTES };
     let (mut channel, _activity) = open(&api, id, op).await?;
     let mut hash = Sha256::new();
     let mut total: u64 = 0;
@@ -299,24 +297,22 @@ pub(super) async fn write(
             return Err(channel.not_taken(error).await);
         }
     }
-    if expected.is_some_and(|expected| expected != hex(&hash.finalize())) {
+    let sha256 = hex(&hash.finalize());
+    if expected.is_some_and(|expected| expected != sha256) {
         return Err(ApiError::invalid("X-Content-SHA256: the body has another hash; nothing was written"));
     }
     if let Err(error) = channel.send(&Frame::End).await {
         return Err(channel.not_taken(error).await);
     }
     match channel.reply(PATIENCE).await? {
-        Reply::Written(written) if is_sha256(&written.sha256) => {
+        // We know what was sent: an agent that wrote something else is not believed.
+        Reply::Written(written) if written.sha256 == sha256 => {
             let status = if written.created { StatusCode::CREATED } else { StatusCode::OK };
-            let etag = format!("\"sha256:{}\"", written.sha256);
-            let answer = FileWritten {
-                sha256: written.sha256,
-                size: written.size,
-                mode: format!("{:04o}", written.mode & 0o7777),
-                created: written.created,
-                sha256_before: written.sha256_before,
-            };
-            Ok((status, [(header::ETAG, etag)], Json(answer)).into_response())
+            let etag = format!("\"sha256:{sha256}\"");
+            let sha256_before = written.sha256_before.filter(|sha256| is_sha256(sha256));
+            let change = FileChange::new(&path.0).before(sha256_before.clone()).after(Some(sha256.clone()));
+            let answer = FileWritten { sha256, size: written.size, mode: format!("{:04o}", written.mode & 0o7777), created: written.created, sha256_before };
+            Ok(told(&FileChanges::from_iter([change]), (status, [(header::ETAG, etag)], Json(answer))))
         }
         other => Err(unexpected(&format!("{other:?}"))),
     }
@@ -330,7 +326,7 @@ pub(super) async fn delete(
     Id(id): Id<SessionId>,
     headers: HeaderMap,
     QueryParams(query): QueryParams<FileQuery>,
-) -> Result<StatusCode, ApiError> {
+) -> Result<Response, ApiError> {
     simple(&api, id, FileOp::Delete { path: query.path()?, recursive: query.recursive, if_match: if_match(&headers)? }).await
 }
 
@@ -371,7 +367,7 @@ pub(super) async fn search(State(api): State<Api>, Id(id): Id<SessionId>, JsonBo
 /// Apply a unified diff to the workspace: all of it, or nothing.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:patch", tag = "files", params(("id" = SessionId, Path)), request_body = PatchRequest,
     responses((status = 200, body = PatchResult), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<PatchRequest>) -> Result<Json<PatchResult>, ApiError> {
+pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<PatchRequest>) -> Result<Response, ApiError> {
     check_version(request.version)?;
     if request.diff.len() as u64 > MAX_PATCH_BYTES {
         return Err(ApiError::new(ErrorCode::TooLarge, format!("diff: more than {MAX_PATCH_BYTES} bytes")));
@@ -385,13 +381,15 @@ pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBod
     if let Err(error) = sent {
         return Err(channel.not_taken(error).await);
     }
-    channel.body(PATIENCE).await.map(Json)
+    let result: PatchResult = channel.body(PATIENCE).await?;
+    let changes = if request.dry_run { FileChanges::default() } else { checked(FileChanges::from(&result)) };
+    Ok(told(&changes, Json(result)))
 }
 
 /// Move a file or directory.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:move", tag = "files", params(("id" = SessionId, Path)), request_body = MoveRequest,
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn rename(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<MoveRequest>) -> Result<StatusCode, ApiError> {
+pub(super) async fn rename(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<MoveRequest>) -> Result<Response, ApiError> {
     check_version(request.version)?;
     let (from, to) = (check_text_path(&request.from, "from")?, check_text_path(&request.to, "to")?);
     simple(&api, id, FileOp::Move { from, to, overwrite: request.overwrite }).await
@@ -400,7 +398,7 @@ pub(super) async fn rename(State(api): State<Api>, Id(id): Id<SessionId>, JsonBo
 /// Make a directory.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:mkdir", tag = "files", params(("id" = SessionId, Path)), request_body = MkdirRequest,
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn mkdir(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<MkdirRequest>) -> Result<StatusCode, ApiError> {
+pub(super) async fn mkdir(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<MkdirRequest>) -> Result<Response, ApiError> {
     check_version(request.version)?;
     simple(&api, id, FileOp::Mkdir { path: check_text_path(&request.path, "path")?, parents: request.parents }).await
 }
@@ -431,11 +429,13 @@ pub(super) async fn import(
     Id(id): Id<SessionId>,
     QueryParams(query): QueryParams<FileQuery>,
     body: Body,
-) -> Result<StatusCode, ApiError> {
-    let (mut channel, _activity) = open(&api, id, FileOp::Import { path: query.path()? }).await?;
+) -> Result<Response, ApiError> {
+    let op = FileOp::Import { path: query.path()? };
+    let named = named(&op);
+    let (mut channel, _activity) = open(&api, id, op).await?;
     let broken = |error| body::problem(&error, "the body broke off; what came before it may be unpacked");
-    channel.import(body.into_data_stream().map_err(broken)).await?;
-    Ok(StatusCode::NO_CONTENT)
+    let changed = channel.import(body.into_data_stream().map_err(broken)).await?;
+    Ok(told(&changed.unwrap_or(named), StatusCode::NO_CONTENT))
 }
 
 #[cfg(test)]

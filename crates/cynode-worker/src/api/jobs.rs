@@ -132,7 +132,18 @@ fn expired(id: JobId) -> ApiError {
 /// The exit of a command that was not started: whoever follows the output needs an end.
 fn never_ran(api: &Api) -> ExecExit {
     let via: ExecVia = api.sessions.config.exec_via;
-    ExecExit { exit_code: None, signal: None, timed_out: false, oom_killed: false, no_space: false, bytes: Bytes::default(), duration_ms: 0, via, lost: false }
+    ExecExit {
+        exit_code: None,
+        signal: None,
+        timed_out: false,
+        oom_killed: false,
+        no_space: false,
+        bytes: Bytes::default(),
+        sha256: None,
+        duration_ms: 0,
+        via,
+        lost: false,
+    }
 }
 
 /// Say that the result is known, so that the node may forget it. Its output is dropped; its id is remembered for a day.

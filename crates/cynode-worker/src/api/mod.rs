@@ -1,5 +1,6 @@
 //! The Worker API.
 
+mod calls;
 mod execs;
 mod files;
 mod jobs;
@@ -31,6 +32,7 @@ use utoipa::{
 use utoipa_axum::{router::OpenApiRouter, routes};
 
 use crate::{
+    calls::{Calls, remember},
     jobs::Jobs,
     sessions::{Live, Sessions},
 };
@@ -39,6 +41,7 @@ use crate::{
 pub(crate) struct Api {
     pub(crate) sessions: Arc<Sessions>,
     pub(crate) jobs: Arc<Jobs>,
+    pub(crate) calls: Arc<Calls>,
     pub(crate) stop: CancellationToken,
     /// Set when the stop shall end the sandboxes too.
     pub(crate) end_sandboxes: Arc<std::sync::atomic::AtomicBool>,
@@ -46,7 +49,7 @@ pub(crate) struct Api {
 
 #[derive(OpenApi)]
 #[openapi(
-    info(title = "CyNode Worker API", description = "Sessions, jobs, commands and files on one node. Errors are RFC 9457 problem documents.", license(name = "Apache-2.0", identifier = "Apache-2.0")),
+    info(title = "CyNode Worker API", description = "Sessions, jobs, commands and files on one node. Errors are RFC 9457 problem documents. What a call on a session changed is in the header `X-Cynode-Result` of its answer, as JSON; a call that bears a UUID in `X-Cynode-Call` is remembered under it.", license(name = "Apache-2.0", identifier = "Apache-2.0")),
     modifiers(&Bearer),
     components(schemas(cynode_api::Problem, cynode_api::ErrorCode, cynode_api::StreamEvent))
 )]
@@ -88,6 +91,7 @@ fn documented() -> OpenApiRouter<Api> {
         .routes(routes!(jobs::output))
         .routes(routes!(jobs::acknowledge))
         .routes(routes!(jobs::stop))
+        .routes(routes!(calls::show))
         .routes(routes!(shutdown))
         .layer(DefaultBodyLimit::max(edge::MAX_BODY))
         // Files have limits of their own, kept while they stream.
@@ -147,6 +151,7 @@ pub(crate) fn router(api: Api, tokens: Tokens, readiness: admin::Readiness) -> R
     let document = openapi().to_string();
     let stopping = api.stop.clone();
     routes
+        .layer(middleware::from_fn_with_state(Arc::clone(&api.calls), remember))
         .layer(middleware::from_fn(edge::measure))
         .layer(middleware::from_fn_with_state(stopping, refuse_when_stopping))
         .layer(middleware::from_fn_with_state(tokens, auth::require))

@@ -1,7 +1,9 @@
 //! Session routes.
 
-use axum::{Json, extract::State};
-use cynode_api::{ExecVia, Page, Problem, Session, SessionCreate, SessionEnd, SessionId, SessionPatch, SessionState, SignalSession, TaskId};
+use axum::{Json, extract::State, response::Response};
+use cynode_api::{
+    ExecVia, Page, Problem, Session, SessionCreate, SessionEnd, SessionId, SessionOutcome, SessionPatch, SessionState, SignalOutcome, SignalSession, TaskId,
+};
 use cynode_sba_proto::Request;
 use cynode_service::{ApiError, JsonBody, QueryParams};
 use http::StatusCode;
@@ -10,6 +12,7 @@ use utoipa::{IntoParams, ToSchema};
 
 use super::Api;
 use crate::{
+    calls::told,
     execs::kill_everything_by_runtime,
     sessions::{Created, check_version},
 };
@@ -40,16 +43,21 @@ pub(super) fn parse_id<T: std::str::FromStr>(
 /// Create a session. Answers when it runs; after 60 s with 202 and the state `creating`.
 #[utoipa::path(post, path = "/v1/worker/sessions", tag = "sessions", request_body = SessionCreate,
     responses((status = 201, body = Session), (status = 200, body = Session, description = "The same request came before"), (status = 202, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn create(State(api): State<Api>, JsonBody(request): JsonBody<SessionCreate>) -> Result<(StatusCode, Json<Session>), ApiError> {
+pub(super) async fn create(State(api): State<Api>, JsonBody(request): JsonBody<SessionCreate>) -> Result<Response, ApiError> {
     created(api.sessions.create(request).await)
 }
 
-fn created(outcome: Result<Created, ApiError>) -> Result<(StatusCode, Json<Session>), ApiError> {
+fn created(outcome: Result<Created, ApiError>) -> Result<Response, ApiError> {
     outcome.map(|created| match created {
-        Created::New(session) => (StatusCode::CREATED, Json(session)),
-        Created::Existing(session) => (StatusCode::OK, Json(session)),
-        Created::Creating(session) => (StatusCode::ACCEPTED, Json(session)),
+        Created::New(session) => answer(StatusCode::CREATED, session),
+        Created::Existing(session) => answer(StatusCode::OK, session),
+        Created::Creating(session) => answer(StatusCode::ACCEPTED, session),
     })
+}
+
+/// A session that was made or changed.
+fn answer(status: StatusCode, session: Session) -> Response {
+    told(&SessionOutcome::from(&session), (status, Json(session)))
 }
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -118,15 +126,15 @@ pub(super) async fn show(State(api): State<Api>, Id(id): Id<SessionId>) -> Resul
 /// Change a session's limits of time, counted from now, or its labels.
 #[utoipa::path(patch, path = "/v1/worker/sessions/{id}", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionPatch,
     responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionPatch>) -> Result<Json<Session>, ApiError> {
-    api.sessions.patch(id, request).await.map(Json)
+pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionPatch>) -> Result<Response, ApiError> {
+    api.sessions.patch(id, request).await.map(|session| answer(StatusCode::OK, session))
 }
 
 /// End a session. 200 also when it has ended already.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/end", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionEnd,
     responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn end(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionEnd>) -> Result<Json<Session>, ApiError> {
-    api.sessions.end(id, request).await.map(Json)
+pub(super) async fn end(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionEnd>) -> Result<Response, ApiError> {
+    api.sessions.end(id, request).await.map(|session| answer(StatusCode::OK, session))
 }
 
 #[derive(Clone, Debug, Default, Deserialize, ToSchema)]
@@ -138,11 +146,7 @@ pub(super) struct SessionResume {
 /// Give a session whose container is gone a new one on its kept workspace.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/resume", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionResume,
     responses((status = 201, body = Session), (status = 200, body = Session, description = "It runs already"), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn resume(
-    State(api): State<Api>,
-    Id(id): Id<SessionId>,
-    JsonBody(request): JsonBody<SessionResume>,
-) -> Result<(StatusCode, Json<Session>), ApiError> {
+pub(super) async fn resume(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionResume>) -> Result<Response, ApiError> {
     check_version(request.version)?;
     created(api.sessions.resume(id).await)
 }
@@ -150,7 +154,7 @@ pub(super) async fn resume(
 /// Signal everything in the sandbox but process 1. Needs no free process slot inside.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/signal", tag = "sessions", params(("id" = SessionId, Path)), request_body = SignalSession,
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn signal(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SignalSession>) -> Result<StatusCode, ApiError> {
+pub(super) async fn signal(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SignalSession>) -> Result<Response, ApiError> {
     check_version(request.version)?;
     let (_, live) = api.sessions.live(id)?;
     match api.sessions.config.exec_via {
@@ -159,5 +163,5 @@ pub(super) async fn signal(State(api): State<Api>, Id(id): Id<SessionId>, JsonBo
         }
         ExecVia::Runtime => kill_everything_by_runtime(&live, request.signal.number()),
     }
-    Ok(StatusCode::NO_CONTENT)
+    Ok(told(&SignalOutcome { exec_id: None, signal: request.signal, scope: None }, StatusCode::NO_CONTENT))
 }

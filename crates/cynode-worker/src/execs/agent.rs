@@ -231,12 +231,15 @@ async fn next_stdin(stdin: &mut Option<mpsc::Receiver<Stdin>>) -> Option<Stdin> 
 
 fn translate(live: &Live, exec: &Exec, report: &ExitReport) -> ExecExit {
     let killed = report.signal == Some(9) || report.code == Some(137);
+    let bytes = Bytes { stdout: report.stdout_bytes, stderr: report.stderr_bytes };
     ExecExit {
         exit_code: report.code,
         signal: report.signal.map(SignalName::name_of),
         timed_out: report.timed_out,
         oom_killed: killed && !report.timed_out && live.saw_oom_kill(),
-        bytes: Bytes { stdout: report.stdout_bytes, stderr: report.stderr_bytes },
+        bytes,
+        // The end of one that is lost was not seen, so neither was all that it wrote.
+        sha256: if report.lost { None } else { exec.sha256(bytes) },
         duration_ms: report.duration_ms,
         via: ExecVia::Agent,
         lost: report.lost,

@@ -9,7 +9,7 @@ use std::{
     },
 };
 
-use cynode_api::{ErrorCode, Exec as ExecObject, ExecExit, ExecId, ExecResult, ExecState, encode_streams};
+use cynode_api::{Bytes, ErrorCode, Exec as ExecObject, ExecExit, ExecId, ExecResult, ExecState, StreamHashes, encode_streams};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
 use time::OffsetDateTime;
@@ -17,6 +17,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::{
     collect::Collector,
+    hashes::Hashes,
     record::{Ended, ExecRecord},
     spool::{Piece, Spool, SpoolReader},
 };
@@ -34,6 +35,8 @@ pub(super) type Stdin = (Option<Vec<u8>>, oneshot::Sender<bool>);
 pub(super) struct Inner {
     pub(super) spool: Spool,
     pub(super) collector: Option<Collector>,
+    /// Of the output so far; gone when it ended.
+    pub(super) hashes: Option<Box<Hashes>>,
     pub(super) ended: Option<Ended>,
     /// The start failed with this.
     pub(super) failed: Option<ApiError>,
@@ -41,6 +44,18 @@ pub(super) struct Inner {
     pub(super) expired: bool,
     /// The next piece that each attached reader needs.
     pub(super) readers: HashMap<u64, u64>,
+}
+
+impl Inner {
+    /// Shows a piece that is kept to those who want all of it.
+    fn pass(&mut self, piece: &Piece) {
+        if let Some(collector) = &mut self.collector {
+            collector.push(piece.stream, &piece.data);
+        }
+        if let Some(hashes) = &mut self.hashes {
+            hashes.push(piece.stream, &piece.data);
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -55,10 +70,10 @@ pub(crate) struct Exec {
 }
 
 impl Exec {
-    pub(super) fn new(record: ExecRecord, spool: Spool, collector: Option<Collector>) -> Self {
+    pub(super) fn new(record: ExecRecord, spool: Spool, collector: Option<Collector>, hashes: Option<Box<Hashes>>) -> Self {
         Self {
             record,
-            inner: Mutex::new(Inner { spool, collector, ended: None, failed: None, started: false, expired: false, readers: HashMap::new() }),
+            inner: Mutex::new(Inner { spool, collector, hashes, ended: None, failed: None, started: false, expired: false, readers: HashMap::new() }),
             changed: watch::Sender::new(0),
             stdin: Mutex::new(None),
             watchers: AtomicUsize::new(0),
@@ -160,12 +175,34 @@ impl Exec {
             return Ok(false);
         }
         inner.spool.append(piece)?;
-        if let Some(collector) = &mut inner.collector {
-            collector.push(piece.stream, &piece.data);
-        }
+        inner.pass(piece);
         drop(inner);
         self.announce();
         Ok(true)
+    }
+
+    /// Takes in what an earlier worker kept. What it had dropped is missing: then the hash of the whole is not known.
+    pub(super) fn read_again(&self) {
+        let mut inner = self.inner.lock();
+        inner.collector = (!self.record.background).then(|| Collector::new(usize::try_from(self.record.max_output_bytes).unwrap_or(usize::MAX)));
+        inner.hashes = (inner.spool.first_seq() == 1).then(Box::default);
+        let mut reader = inner.spool.read_after(0);
+        while inner.collector.is_some() || inner.hashes.is_some() {
+            match reader.next(&inner.spool) {
+                Ok(Some(piece)) => inner.pass(&piece),
+                Ok(None) => return,
+                Err(error) => {
+                    tracing::warn!(%error, exec_id = %self.id(), "Kept output can't be read.");
+                    inner.hashes = None;
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Hashes of the whole streams, if it was these many bytes that passed here.
+    pub(super) fn sha256(&self, bytes: Bytes) -> Option<StreamHashes> {
+        self.inner.lock().hashes.as_ref().and_then(|hashes| hashes.of(bytes))
     }
 
     /// Drops old output, waiting for attached readers that still need it: a slow reader holds up its own program.
@@ -382,7 +419,8 @@ pub(super) fn lost_exit(exec: &Exec) -> ExecExit {
         signal: None,
         timed_out: false,
         oom_killed: false,
-        bytes: cynode_api::Bytes::default(),
+        bytes: Bytes::default(),
+        sha256: None,
         duration_ms: u64::try_from(elapsed.whole_milliseconds()).unwrap_or(0),
         via: cynode_api::ExecVia::Agent,
         lost: true,

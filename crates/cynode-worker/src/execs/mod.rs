@@ -6,6 +6,7 @@
 mod agent;
 mod collect;
 mod exec;
+mod hashes;
 mod record;
 mod runtime;
 mod spool;

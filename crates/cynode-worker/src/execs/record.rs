@@ -22,7 +22,7 @@ use time::OffsetDateTime;
 
 use super::{
     collect::Collector,
-    exec::{Exec, collect, lost_exit},
+    exec::{Exec, lost_exit},
     hex,
     spool::Spool,
 };
@@ -108,15 +108,13 @@ impl SessionExecs {
                 match serde_json::from_slice(line) {
                     Ok(LogLine::Start(record)) => {
                         let spool = Spool::recover(directory.clone(), record.exec_id)?;
-                        let collector = (!record.background).then(|| collect(&spool, record.max_output_bytes));
-                        known.insert(record.exec_id, Arc::new(Exec::new(record, spool, collector)));
+                        known.insert(record.exec_id, Arc::new(Exec::new(record, spool, None, None)));
                     }
                     Ok(LogLine::End(ended)) => {
                         if let Some(exec) = known.get(&ended.exec_id) {
                             let mut inner = exec.inner.lock();
                             inner.expired = ended.exit.bytes.stdout + ended.exit.bytes.stderr > 0 && inner.spool.last_seq() == 0;
                             inner.ended = Some(ended);
-                            inner.collector = None;
                         }
                     }
                     Ok(LogLine::Void(exec_id)) => {
@@ -127,7 +125,11 @@ impl SessionExecs {
                 }
             }
         }
-        let running = AtomicUsize::new(known.values().filter(|exec| exec.is_running()).count());
+        let running = AtomicUsize::new(0);
+        for exec in known.values().filter(|exec| exec.is_running()) {
+            running.fetch_add(1, Ordering::Relaxed);
+            exec.read_again();
+        }
         let execs = Self { directory, log: Mutex::default(), known: Mutex::new(known), running, finished: AtomicU64::new(0), recorded: AtomicUsize::new(0) };
         execs.compact()?;
         Ok(execs)
@@ -161,7 +163,7 @@ impl SessionExecs {
         };
         self.append(&LogLine::Start(record.clone())).map_err(|error| ApiError::new(ErrorCode::Internal, format!("recording the exec: {error}")))?;
         let collector = (!record.background).then(|| Collector::new(usize::try_from(max_output_bytes).unwrap_or(usize::MAX)));
-        let exec = Arc::new(Exec::new(record, Spool::new(self.directory.clone(), exec_id), collector));
+        let exec = Arc::new(Exec::new(record, Spool::new(self.directory.clone(), exec_id), collector, Some(Box::default())));
         known.insert(exec_id, Arc::clone(&exec));
         self.running.fetch_add(1, Ordering::Relaxed);
         Ok(Begun::New(exec))
@@ -209,6 +211,7 @@ impl SessionExecs {
             if inner.ended.replace(ended).is_none() {
                 self.running.fetch_sub(1, Ordering::Relaxed);
             }
+            inner.hashes = None;
             inner.spool.close();
             inner.spool.bytes()
         };
@@ -413,6 +416,55 @@ mod tests {
         assert!(exec.inner.lock().collector.is_none());
         let again = exec.result().await.expect("the same answer from the files");
         assert_eq!((again.stdout.as_str(), again.truncated.stdout), ("text", false));
+    }
+
+    fn say(exec: &Exec, text: &[u8]) {
+        let seq = exec.last_seq() + 1;
+        exec.keep(&crate::execs::Piece { seq, at_ms: 0, stream: cynode_api::Stream::Stdout, data: text.to_vec() }).expect("kept");
+    }
+
+    #[tokio::test]
+    async fn the_hash_of_the_output_survives_the_worker_while_all_of_it_is_kept() {
+        for background in [false, true] {
+            let directory = tempfile::tempdir().expect("a directory");
+            let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
+            let request = ExecRequest { background, ..request("a") };
+            let Ok(Begun::New(exec)) = execs.begin(&request, "/".to_owned()) else { panic!("a new exec") };
+            say(&exec, b"he");
+            drop((exec, execs));
+
+            let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
+            let exec = execs.running().pop().expect("it runs");
+            say(&exec, b"llo");
+            let bytes = cynode_api::Bytes { stdout: 5, stderr: 0 };
+            let sha256 = exec.sha256(bytes).expect("known");
+            assert_eq!((sha256.stdout, sha256.stderr), (hex(&Sha256::digest("hello")), hex(&Sha256::digest(""))));
+            assert_eq!(exec.sha256(cynode_api::Bytes { stdout: 6, stderr: 0 }), None, "a piece that never came");
+            execs.finish(&exec, ExecExit { bytes, sha256: exec.sha256(bytes), ..lost_exit(&exec) });
+
+            let execs = SessionExecs::open(directory.path()).expect("opens");
+            let exit = execs.get(exec.id()).expect("known").object().exit.expect("it has ended");
+            assert_eq!(exit.sha256.map(|sha256| sha256.stdout), Some(hex(&Sha256::digest("hello"))));
+        }
+    }
+
+    #[tokio::test]
+    async fn the_hash_of_output_that_a_worker_of_before_dropped_is_not_known() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
+        let Ok(Begun::New(exec)) = execs.begin(&request("a"), "/".to_owned()) else { panic!("a new exec") };
+        let piece = vec![b'x'; 64 * 1024];
+        let mut all = Sha256::new();
+        for _ in 0..400 {
+            exec.make_room().await;
+            say(&exec, &piece);
+            all.update(&piece);
+        }
+        let bytes = cynode_api::Bytes { stdout: 400 * 64 * 1024, stderr: 0 };
+        assert_eq!(exec.sha256(bytes).map(|sha256| sha256.stdout), Some(hex(&all.finalize())), "of more than is kept");
+        drop((exec, execs));
+        let execs = SessionExecs::open(directory.path()).expect("opens");
+        assert_eq!(execs.running().pop().expect("it runs").sha256(bytes), None);
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

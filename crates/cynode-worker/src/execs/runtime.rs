@@ -143,12 +143,15 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, star
         .filter(|code| timed_out && *code > 128)
         .map(|code| SignalName::name_of(code - 128))
         .or_else(|| (timed_out && code.is_none()).then(|| "KILL".to_owned()));
+    let bytes = Bytes { stdout: counts.stdout.load(Ordering::Relaxed), stderr: counts.stderr.load(Ordering::Relaxed) };
     let exit = ExecExit {
         exit_code: code.filter(|_| signal.is_none()),
         oom_killed: code == Some(137) && !timed_out && live.saw_oom_kill(),
         signal,
         timed_out,
-        bytes: Bytes { stdout: counts.stdout.load(Ordering::Relaxed), stderr: counts.stderr.load(Ordering::Relaxed) },
+        bytes,
+        // Without a code the streams were left before their end.
+        sha256: code.and_then(|_| exec.sha256(bytes)),
         duration_ms: u64::try_from(begun.elapsed().as_millis()).unwrap_or(u64::MAX),
         via: ExecVia::Runtime,
         lost: code.is_none() && !timed_out,

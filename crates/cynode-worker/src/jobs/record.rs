@@ -262,6 +262,7 @@ mod tests {
             oom_killed: false,
             no_space: false,
             bytes: Bytes::default(),
+            sha256: None,
             duration_ms: 1,
             via: ExecVia::Agent,
             lost: false,

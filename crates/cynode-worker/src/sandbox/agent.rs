@@ -2,12 +2,15 @@
 
 use std::time::Duration;
 
-use cynode_api::{ErrorCode, Problem};
+use cynode_api::{ErrorCode, FileChanges, Problem};
 use cynode_sba_proto::{AgentError, Frame, MAX_DATA, Reply, Request, encode, encode_data, encode_message};
 use cynode_service::ApiError;
 use tokio::{io::AsyncWriteExt as _, net::UnixStream};
 
-use super::link::{AgentLink, Greeted, LinkError};
+use super::{
+    checked,
+    link::{AgentLink, Greeted, LinkError},
+};
 
 /// Longest text of a hostile agent that is passed on.
 const MAX_MESSAGE: usize = 4_096;
@@ -137,7 +140,7 @@ pub(crate) fn unexpected(what: &str) -> ApiError {
 
 /// A refusal of the agent. Its text is of hostile origin: cut, and never taken for more than text.
 pub(crate) fn agent_problem(error: AgentError) -> Problem {
-    let AgentError { code, mut message, errno, rejects } = error;
+    let AgentError { code, mut message, errno, rejects, changed } = error;
     if message.len() > MAX_MESSAGE {
         message = message.chars().take(MAX_MESSAGE / 4).collect();
     }
@@ -147,6 +150,9 @@ pub(crate) fn agent_problem(error: AgentError) -> Problem {
     }
     if code == ErrorCode::PatchRejected {
         problem = problem.with("rejects", serde_json::to_value(rejects).unwrap_or_default());
+    }
+    if let Some(FileChanges { changes, more }) = changed.map(checked).filter(|changed| !changed.changes.is_empty()) {
+        problem = problem.with("changes", serde_json::to_value(changes).unwrap_or_default()).with("more", more);
     }
     problem
 }

@@ -3,18 +3,19 @@
 use std::{pin::pin, time::Duration};
 
 use axum::body::Bytes;
+use cynode_api::FileChanges;
 use cynode_sba_proto::{Frame, Reply};
 use cynode_service::ApiError;
 use futures_util::{Stream, StreamExt as _};
 
-use super::{ANSWER, Channel, LinkError, unavailable, unexpected};
+use super::{ANSWER, Channel, LinkError, checked, unavailable, unexpected};
 
 /// How long an agent may take to be done with what it was sent.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 impl Channel {
-    /// Sends an archive to an agent that was asked to import one, and waits until it is unpacked.
-    pub(crate) async fn import(&mut self, pieces: impl Stream<Item = Result<Bytes, ApiError>>) -> Result<(), ApiError> {
+    /// Sends an archive to an agent that was asked to import one, and waits until it is unpacked. What that changed, if the agent says it.
+    pub(crate) async fn import(&mut self, pieces: impl Stream<Item = Result<Bytes, ApiError>>) -> Result<Option<FileChanges>, ApiError> {
         let mut pieces = pin!(pieces);
         while let Some(piece) = pieces.next().await {
             if let Err(error) = self.send_data(&piece?).await {
@@ -25,7 +26,7 @@ impl Channel {
             return Err(self.not_taken(error).await);
         }
         match self.reply(PATIENCE).await? {
-            Reply::Ok => Ok(()),
+            Reply::Ok { changed } => Ok(changed.map(checked)),
             other => Err(unexpected(&format!("{other:?}"))),
         }
     }

@@ -59,6 +59,6 @@ impl Sessions {
         }
         let operation = FileOp::Import { path: Base64Bytes(WORKSPACE.as_bytes().to_vec()) };
         let mut channel = live.link()?.open(&Request::File { op: operation }).await.map_err(unavailable)?;
-        channel.import(answer.bytes_stream().map_err(|error| unreached(error.without_url().to_string()))).await
+        channel.import(answer.bytes_stream().map_err(|error| unreached(error.without_url().to_string()))).await.map(drop)
     }
 }

@@ -257,6 +257,7 @@ mod tests {
             timed_out: false,
             oom_killed: false,
             bytes: cynode_api::Bytes::default(),
+            sha256: None,
             duration_ms: 1,
             via: ExecVia::Agent,
             lost: false,

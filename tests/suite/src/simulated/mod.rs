@@ -1,6 +1,7 @@
 //! A node that is played: the Worker API as orchestrators use it, in this process, with faults that a real worker can't be made
 //! to show at will. `tests/all/contract.rs` holds it to what the real one does.
 
+mod files;
 mod jobs;
 mod node;
 mod run;
@@ -15,15 +16,16 @@ use std::{
 
 use anyhow::Result;
 use axum::{
-    Router,
+    Json, Router,
     body::Body,
-    extract::Request,
-    middleware,
+    extract::{Path, Request, State as FromState},
+    middleware::{self, Next},
     response::{IntoResponse as _, Response},
+    routing::get,
 };
 use cynode_api::{
-    API_VERSION, Capability, ErrorCode, ExecRequest, JobId, JobRun, LABEL_AGENT_COMPATIBLE, LocalImage, NodeConfig, NodeId, Session, SessionCreate, SessionId,
-    TaskId, WorkspaceId,
+    API_VERSION, Call, Capability, ErrorCode, ExecRequest, JobId, JobRun, LABEL_AGENT_COMPATIBLE, LocalImage, NodeConfig, NodeId, Session, SessionCreate,
+    SessionId, TaskId, WorkspaceId,
 };
 use cynode_client::WorkerClient;
 use cynode_service::{
@@ -31,6 +33,7 @@ use cynode_service::{
     auth::{self, Token, Tokens},
     edge,
 };
+use cynode_worker::calls::{self, Calls};
 use hyper::{server::conn::http1, service::service_fn};
 use hyper_util::rt::TokioIo;
 use sha2::{Digest as _, Sha256};
@@ -115,6 +118,8 @@ struct Shared {
     cut_off: watch::Sender<bool>,
     faults: watch::Sender<Vec<Planned>>,
     calls: Mutex<Vec<String>>,
+    /// Those that bear an id.
+    remembered: Mutex<Arc<Calls>>,
     started: Mutex<Vec<JobId>>,
     registration: Mutex<Registration>,
     config: Mutex<NodeConfig>,
@@ -151,6 +156,7 @@ impl SimulatedWorker {
             cut_off: watch::Sender::new(false),
             faults: watch::Sender::new(Vec::new()),
             calls: Mutex::default(),
+            remembered: Mutex::default(),
             started: Mutex::default(),
             registration: Mutex::default(),
             config: Mutex::new(NodeConfig { heartbeat_seconds: 1, ..NodeConfig::default() }),
@@ -206,6 +212,11 @@ impl SimulatedWorker {
         for run in runs {
             run.kill(cynode_api::SignalName::KILL);
         }
+    }
+
+    /// As after a restart of its process: what it remembers of calls is gone.
+    pub fn forget_calls(&self) {
+        *self.shared.remembered.lock().expect("not poisoned") = Arc::default();
     }
 
     /// Calls that came in, as `METHOD /path`.
@@ -279,6 +290,10 @@ impl Shared {
         found.ok_or_else(|| ApiError::new(ErrorCode::ImageNotFound, format!("the image {wanted} is not on this node")))
     }
 
+    fn remembered(&self) -> Arc<Calls> {
+        Arc::clone(&self.remembered.lock().expect("not poisoned"))
+    }
+
     /// The fault that was planned for a call, used up by one.
     fn fault(&self, call: &str) -> Option<Fault> {
         let mut found = None;
@@ -308,12 +323,23 @@ fn id<T: std::str::FromStr>(text: &str, missing: ErrorCode) -> Result<T, ApiErro
 fn router(shared: &Arc<Shared>) -> Router {
     sessions::routes()
         .merge(jobs::routes())
+        .route("/v1/worker/calls/{id}", get(show_call))
+        .layer(middleware::from_fn_with_state(Arc::clone(shared), remember))
         .layer(middleware::from_fn_with_state(shared.tokens.clone(), auth::require))
         .merge(admin::routes(Arc::new(|| Box::pin(std::future::ready(Ok(()))))))
         .fallback(edge::not_found)
         .method_not_allowed_fallback(edge::method_not_allowed)
         .layer(middleware::from_fn(edge::request_id))
         .with_state(Arc::clone(shared))
+}
+
+async fn remember(FromState(shared): FromState<Arc<Shared>>, request: Request, next: Next) -> Response {
+    let calls = shared.remembered();
+    calls::remember(FromState(calls), request, next).await
+}
+
+async fn show_call(FromState(shared): FromState<Arc<Shared>>, Path(text): Path<String>) -> Result<Json<Call>, ApiError> {
+    Ok(Json(shared.remembered().get(id(&text, ErrorCode::NotFound)?)))
 }
 
 async fn serve(listener: TcpListener, shared: Arc<Shared>) {

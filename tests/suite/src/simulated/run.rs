@@ -10,10 +10,11 @@ use std::{
 };
 
 use cynode_api::{
-    Bytes, Chunk, ErrorCode, ExecExit, ExecId, ExecResult, ExecVia, OutputPage, Problem, SignalName, Stream, Truncated, encode_streams,
+    Bytes, Chunk, ErrorCode, ExecExit, ExecId, ExecResult, ExecVia, OutputPage, Problem, SignalName, Stream, StreamHashes, Truncated, encode_streams,
     exec_limits::KEPT_PER_EXEC,
 };
 use cynode_service::ApiError;
+use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
 use tokio::sync::watch;
 
@@ -171,8 +172,10 @@ impl Run {
     fn finish(&self, exit_code: Option<i32>, signal: Option<String>, timed_out: bool) {
         self.progress.send_modify(|progress| {
             let bytes = Bytes { stdout: progress.stdout.len() as u64, stderr: progress.stderr.len() as u64 };
+            let of = |stream: &[u8]| crate::hex(&Sha256::digest(stream));
+            let sha256 = Some(StreamHashes { stdout: of(&progress.stdout), stderr: of(&progress.stderr) });
             let duration_ms = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
-            progress.end = Some((ExecExit { exit_code, signal, timed_out, bytes, duration_ms, ..never_ran() }, OffsetDateTime::now_utc()));
+            progress.end = Some((ExecExit { exit_code, signal, timed_out, bytes, sha256, duration_ms, ..never_ran() }, OffsetDateTime::now_utc()));
         });
     }
 
@@ -241,6 +244,7 @@ pub(super) fn never_ran() -> ExecExit {
         timed_out: false,
         oom_killed: false,
         bytes: Bytes::default(),
+        sha256: None,
         duration_ms: 0,
         via: ExecVia::Agent,
         lost: false,

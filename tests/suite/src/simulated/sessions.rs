@@ -3,31 +3,32 @@
 use std::{convert::Infallible, sync::Arc, time::Duration};
 
 use axum::{
-    Json, Router,
+    Extension, Json, Router,
     body::{Body, Bytes},
     extract::{DefaultBodyLimit, Path, State},
     response::{IntoResponse as _, Response},
     routing::{get, post},
 };
 use cynode_api::{
-    ErrorCode, Exec, ExecAccepted, ExecId, ExecRequest, ExecState, Limits, LimitsRequest, Page, Session, SessionCreate, SessionEnd, SessionId, SessionPatch,
-    SessionState, SignalExec, SignalSession, Stream, StreamEvent, TaskId, WorkspaceDisposal, WorkspaceId, WorkspaceRef,
+    ErrorCode, Exec, ExecAccepted, ExecId, ExecOutcome, ExecRequest, ExecState, Limits, LimitsRequest, Page, Session, SessionCreate, SessionEnd, SessionId,
+    SessionOutcome, SessionPatch, SessionState, SignalExec, SignalOutcome, SignalSession, Stream, StreamEvent, TaskId, WorkspaceDisposal, WorkspaceId,
+    WorkspaceRef,
     exec_limits::{DEFAULT_OUTPUT_BYTES, MAX_WAIT_MS},
     session_limits::{DEFAULT_IDLE_SECONDS, DEFAULT_LIFETIME_SECONDS},
 };
 use cynode_service::{ApiError, JsonBody, QueryParams};
+use cynode_worker::calls::{Noting, told};
 use futures_util::stream;
 use http::{HeaderMap, StatusCode, header};
 use serde::Deserialize;
-use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
 
 use super::{
-    Files, SessionEntry, Shared, State as Kept, check_version, id,
+    Files, SessionEntry, Shared, State as Kept, check_version, files, id,
     run::{Run, absolute},
 };
 
-type Answer<T> = Result<T, ApiError>;
+pub(super) type Answer<T> = Result<T, ApiError>;
 
 pub(super) fn routes() -> Router<Arc<Shared>> {
     Router::new()
@@ -41,7 +42,7 @@ pub(super) fn routes() -> Router<Arc<Shared>> {
         .route("/v1/worker/sessions/{id}/execs/{exec_id}", get(show_exec))
         .route("/v1/worker/sessions/{id}/execs/{exec_id}/output", get(exec_output))
         .route("/v1/worker/sessions/{id}/execs/{exec_id}/signal", post(signal_exec))
-        .route("/v1/worker/sessions/{id}/files", get(read_file).head(read_file).put(write_file).delete(delete_file))
+        .merge(files::routes())
         .layer(DefaultBodyLimit::disable())
 }
 
@@ -74,7 +75,7 @@ impl Kept {
     }
 
     /// One that runs, for a call into it.
-    fn live(&mut self, text: &str) -> Answer<(&mut SessionEntry, Files)> {
+    pub(super) fn live(&mut self, text: &str) -> Answer<(&mut SessionEntry, Files)> {
         let workspace = self.entry(text)?.session.workspace_id;
         let files = self.workspaces.get(&workspace).map(|(_, files)| Arc::clone(files)).unwrap_or_default();
         let entry = self.entry(text)?;
@@ -114,7 +115,7 @@ impl Kept {
     }
 }
 
-async fn create(State(shared): State<Arc<Shared>>, JsonBody(request): JsonBody<SessionCreate>) -> Answer<(StatusCode, Json<Session>)> {
+async fn create(State(shared): State<Arc<Shared>>, JsonBody(request): JsonBody<SessionCreate>) -> Answer<Response> {
     check_version(request.version)?;
     let id = request.session_id;
     let is_new = shared.admit_session(request)?;
@@ -130,7 +131,12 @@ async fn create(State(shared): State<Arc<Shared>>, JsonBody(request): JsonBody<S
         Ok(entry.object())
     });
     let session = made.await.map_err(|_| ApiError::new(ErrorCode::Internal, "it was interrupted"))??;
-    Ok((if is_new { StatusCode::CREATED } else { StatusCode::OK }, Json(session)))
+    Ok(changed(if is_new { StatusCode::CREATED } else { StatusCode::OK }, session))
+}
+
+/// A session that was made or changed.
+fn changed(status: StatusCode, session: Session) -> Response {
+    told(&SessionOutcome::from(&session), (status, Json(session)))
 }
 
 impl Shared {
@@ -215,7 +221,7 @@ async fn show(State(shared): State<Arc<Shared>>, Path(text): Path<String>) -> An
     Ok(Json(shared.state().entry(&text)?.object()))
 }
 
-async fn patch(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(patch): JsonBody<SessionPatch>) -> Answer<Json<Session>> {
+async fn patch(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(patch): JsonBody<SessionPatch>) -> Answer<Response> {
     check_version(patch.version)?;
     let mut state = shared.state();
     let entry = state.entry(&text)?;
@@ -231,15 +237,15 @@ async fn patch(State(shared): State<Arc<Shared>>, Path(text): Path<String>, Json
     if let Some(labels) = patch.labels {
         entry.session.labels = labels;
     }
-    Ok(Json(entry.object()))
+    Ok(changed(StatusCode::OK, entry.object()))
 }
 
-async fn end(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(end): JsonBody<SessionEnd>) -> Answer<Json<Session>> {
+async fn end(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(end): JsonBody<SessionEnd>) -> Answer<Response> {
     check_version(end.version)?;
     let mut state = shared.state();
     let entry = state.entry(&text)?;
     if entry.session.state == SessionState::Ended {
-        return Ok(Json(entry.object()));
+        return Ok(changed(StatusCode::OK, entry.object()));
     }
     entry.session.state = SessionState::Ended;
     entry.session.end_reason = Some(end.reason.unwrap_or_else(|| "ended by the caller".to_owned()));
@@ -251,7 +257,7 @@ async fn end(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBo
     if end.workspace.unwrap_or_default() == WorkspaceDisposal::Delete {
         state.workspaces.remove(&ended.workspace_id);
     }
-    Ok(Json(ended))
+    Ok(changed(StatusCode::OK, ended))
 }
 
 #[derive(Debug, Deserialize)]
@@ -260,30 +266,36 @@ struct Resume {
     version: Option<u32>,
 }
 
-async fn resume(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(resume): JsonBody<Resume>) -> Answer<(StatusCode, Json<Session>)> {
+async fn resume(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(resume): JsonBody<Resume>) -> Answer<Response> {
     check_version(resume.version)?;
     let mut state = shared.state();
     let session = state.entry(&text)?.object();
     if session.state == SessionState::Running {
-        return Ok((StatusCode::OK, Json(session)));
+        return Ok(changed(StatusCode::OK, session));
     }
     if !state.workspaces.contains_key(&session.workspace_id) {
         return Err(ApiError::new(ErrorCode::NotResumable, "the workspace of the session is gone"));
     }
     let entry = state.entry(&text)?;
     (entry.session.state, entry.session.end_reason, entry.session.ended_at) = (SessionState::Running, None, None);
-    Ok((StatusCode::CREATED, Json(entry.object())))
+    Ok(changed(StatusCode::CREATED, entry.object()))
 }
 
-async fn signal_all(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(request): JsonBody<SignalSession>) -> Answer<StatusCode> {
+async fn signal_all(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(request): JsonBody<SignalSession>) -> Answer<Response> {
     check_version(request.version)?;
     for (_, run) in &shared.state().live(&text)?.0.execs {
         run.kill(request.signal);
     }
-    Ok(StatusCode::NO_CONTENT)
+    Ok(told(&SignalOutcome { exec_id: None, signal: request.signal, scope: None }, StatusCode::NO_CONTENT))
 }
 
-async fn exec(State(shared): State<Arc<Shared>>, Path(text): Path<String>, headers: HeaderMap, JsonBody(request): JsonBody<ExecRequest>) -> Answer<Response> {
+async fn exec(
+    State(shared): State<Arc<Shared>>,
+    Path(text): Path<String>,
+    headers: HeaderMap,
+    noting: Option<Extension<Noting>>,
+    JsonBody(request): JsonBody<ExecRequest>,
+) -> Answer<Response> {
     check_version(request.version)?;
     if request.argv.first().is_none_or(String::is_empty) || (request.timeout_ms == 0 && !request.background) {
         return Err(ApiError::invalid("argv, timeout_ms: must be given"));
@@ -303,13 +315,18 @@ async fn exec(State(shared): State<Arc<Shared>>, Path(text): Path<String>, heade
             }
         }
     };
+    let accepted = ExecAccepted { exec_id: run.id };
+    if let Some(Extension(noting)) = noting {
+        noting.note(&accepted);
+    }
     if accepts_events(&headers) {
-        return Ok(events(run, 0, true));
+        return Ok(told(&accepted, events(run, 0, true)));
     }
     if request.background {
-        return Ok((StatusCode::ACCEPTED, Json(ExecAccepted { exec_id: run.id })).into_response());
+        return Ok(told(&accepted, (StatusCode::ACCEPTED, Json(accepted))));
     }
-    Ok(Json(run.result(request.max_output_bytes.unwrap_or(DEFAULT_OUTPUT_BYTES)).await).into_response())
+    let result = run.result(request.max_output_bytes.unwrap_or(DEFAULT_OUTPUT_BYTES)).await;
+    Ok(told(&ExecOutcome { exec_id: result.exec_id, exit: result.exit.clone() }, Json(result)))
 }
 
 fn object((request, run): &(ExecRequest, Arc<Run>)) -> Exec {
@@ -343,10 +360,11 @@ async fn signal_exec(
     State(shared): State<Arc<Shared>>,
     Path((text, exec)): Path<(String, String)>,
     JsonBody(request): JsonBody<SignalExec>,
-) -> Answer<StatusCode> {
+) -> Answer<Response> {
     check_version(request.version)?;
     let (_, run) = shared.state().exec(&text, &exec)?;
-    if run.kill(request.signal) { Ok(StatusCode::NO_CONTENT) } else { Err(ApiError::new(ErrorCode::ExecEnded, "the exec has ended")) }
+    let outcome = SignalOutcome { exec_id: Some(run.id), signal: request.signal, scope: Some(request.scope) };
+    if run.kill(request.signal) { Ok(told(&outcome, StatusCode::NO_CONTENT)) } else { Err(ApiError::new(ErrorCode::ExecEnded, "the exec has ended")) }
 }
 
 #[derive(Debug, Deserialize)]
@@ -411,68 +429,4 @@ fn events(run: Arc<Run>, after_seq: u64, from_start: bool) -> Response {
         Some((Ok(Bytes::from(text)), Some((run, next, String::new()))))
     });
     ([(header::CONTENT_TYPE, "text/event-stream")], Body::from_stream(pieces)).into_response()
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct FileQuery {
-    path: String,
-    #[serde(default)]
-    recursive: bool,
-}
-
-fn etag(bytes: &[u8]) -> (String, String) {
-    let sha256 = crate::hex(&Sha256::digest(bytes));
-    (format!("\"sha256:{sha256}\""), sha256)
-}
-
-/// Whether something lies below a path, which then is a directory.
-fn is_directory(files: &std::collections::BTreeMap<String, (Vec<u8>, u32)>, path: &str) -> bool {
-    files.keys().any(|file| file.strip_prefix(path).is_some_and(|rest| rest.starts_with('/')))
-}
-
-async fn read_file(State(shared): State<Arc<Shared>>, Path(text): Path<String>, QueryParams(query): QueryParams<FileQuery>) -> Answer<Response> {
-    let (_, files) = shared.state().live(&text)?;
-    let (path, files) = (absolute(&query.path), files.lock().expect("not poisoned"));
-    if is_directory(&files, &path) {
-        return Err(ApiError::new(ErrorCode::NotAFile, format!("{path} is a directory")));
-    }
-    let (bytes, mode) = files.get(&path).ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("{path} is not there")))?;
-    let (tag, sha256) = etag(bytes);
-    Ok(([("etag", tag), ("x-content-sha256", sha256), ("x-mode", format!("{mode:04o}")), ("x-type", "file".to_owned())], bytes.clone()).into_response())
-}
-
-async fn write_file(
-    State(shared): State<Arc<Shared>>,
-    Path(text): Path<String>,
-    headers: HeaderMap,
-    QueryParams(query): QueryParams<FileQuery>,
-    body: Bytes,
-) -> Answer<Response> {
-    let (_, files) = shared.state().live(&text)?;
-    let (path, mut files) = (absolute(&query.path), files.lock().expect("not poisoned"));
-    let known = files.get(&path).map(|(bytes, mode)| (etag(bytes).0, *mode));
-    let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-    let expected = header("if-match").is_none_or(|tag| known.as_ref().is_some_and(|(known, _)| known == tag));
-    if !expected || (header("if-none-match").is_some() && known.is_some()) {
-        return Err(ApiError::new(ErrorCode::PreconditionFailed, format!("{path} is not what was expected")));
-    }
-    let mode = header("x-mode").and_then(|mode| u32::from_str_radix(mode, 8).ok()).or(known.as_ref().map(|(_, mode)| *mode)).unwrap_or(0o644);
-    let (status, tag) = (if known.is_some() { StatusCode::OK } else { StatusCode::CREATED }, etag(&body).0);
-    files.insert(path, (body.to_vec(), mode));
-    Ok((status, [("etag", tag)]).into_response())
-}
-
-async fn delete_file(State(shared): State<Arc<Shared>>, Path(text): Path<String>, QueryParams(query): QueryParams<FileQuery>) -> Answer<StatusCode> {
-    let (_, files) = shared.state().live(&text)?;
-    let (path, mut files) = (absolute(&query.path), files.lock().expect("not poisoned"));
-    let below = format!("{path}/");
-    if is_directory(&files, &path) {
-        if !query.recursive {
-            return Err(ApiError::new(ErrorCode::NotEmpty, format!("{path} is not empty")));
-        }
-        files.retain(|file, _| !file.starts_with(&below));
-        return Ok(StatusCode::NO_CONTENT);
-    }
-    files.remove(&path).map(|_| StatusCode::NO_CONTENT).ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("{path} is not there")))
 }

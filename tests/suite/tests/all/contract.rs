@@ -1,5 +1,7 @@
 //! What orchestrators rely on in a worker: shown of the real one, and of the simulated one that stands for it in their tests.
 
+mod calls;
+
 use std::{path::Path, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
@@ -12,6 +14,8 @@ use cynode_tests::{IMAGE, Options, SimulatedWorker, UNLABELLED, World, eventuall
 use http::Method;
 use serde::Serialize;
 use serde_json::{Value, json};
+
+use calls::{a_call_is_remembered_by_its_id, the_hash_of_output_is_of_all_of_it, what_a_call_did_is_in_its_header};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const JOBS: &str = "/v1/worker/jobs";
@@ -436,6 +440,9 @@ async fn it_holds(client: &WorkerClient) -> Result<()> {
         a_job_is_handed_over_and_stopped,
         a_job_that_is_stopped_before_its_request_comes_never_runs,
         what_is_wrong_with_a_job_is_its_own_failure,
+        the_hash_of_output_is_of_all_of_it,
+        what_a_call_did_is_in_its_header,
+        a_call_is_remembered_by_its_id,
     );
     Ok(())
 }

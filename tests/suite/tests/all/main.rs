@@ -13,6 +13,7 @@ mod every_runtime;
 mod execs;
 mod files;
 mod jobs;
+mod outcomes;
 mod plane;
 mod pool;
 mod rootless;

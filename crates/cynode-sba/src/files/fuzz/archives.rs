@@ -34,7 +34,7 @@ fn unpacked(archive: &[u8], size: usize) -> (Option<String>, Tree) {
     scratch.put("beside", "beside\n");
     let mut pieces = archive.chunks(size).map(<[u8]>::to_vec);
     let ended = match scratch.files.import(b"into", &mut || Ok(pieces.next())) {
-        Ok(()) => None,
+        Ok(_) => None,
         Err(Failure::Refused(error)) => Some(format!("{}: {}", error.code, error.message)),
         Err(Failure::Connection(error)) => panic!("nothing broke the connection: {error}"),
     };

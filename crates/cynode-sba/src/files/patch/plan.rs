@@ -9,7 +9,7 @@ use std::{
     os::fd::OwnedFd,
 };
 
-use cynode_api::{ErrorCode, PatchOperation, PatchedFile};
+use cynode_api::{Base64Bytes, ErrorCode, PatchOperation, PatchedFile};
 use rustix::{
     fs::{Access, AtFlags, FileType as Kind, Mode, OFlags, Stat, accessat, fstat, openat, statat},
     io::Errno,
@@ -234,7 +234,9 @@ impl<'a> Plan<'a> {
 
     fn record(&mut self, path: &[u8], operation: PatchOperation, sha256_before: Option<String>, sha256_after: Option<String>, from: Option<&[u8]>) {
         let text = |path: &[u8]| String::from_utf8_lossy(path).into_owned();
-        self.files.push(PatchedFile { path: text(path), operation, sha256_before, sha256_after, from: from.map(text) });
+        let bytes = |path: &[u8]| std::str::from_utf8(path).is_err().then(|| Base64Bytes(path.to_vec()));
+        let (path, path_b64, from, from_b64) = (text(path), bytes(path), from.map(text), from.and_then(bytes));
+        self.files.push(PatchedFile { path, path_b64, operation, sha256_before, sha256_after, from, from_b64 });
     }
 
     /// Checks a name and brings the file into the picture, if it exists.

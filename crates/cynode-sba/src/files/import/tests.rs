@@ -1,0 +1,222 @@
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+use proptest::prelude::*;
+
+use super::{super::tests::*, *};
+
+/// An archive of entries as nobody should make them: names are not checked.
+#[derive(Default)]
+struct Maker(Vec<u8>);
+
+impl Maker {
+    fn add(mut self, kind: EntryType, name: &[u8], link: &[u8], mode: u32, content: &[u8]) -> Self {
+        let mut header = Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_mode(mode);
+        header.set_mtime(1_000_000);
+        header.set_size(content.len() as u64);
+        let old = header.as_old_mut();
+        old.name[..name.len()].copy_from_slice(name);
+        old.linkname[..link.len()].copy_from_slice(link);
+        header.set_cksum();
+        self.0.extend_from_slice(header.as_bytes());
+        self.0.extend_from_slice(content);
+        self.0.resize(self.0.len().next_multiple_of(BLOCK), 0);
+        self
+    }
+
+    fn file(self, name: &str, content: &str) -> Self {
+        self.add(EntryType::Regular, name.as_bytes(), b"", 0o644, content.as_bytes())
+    }
+
+    fn end(mut self) -> Vec<u8> {
+        self.0.resize(self.0.len() + 2 * BLOCK, 0);
+        self.0
+    }
+}
+
+fn import(sandbox: &Sandbox, bytes: &[u8]) -> Outcome<FileChanges> {
+    let mut pieces = bytes.chunks(700).map(<[u8]>::to_vec);
+    sandbox.files.import(b"into", &mut || Ok(pieces.next()))
+}
+
+fn refusal(sandbox: &Sandbox, bytes: &[u8]) -> AgentError {
+    let error = refused(import(sandbox, bytes));
+    assert_eq!(error.code, ErrorCode::InvalidRequest, "{error:?}");
+    error
+}
+
+#[test]
+fn an_archive_is_unpacked_with_modes_times_and_links() {
+    let sandbox = Sandbox::new();
+    let archive = Maker::default()
+        .add(EntryType::Directory, b"./", b"", 0o700, b"")
+        .add(EntryType::Directory, b"closed/", b"", 0o555, b"")
+        .file("closed/file", "hello")
+        .add(EntryType::Regular, b"./suid", b"", 0o6755, b"x")
+        .add(EntryType::Link, b"hard", b"closed/file", 0o644, b"")
+        .add(EntryType::Symlink, b"soft", b"/anywhere", 0o777, b"")
+        .end();
+    import(&sandbox, &archive).expect("unpacked");
+    import(&sandbox, &archive).expect("unpacked over itself");
+    assert_eq!(sandbox.get("into/closed/file"), b"hello");
+    let stat = |path: &str| std::fs::symlink_metadata(sandbox.path(path)).expect("stat");
+    assert_eq!(stat("into/closed").permissions().mode() & 0o7777, 0o555);
+    assert_eq!(stat("into/suid").permissions().mode() & 0o7777, 0o755);
+    assert_eq!((stat("into/suid").mtime(), stat("into/closed").mtime()), (1_000_000, 1_000_000));
+    assert_eq!(stat("into/hard").ino(), stat("into/closed/file").ino());
+    assert!(stat("into/soft").is_symlink());
+}
+
+#[test]
+fn what_an_archive_changes_is_told() {
+    let sandbox = Sandbox::new();
+    let archive = Maker::default()
+        .add(EntryType::Directory, b"./", b"", 0o700, b"")
+        .add(EntryType::Directory, b"dir/", b"", 0o755, b"")
+        .file("dir/file", "hello")
+        .file("deep/er/file", "")
+        .add(EntryType::Link, b"hard", b"dir/file", 0o644, b"")
+        .add(EntryType::Symlink, b"soft", b"/anywhere", 0o777, b"")
+        .end();
+    let hash = |text: &str| Some(digest::of(text.as_bytes()));
+    let named = |path: &str| FileChange::new(format!("into/{path}").as_bytes());
+    let first = import(&sandbox, &archive).expect("unpacked");
+    let expected = [
+        named("dir").of_kind(FileType::Dir),
+        named("dir/file").after(hash("hello")),
+        named("deep/er/file").after(hash("")),
+        named("hard").after(hash("hello")),
+        named("soft").of_kind(FileType::Symlink),
+    ];
+    assert_eq!((first.changes.as_slice(), first.more), (&expected[..], 0));
+    sandbox.put("into/soft2", "old");
+    let over = Maker::default().file("./dir//file", "new").add(EntryType::Symlink, b"soft2", b"x", 0o777, b"").end();
+    let second = import(&sandbox, &over).expect("unpacked").changes;
+    assert_eq!(second, [named("dir/file").before(hash("hello")).after(hash("new")), named("soft2").of_kind(FileType::Symlink).before(hash("old"))]);
+}
+
+#[test]
+fn what_was_unpacked_before_a_fault_is_told_with_it() {
+    let sandbox = Sandbox::new();
+    let error = refusal(&sandbox, &Maker::default().file("good", "hello").file("../evil", "x").end());
+    let told = error.changed.expect("something was changed").changes;
+    assert_eq!(told, [FileChange::new(b"into/good").after(Some(HELLO.to_owned()))]);
+    assert_eq!(sandbox.names("into"), ["good"]);
+    let nothing = refusal(&sandbox, &Maker::default().file("../evil", "x").end());
+    assert_eq!(nothing.changed, Some(FileChanges::default()));
+}
+
+#[test]
+fn of_many_changes_the_first_are_told_and_the_others_counted() {
+    let sandbox = Sandbox::new();
+    let archive = (0..500).fold(Maker::default(), |archive, number| archive.file(&format!("file-{number}"), "hello")).end();
+    let told = import(&sandbox, &archive).expect("unpacked");
+    assert!(told.changes.len() > 40 && told.changes.iter().all(|change| change.sha256_after.as_deref() == Some(HELLO)), "{}", told.changes.len());
+    assert_eq!(told.changes.len() as u64 + told.more, 500);
+}
+
+#[test]
+fn nothing_gets_out_of_the_directory() {
+    let sandbox = Sandbox::new();
+    let outside = sandbox.outside("secret");
+    std::fs::write(&outside, "secret").expect("written");
+    let outside = outside.to_str().expect("text").to_owned();
+    for (archive, expected) in [
+        (Maker::default().file("../evil", "x"), "'..'"),
+        (Maker::default().file("a/../../evil", "x"), "'..'"),
+        (Maker::default().file("/evil", "x"), "absolute"),
+        (Maker::default().add(EntryType::Symlink, b"up", b"../..", 0o777, b"").file("up/evil", "x"), "leads outside"),
+        (Maker::default().add(EntryType::Symlink, b"abs", b"/tmp", 0o777, b"").add(EntryType::Directory, b"abs/evil/", b"", 0o755, b""), "leads outside"),
+        (Maker::default().add(EntryType::Link, b"steal", outside.as_bytes(), 0o644, b""), "link target"),
+        (Maker::default().add(EntryType::Link, b"steal", b"../../secret", 0o644, b""), "link target"),
+        (Maker::default().add(EntryType::Symlink, b"s", b"../../secret", 0o777, b"").add(EntryType::Link, b"steal", b"s", 0o644, b""), "regular file"),
+        (Maker::default().add(EntryType::Char, b"device", b"", 0o644, b""), "device"),
+        (Maker::default().add(EntryType::Fifo, b"fifo", b"", 0o644, b""), "device"),
+        (Maker::default().add(EntryType::new(b'Q'), b"odd", b"", 0o644, b""), "unknown"),
+    ] {
+        let error = refusal(&sandbox, &archive.end());
+        assert!(error.message.contains(expected), "{expected}: {}", error.message);
+    }
+    assert!(!sandbox.outside("evil").exists() && !sandbox.path("evil").exists() && !std::path::Path::new("/tmp/evil").exists());
+    assert_eq!(std::fs::read(sandbox.outside("secret")).expect("read"), b"secret");
+}
+
+#[test]
+fn a_file_replaces_a_link_instead_of_writing_through_it() {
+    let sandbox = Sandbox::new();
+    std::fs::write(sandbox.outside("secret"), "secret").expect("written");
+    std::fs::create_dir(sandbox.path("into")).expect("made");
+    symlink(sandbox.outside("secret"), sandbox.path("into/file")).expect("link");
+    import(&sandbox, &Maker::default().file("file", "new").end()).expect("unpacked");
+    assert_eq!(std::fs::read(sandbox.outside("secret")).expect("read"), b"secret");
+    assert_eq!(sandbox.get("into/file"), b"new");
+    sandbox.put("into/dir/x", "");
+    assert_eq!(code(import(&sandbox, &Maker::default().file("dir", "new").end())), ErrorCode::AlreadyExists);
+}
+
+#[test]
+fn extension_headers_name_the_next_entry() {
+    let sandbox = Sandbox::new();
+    let name = "n".repeat(150);
+    let record = |key: &str, value: &str| {
+        let rest = key.len() + value.len() + 3;
+        let length = (rest..rest + 10).find(|length| length.to_string().len() + rest == *length).expect("a length");
+        format!("{length} {key}={value}\n")
+    };
+    let records = record("path", &name) + &record("mtime", "12345.678") + &record("comment", "x");
+    let archive = Maker::default()
+        .add(EntryType::XGlobalHeader, b"g", b"", 0, b"12 comment=\n")
+        .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
+        .file("short", "hello")
+        .file("other", "");
+    import(&sandbox, &archive.end()).expect("unpacked");
+    assert_eq!(sandbox.names("into"), [name.as_str(), "other"]);
+    assert_eq!(std::fs::metadata(sandbox.path("into").join(&name)).expect("stat").mtime(), 12_345);
+    for records in ["nonsense", "99 path=x\n", "5 x\n"] {
+        refusal(&sandbox, &Maker::default().add(EntryType::XHeader, b"x", b"", 0, records.as_bytes()).end());
+    }
+}
+
+#[test]
+fn an_archive_of_nothing_makes_an_empty_directory() {
+    let sandbox = Sandbox::new();
+    import(&sandbox, &Maker::default().end()).expect("unpacked");
+    assert!(sandbox.names("into").is_empty());
+}
+
+#[test]
+fn a_broken_archive_is_refused() {
+    let sandbox = Sandbox::new();
+    refusal(&sandbox, b"");
+    refusal(&sandbox, b"short");
+    refusal(&sandbox, &[b'x'; 2_048]);
+    assert!(!sandbox.path("into").exists());
+    let archive = Maker::default().file("file", &"x".repeat(2_000)).end();
+    sandbox.put("into/file", "old");
+    assert!(refusal(&sandbox, &archive[..1_000]).message.contains("ends within"));
+    assert_eq!((sandbox.get("into/file"), sandbox.names("into")), (b"old".to_vec(), vec!["file".to_owned()]));
+    let mut pieces = vec![archive[..1_000].to_vec()].into_iter();
+    let lost = sandbox.files.import(b"into", &mut || pieces.next().map(Some).ok_or_else(|| std::io::ErrorKind::UnexpectedEof.into()));
+    assert!(matches!(lost, Err(Failure::Connection(_))));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+    #[test]
+    fn damaged_archives_never_panic_nor_leave(position in 0_usize..2_000, byte in any::<u8>(), fix in any::<bool>()) {
+        let sandbox = Sandbox::new();
+        let mut archive = Maker::default().add(EntryType::Symlink, b"link", b"..", 0o777, b"").file("link/file", "hello").end();
+        let position = position % archive.len();
+        archive[position] = byte;
+        if fix {
+            let block = position / BLOCK * BLOCK;
+            let mut header = Header::new_old();
+            header.as_mut_bytes().copy_from_slice(&archive[block..block + BLOCK]);
+            header.set_cksum();
+            archive[block..block + BLOCK].copy_from_slice(header.as_bytes());
+        }
+        let _result = import(&sandbox, &archive);
+        prop_assert!(!sandbox.path("file").exists());
+    }
+}

@@ -1,0 +1,99 @@
+//! Files of a session: bytes by their path, and what each change of them was.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use axum::{
+    Json, Router,
+    body::Bytes,
+    extract::{Path, State},
+    response::{IntoResponse as _, Response},
+    routing::get,
+};
+use cynode_api::{ErrorCode, FileChange, FileChanges, FileType, FileWritten};
+use cynode_service::{ApiError, QueryParams};
+use cynode_worker::calls::told;
+use http::{HeaderMap, StatusCode};
+use serde::Deserialize;
+use sha2::{Digest as _, Sha256};
+
+use super::{Shared, run::absolute, sessions::Answer};
+
+pub(super) fn routes() -> Router<Arc<Shared>> {
+    Router::new().route("/v1/worker/sessions/{id}/files", get(read).head(read).put(write).delete(delete))
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileQuery {
+    path: String,
+    #[serde(default)]
+    recursive: bool,
+}
+
+fn sha256(bytes: &[u8]) -> String {
+    crate::hex(&Sha256::digest(bytes))
+}
+
+fn etag(sha256: &str) -> String {
+    format!("\"sha256:{sha256}\"")
+}
+
+/// Whether something lies below a path, which then is a directory.
+fn is_directory(files: &BTreeMap<String, (Vec<u8>, u32)>, path: &str) -> bool {
+    files.keys().any(|file| file.strip_prefix(path).is_some_and(|rest| rest.starts_with('/')))
+}
+
+async fn read(State(shared): State<Arc<Shared>>, Path(text): Path<String>, QueryParams(query): QueryParams<FileQuery>) -> Answer<Response> {
+    let (_, files) = shared.state().live(&text)?;
+    let (path, files) = (absolute(&query.path), files.lock().expect("not poisoned"));
+    if is_directory(&files, &path) {
+        return Err(ApiError::new(ErrorCode::NotAFile, format!("{path} is a directory")));
+    }
+    let (bytes, mode) = files.get(&path).ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("{path} is not there")))?;
+    let sha256 = sha256(bytes);
+    let headers = [("etag", etag(&sha256)), ("x-content-sha256", sha256), ("x-mode", format!("{mode:04o}")), ("x-type", "file".to_owned())];
+    Ok((headers, bytes.clone()).into_response())
+}
+
+async fn write(
+    State(shared): State<Arc<Shared>>,
+    Path(text): Path<String>,
+    headers: HeaderMap,
+    QueryParams(query): QueryParams<FileQuery>,
+    body: Bytes,
+) -> Answer<Response> {
+    let (_, files) = shared.state().live(&text)?;
+    let (path, mut files) = (absolute(&query.path), files.lock().expect("not poisoned"));
+    let known = files.get(&path).map(|(bytes, mode)| (sha256(bytes), *mode));
+    let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
+    let expected = header("if-match").is_none_or(|tag| known.as_ref().is_some_and(|(known, _)| etag(known) == tag));
+    if !expected || (header("if-none-match").is_some() && known.is_some()) {
+        return Err(ApiError::new(ErrorCode::PreconditionFailed, format!("{path} is not what was expected")));
+    }
+    let (sha256_before, old_mode) = known.unzip();
+    let mode = header("x-mode").and_then(|mode| u32::from_str_radix(mode, 8).ok()).or(old_mode).unwrap_or(0o644);
+    let (status, sha256) = (if old_mode.is_some() { StatusCode::OK } else { StatusCode::CREATED }, sha256(&body));
+    let size = body.len() as u64;
+    files.insert(path, (body.to_vec(), mode));
+    let change = FileChange::new(query.path.as_bytes()).before(sha256_before.clone()).after(Some(sha256.clone()));
+    let tag = etag(&sha256);
+    let written = FileWritten { sha256, size, mode: format!("{mode:04o}"), created: old_mode.is_none(), sha256_before };
+    Ok(told(&FileChanges::from_iter([change]), (status, [("etag", tag)], Json(written))))
+}
+
+async fn delete(State(shared): State<Arc<Shared>>, Path(text): Path<String>, QueryParams(query): QueryParams<FileQuery>) -> Answer<Response> {
+    let (_, files) = shared.state().live(&text)?;
+    let (path, mut files) = (absolute(&query.path), files.lock().expect("not poisoned"));
+    let (below, change) = (format!("{path}/"), FileChange::new(query.path.as_bytes()));
+    let change = if is_directory(&files, &path) {
+        if !query.recursive {
+            return Err(ApiError::new(ErrorCode::NotEmpty, format!("{path} is not empty")));
+        }
+        files.retain(|file, _| !file.starts_with(&below));
+        change.of_kind(FileType::Dir)
+    } else {
+        let (bytes, _) = files.remove(&path).ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("{path} is not there")))?;
+        change.before(Some(sha256(&bytes)))
+    };
+    Ok(told(&FileChanges::from_iter([change]), StatusCode::NO_CONTENT))
+}
