@@ -22,7 +22,8 @@ macro_rules! words {
     ($($(#[$doc:meta])* $name:ident { $($(#[$variant_doc:meta])* $variant:ident = $word:literal),* $(,)? })*) => {$(
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, ToSchema)]
-        pub enum $name { $($(#[$variant_doc])* #[serde(rename = $word)] $variant),* }
+        #[serde(rename_all = "snake_case")]
+        pub enum $name { $($(#[$variant_doc])* $variant),* }
 
         impl $name {
             #[must_use]

@@ -20,6 +20,8 @@ pub enum ValueKind {
     Text,
     /// A list of objects.
     Objects,
+    /// A whole number, not negative.
+    Count,
 }
 
 impl ValueKind {
@@ -28,6 +30,8 @@ impl ValueKind {
         match (self, value) {
             (Self::Boolean, Value::Bool(_)) | (Self::Text, Value::String(_)) => Ok(()),
             (Self::Objects, Value::Array(items)) if items.iter().all(Value::is_object) => Ok(()),
+            (Self::Count, value) if value.as_i64().is_some_and(|number| number >= 0) => Ok(()),
+            (Self::Count, _) => Err("must be a whole number that is not negative"),
             (Self::Boolean, _) => Err("must be true or false"),
             (Self::Text, _) => Err("must be a string"),
             (Self::Objects, _) => Err("must be a list of objects"),
@@ -37,6 +41,12 @@ impl ValueKind {
 
 pub const ALLOW_PM_IMAGES: &str = "agents.project_manager.sandbox.allow_add_to_allowed_images";
 pub const DEFAULT_IMAGE_KEY: &str = "sandbox.default_image";
+/// Sandboxes at once.
+pub const QUOTA_SANDBOXES: &str = "quota.sandboxes";
+/// Processor seconds that sandboxes reserve within 24 hours.
+pub const QUOTA_CPU_SECONDS: &str = "quota.cpu_seconds";
+/// Bytes of artifacts that are kept.
+pub const QUOTA_ARTIFACT_BYTES: &str = "quota.artifact_bytes";
 
 /// The keys whose type is known. Others may be used and take any value.
 pub const KEYS: &[Key] = &[
@@ -48,6 +58,9 @@ pub const KEYS: &[Key] = &[
     Key { name: "sandbox_images.allow_public_internet", kind: ValueKind::Boolean, is_setting: false },
     Key { name: "sandbox_images.require_digest_pinning", kind: ValueKind::Boolean, is_setting: false },
     Key { name: "agents.sandbox_agent.additional_context", kind: ValueKind::Text, is_setting: false },
+    Key { name: QUOTA_SANDBOXES, kind: ValueKind::Count, is_setting: false },
+    Key { name: QUOTA_CPU_SECONDS, kind: ValueKind::Count, is_setting: false },
+    Key { name: QUOTA_ARTIFACT_BYTES, kind: ValueKind::Count, is_setting: false },
 ];
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]

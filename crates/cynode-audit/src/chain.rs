@@ -104,7 +104,7 @@ pub struct Head {
 }
 
 /// One writer's stream.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Chain {
     stream: Uuid,
     head: Head,
@@ -114,6 +114,12 @@ impl Chain {
     #[must_use]
     pub fn new(stream: Uuid) -> Self {
         Self { stream, head: Head { seq: 0, hash: genesis(stream) } }
+    }
+
+    /// A stream that goes on from where it stands.
+    #[must_use]
+    pub const fn resume(stream: Uuid, head: Head) -> Self {
+        Self { stream, head }
     }
 
     /// The next record. What is to be stored is what comes back, not what went in: the time is rounded down to

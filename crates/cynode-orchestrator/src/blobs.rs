@@ -197,7 +197,7 @@ fn place(sha256: &str) -> Path {
     Path::from(format!("{BY_HASH}/{}/{sha256}", sha256.get(..2).unwrap_or("00")))
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     use std::fmt::Write as _;
     bytes.iter().fold(String::new(), |mut text, byte| {
         let _infallible = write!(text, "{byte:02x}");

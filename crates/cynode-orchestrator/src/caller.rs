@@ -7,11 +7,13 @@ use axum::{
     middleware::Next,
     response::{IntoResponse as _, Response},
 };
-use cynode_api::{ErrorCode, NodeId, ProjectId, Task, TaskId, TokenKind, UserId};
+use cynode_api::{AuditSubject, ErrorCode, NodeId, ProjectId, Task, TaskId, TokenId, TokenKind, UserId};
+use cynode_policy::{Principal, Role};
 use cynode_service::{ApiError, auth};
 use http::request::Parts;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Semaphore;
+use uuid::Uuid;
 
 use crate::{
     Orchestrator,
@@ -28,7 +30,10 @@ pub(crate) struct Scope {
 #[derive(Clone, Debug)]
 pub(crate) struct Caller {
     pub(crate) kind: TokenKind,
+    pub(crate) token_id: TokenId,
     pub(crate) user_name: String,
+    /// The groups of the user, by name.
+    groups: Vec<String>,
     pub(crate) project_id: Option<ProjectId>,
     pub(crate) task_ids: Vec<TaskId>,
     pub(crate) scope: Scope,
@@ -37,11 +42,13 @@ pub(crate) struct Caller {
 }
 
 impl Caller {
-    fn new(found: Authenticated, token_hash: [u8; 32]) -> Self {
+    pub(crate) fn new(found: Authenticated, token_hash: [u8; 32]) -> Self {
         // An agent has no more than what its token names, whoever made it.
         let is_admin = found.is_admin && found.kind == TokenKind::User;
         Self {
             kind: found.kind,
+            token_id: found.token_id,
+            groups: found.groups,
             user_name: found.user_name,
             project_id: found.project_id,
             task_ids: found.task_ids,
@@ -73,13 +80,37 @@ impl Caller {
         Of { task: Some(task.id), project: task.project_id, user: Some(self.scope.user_id) }
     }
 
-    /// Refuses whoever is not an administrator.
-    pub(crate) fn require_admin(&self) -> Result<(), ApiError> {
-        if self.scope.is_admin { Ok(()) } else { Err(ApiError::new(ErrorCode::Forbidden, "only an administrator may do that")) }
+    /// Whether something is the caller's, or the caller an administrator.
+    pub(crate) fn owns(&self, owners: &[Uuid]) -> bool {
+        self.scope.is_admin || owners.contains(self.scope.user_id.as_uuid())
+    }
+
+    /// As policies see the caller.
+    pub(crate) fn principal(&self) -> Principal {
+        let (token, user) = (*self.token_id.as_uuid(), *self.scope.user_id.as_uuid());
+        let tasks = || self.task_ids.iter().map(|id| *id.as_uuid()).collect();
+        let agent = |role| Principal::Agent { token, role, user, project: self.project_id.map(|id| *id.as_uuid()), tasks: tasks() };
+        match self.kind {
+            TokenKind::User => Principal::User { id: user, name: self.user_name.clone(), admin: self.scope.is_admin, groups: self.groups.clone() },
+            TokenKind::ProjectManager => agent(Role::ProjectManager),
+            TokenKind::ProjectAnalyst => agent(Role::ProjectAnalyst),
+            TokenKind::Sandbox => Principal::Sandbox { token, task: self.task_ids.first().map_or(Uuid::nil(), |id| *id.as_uuid()) },
+        }
+    }
+
+    /// As records name the caller.
+    pub(crate) fn subject(&self) -> AuditSubject {
+        AuditSubject {
+            kind: self.kind.as_str().to_owned(),
+            name: Some(self.user_name.clone()),
+            user_id: Some(self.scope.user_id),
+            token_id: Some(self.token_id),
+            node_id: None,
+        }
     }
 }
 
-/// A person, or a program in a person's name. Agents' tokens are refused.
+/// A person, or a program in a person's name. That it is no agent was seen to before; here it is made sure of.
 #[derive(Clone, Debug)]
 pub(crate) struct Person(pub(crate) Caller);
 
@@ -128,18 +159,21 @@ pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut r
             request.extensions_mut().insert(Caller::new(found, offered));
             next.run(request).await
         }
-        Ok(None) => refused().await.into_response(),
+        Ok(None) => refused(&orchestrator, "nobody", &offered).await.into_response(),
         Err(error) => error.into_response(),
     }
 }
 
-/// The refusal of a token, slow enough that guessing leads nowhere. Good tokens never wait.
-pub(crate) async fn refused() -> ApiError {
+/// The refusal of a token, written down, and slow enough that guessing leads nowhere. Good tokens never wait.
+pub(crate) async fn refused(orchestrator: &Orchestrator, kind: &str, offered: &[u8; 32]) -> ApiError {
     metrics::counter!("cynode_refused_tokens_total").increment(1);
     let Ok(_waiting) = WAITING.try_acquire() else {
         return ApiError::new(ErrorCode::TooManyAttempts, "too many tokens that are not good are being tried");
     };
     tokio::time::sleep(PENALTY).await;
+    if let Err(error) = orchestrator.note_refused_token(kind, offered).await {
+        return error;
+    }
     ApiError::new(ErrorCode::Unauthorized, "the token is not valid here")
 }
 

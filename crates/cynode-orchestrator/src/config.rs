@@ -43,6 +43,10 @@ pub struct Config {
     pub artifact_days: Option<u32>,
     /// With less free where artifacts are kept, no more are taken, and the orchestrator says that it is not ready.
     pub min_free_bytes: u64,
+    /// Whether what looks like a token of a well-known service is kept out of sandboxes. Tokens of this system always are.
+    pub secret_shapes: bool,
+    /// How long records of the audit trail are kept. Without it, for ever.
+    pub audit_days: Option<u32>,
     /// Where artifacts are: a directory below the state directory, or `s3://bucket/prefix`.
     pub artifact_store: Option<String>,
 }
@@ -80,6 +84,8 @@ impl Default for Config {
             output_days: 30,
             artifact_days: None,
             min_free_bytes: 1 << 30,
+            secret_shapes: true,
+            audit_days: None,
             artifact_store: None,
         }
     }

@@ -93,6 +93,7 @@ pub(crate) async fn upgrade(
     path: &str,
     mut request: Request,
     over: impl Future<Output = Over> + Send + 'static,
+    closed: impl FnOnce() + Send + 'static,
 ) -> Result<Response, ApiError> {
     let mut headers = passed(request.headers());
     headers.remove(header::CONTENT_LENGTH);
@@ -125,6 +126,7 @@ pub(crate) async fn upgrade(
             _ = tokio::io::copy_bidirectional(&mut ours, &mut theirs) => {}
             _ = over => {}
         }
+        closed();
     });
     Ok(response)
 }
@@ -142,7 +144,9 @@ fn unreachable(error: reqwest::Error) -> ApiError {
     if error.is_body() || error.is_request() && !error.is_connect() {
         tracing::debug!(%error, "Passing a call on broke off.");
     }
-    ApiError::new(ErrorCode::NodeUnreachable, "the node of this session does not answer")
+    let problem = ApiError::new(ErrorCode::NodeUnreachable, "the node of this session does not answer");
+    // Without a connection nothing was sent, and nothing happened.
+    if error.is_connect() { ApiError(Box::new(problem.0.with("sent", false))) } else { problem }
 }
 
 #[cfg(test)]

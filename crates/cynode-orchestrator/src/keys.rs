@@ -41,6 +41,21 @@ impl Keys {
         URL_SAFE_NO_PAD.encode(hmac::sign(&self.0, b"fingerprint"))
     }
 
+    /// From which the key for checkpoints of the audit trail is made.
+    pub(crate) fn audit_seed(&self) -> [u8; 32] {
+        self.seed(b"audit checkpoints")
+    }
+
+    /// By which held secrets are known again.
+    pub(crate) fn secrets_seed(&self) -> [u8; 32] {
+        self.seed(b"held secrets")
+    }
+
+    fn seed(&self, what: &[u8]) -> [u8; 32] {
+        let tag = hmac::sign(&self.0, what);
+        tag.as_ref().try_into().expect("a tag of 32 bytes")
+    }
+
     fn derived(&self, what: &str, node: NodeId, epoch: i64) -> String {
         let tag = hmac::sign(&self.0, format!("{what}\0{node}\0{epoch}").as_bytes());
         format!("{TOKEN_PREFIX}{}", URL_SAFE_NO_PAD.encode(tag))

@@ -7,16 +7,19 @@
 #![recursion_limit = "256"]
 
 mod api;
+mod audit;
 mod blobs;
 mod caller;
 mod config;
 mod db;
 mod fleet;
 mod forward;
+mod gate;
 mod jobs;
 mod keys;
 mod output;
 mod placement;
+mod policies;
 mod reconcile;
 mod sessions;
 
@@ -35,7 +38,17 @@ use tokio_util::sync::CancellationToken;
 pub use api::openapi;
 pub use config::{Config, TlsFiles};
 
-use crate::{blobs::Blobs, db::Db, fleet::Fleet, keys::Keys, reconcile::Lanes};
+use cynode_policy::{Held, Scanner};
+
+use crate::{
+    audit::{Abandoned, Audit, Checkpoints, Pump},
+    blobs::Blobs,
+    db::Db,
+    fleet::Fleet,
+    keys::Keys,
+    policies::Policies,
+    reconcile::Lanes,
+};
 
 /// The first user.
 const ADMIN: &str = "admin";
@@ -74,6 +87,13 @@ pub(crate) struct Orchestrator {
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) blobs: Blobs,
     pub(crate) config: Arc<Config>,
+    pub(crate) policies: Policies,
+    /// What must not enter a sandbox.
+    pub(crate) scanner: Arc<Scanner>,
+    pub(crate) audit: Audit,
+    pub(crate) abandoned: Abandoned,
+    pub(crate) checkpoints: Checkpoints,
+    pub(crate) pump: Pump,
     /// Room for what reconcilers do on nodes.
     pub(crate) job_lanes: Lanes,
     pub(crate) session_lanes: Lanes,
@@ -85,7 +105,11 @@ pub(crate) struct Orchestrator {
     pub(crate) sessions_wait: Arc<Notify>,
     /// Rises whenever there may be new events.
     pub(crate) news: watch::Sender<u64>,
+    /// Rises whenever policies may have changed.
+    pub(crate) policy_news: watch::Sender<u64>,
     pub(crate) stop: CancellationToken,
+    /// All calls have been answered: what is written until the end is written now.
+    pub(crate) closing: CancellationToken,
 }
 
 /// Runs an orchestrator until it is told to stop.
@@ -111,6 +135,14 @@ pub async fn run(config: Config) -> Result<(), Error> {
     replace(&directory.join("url"), url.as_bytes()).map_err(state("writing the address"))?;
     replace(&directory.join("control-url"), control_url.as_bytes()).map_err(state("writing the address"))?;
     let (jobs_wait, sessions_wait): (Arc<Notify>, Arc<Notify>) = Default::default();
+    let closing = CancellationToken::new();
+    let policies = Policies::open(&db).await.map_err(start("reading the policies"))?;
+    let writer = format!("{}:{}", hostname(), std::process::id());
+    let (audit, written) = Audit::open(&db, writer.clone(), closing.clone()).await.map_err(start("opening the audit trail"))?;
+    let signing = cynode_audit::SigningKey::from_seed(keys.audit_seed());
+    let checkpoints = Checkpoints::open(signing, directory.join("audit-checkpoints.jsonl")).map_err(state("reading the checkpoints of the audit trail"))?;
+    let (abandoned, left) = Abandoned::new();
+    let scanner = Arc::new(Scanner::new(held(&keys, &config), config.secret_shapes));
     let orchestrator = Orchestrator {
         job_lanes: Lanes::new(128, 16, Arc::clone(&jobs_wait)),
         session_lanes: Lanes::new(128, 32, Arc::clone(&sessions_wait)),
@@ -124,8 +156,22 @@ pub async fn run(config: Config) -> Result<(), Error> {
         jobs_wait,
         sessions_wait,
         news: watch::Sender::new(0),
+        policy_news: watch::Sender::new(0),
+        policies,
+        scanner,
+        audit,
+        abandoned,
+        checkpoints,
+        pump: Pump::new(),
         stop: stop.clone(),
+        closing: closing.clone(),
     };
+    let last = orchestrator.clone();
+    let closers = vec![
+        tokio::spawn(audit::keep_checkpoints(orchestrator.clone())),
+        tokio::spawn(Pump::run(orchestrator.clone(), writer)),
+        tokio::spawn(audit::follow_abandoned(orchestrator.clone(), left)),
+    ];
     let reconcilers = reconcile::spawn(&orchestrator);
     let readiness: admin::Readiness = {
         let (db, blobs) = (orchestrator.db.clone(), orchestrator.blobs.clone());
@@ -145,7 +191,38 @@ pub async fn run(config: Config) -> Result<(), Error> {
     for task in reconcilers {
         drop(task.await);
     }
+    // Every call is answered: what is not written yet is written, and then signed.
+    closing.cancel();
+    drop(written.await);
+    for task in closers {
+        drop(task.await);
+    }
+    audit::sign_last(&last).await;
     Ok(())
+}
+
+fn hostname() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+/// What this process holds and must never be in a sandbox. Tokens are known by their shape.
+fn held(keys: &Keys, config: &Config) -> Held {
+    let mut held = Held::new(keys.secrets_seed());
+    let password = config.database_url.as_deref().and_then(|url| reqwest::Url::parse(url).ok()).and_then(|url| url.password().map(str::to_owned));
+    let environment = |name: &str| std::env::var(name).ok();
+    for (what, secret) in [
+        ("the database's password", password),
+        ("the database's password", environment("PGPASSWORD")),
+        ("the key of the artifact store", environment("AWS_SECRET_ACCESS_KEY")),
+        ("the token of the artifact store", environment("AWS_SESSION_TOKEN")),
+    ] {
+        if let Some(secret) = secret.filter(|secret| !secret.is_empty())
+            && !held.add(what, secret.as_bytes())
+        {
+            tracing::warn!(what, "A secret is too short to be known again: it is not kept out of sandboxes.");
+        }
+    }
+    held
 }
 
 /// What must be there before the first call: the administrator, the keys of nodes, the settings that have defaults.

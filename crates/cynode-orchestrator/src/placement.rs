@@ -3,10 +3,12 @@
 use std::collections::BTreeMap;
 
 use cynode_api::{DEFAULT_IMAGE_KEY, ErrorCode, ImageVersionId, NodeId, NodeState, session_limits};
+use cynode_policy::{Action, Call, Resource};
 use cynode_service::ApiError;
 
 use crate::{
     Orchestrator,
+    caller::Caller,
     db::{Chosen, NodeRow, Of},
 };
 
@@ -24,7 +26,7 @@ pub(crate) enum Work {
 
 impl Orchestrator {
     /// The allowed version that a request's reference means.
-    pub(crate) async fn choose_image(&self, reference: Option<&str>, work: Work, of: Of) -> Result<Chosen, ApiError> {
+    pub(crate) async fn choose_image(&self, caller: &Caller, reference: Option<&str>, work: Work, of: Of) -> Result<Chosen, ApiError> {
         let reference = match reference {
             None | Some("default") => {
                 let setting = self.db.setting(DEFAULT_IMAGE_KEY).await?;
@@ -34,6 +36,8 @@ impl Orchestrator {
         };
         let chosen = self.db.allowed_image(&reference).await?;
         let chosen = chosen.ok_or_else(|| ApiError::new(ErrorCode::ImageNotAllowed, format!("no allowed image goes by '{reference}'")))?;
+        let (reference, pinned) = (chosen.image_ref.clone(), chosen.image_digest.is_some());
+        self.check(caller, Action::ImageUse, &Resource::Image { reference, agent_compatible: chosen.agent_compatible, pinned }, &Call::default())?;
         if work == Work::Agent && !chosen.agent_compatible {
             return Err(ApiError::new(ErrorCode::ImageNotCompatible, format!("{} is not marked as agent-compatible", chosen.image_ref)));
         }

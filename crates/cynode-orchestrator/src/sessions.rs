@@ -59,7 +59,7 @@ impl Orchestrator {
         }
         let (task, is_new) = self.task_for(caller, body.task_id, || format!("session {session_id}")).await?;
         let task_id = task.id;
-        let image = self.choose_image(body.image_ref.as_deref(), Work::Agent, caller.preferences(&task)).await?;
+        let image = self.choose_image(caller, body.image_ref.as_deref(), Work::Agent, caller.preferences(&task)).await?;
         self.check_artifact(caller, body.workspace_ref.as_ref()).await?;
         let request = SessionCreate {
             version: Some(cynode_api::API_VERSION),

@@ -50,7 +50,7 @@ async fn authenticate(State(orchestrator): State<Orchestrator>, mut request: Req
             request.extensions_mut().insert(Calling(node));
             next.run(request).await
         }
-        Ok(None) => caller::refused().await.into_response(),
+        Ok(None) => caller::refused(&orchestrator, "node", &offered).await.into_response(),
         Err(error) => error.into_response(),
     }
 }
@@ -70,7 +70,8 @@ async fn register(State(orchestrator): State<Orchestrator>, Body(body): Body<Nod
     let id = registration.node_id;
     let token = |epoch| hash(&orchestrator.keys.node_token(id, epoch));
     let registered = orchestrator.db.register_node(&registration, &orchestrator.config.seed_images, token).await?;
-    let Some(node) = registered else { return Err(caller::refused().await) };
+    let Some(node) = registered else { return Err(caller::refused(&orchestrator, "node", &registration.key_hash).await) };
+    orchestrator.note_registration(&node).await?;
     tracing::info!(node_id = %node.id, name = node.name, "A node has registered.");
     orchestrator.jobs_wait.notify_one();
     let registered = NodeRegistered {
@@ -146,7 +147,9 @@ async fn artifact(
     if !orchestrator.db.needs_artifact(node.id, id).await? {
         return Err(ApiError::new(ErrorCode::NotFound, format!("no work of this node begins with an artifact {id}")));
     }
-    super::artifacts::send(&orchestrator, &orchestrator.db.artifact(id).await?, &headers).await
+    let artifact = orchestrator.db.artifact(id).await?;
+    orchestrator.note_artifact(&node, &artifact).await?;
+    super::artifacts::send(&orchestrator, &artifact, &headers).await
 }
 
 impl Orchestrator {

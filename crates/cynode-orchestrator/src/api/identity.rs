@@ -7,6 +7,7 @@ use cynode_api::{
     DEFAULT_TOKEN_SECONDS, ErrorCode, Group, GroupCreate, GroupId, MAX_TOKEN_SECONDS, Page, Problem, Token, TokenCreate, TokenCreated, TokenId, TokenKind,
     User, UserCreate, UserId,
 };
+use cynode_policy::{Action, Call};
 use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
 use time::OffsetDateTime;
@@ -27,11 +28,14 @@ pub(super) async fn create_user(
     Person(caller): Person,
     Body(body): Body<UserCreate>,
 ) -> Result<(StatusCode, Json<User>), ApiError> {
-    caller.require_admin()?;
     check_version(body.version)?;
     check_name("name", &body.name)?;
     if body.name == "system" || body.name.parse::<UserId>().is_ok() {
         return Err(ApiError::invalid("name: 'system' and ids are not names"));
+    }
+    // Whoever may make users does not thereby make administrators.
+    if body.is_admin && !caller.scope.is_admin {
+        return Err(ApiError::new(ErrorCode::Forbidden, "only an administrator makes administrators"));
     }
     Ok((StatusCode::CREATED, Json(orchestrator.db.insert_user(UserId::generate(), &body.name, body.is_admin, &caller.user_name).await?)))
 }
@@ -63,7 +67,6 @@ pub(super) async fn create_group(
     Person(caller): Person,
     Body(body): Body<GroupCreate>,
 ) -> Result<(StatusCode, Json<Group>), ApiError> {
-    caller.require_admin()?;
     check_version(body.version)?;
     check_name("name", &body.name)?;
     let mut members = Vec::new();
@@ -120,6 +123,14 @@ pub(super) async fn create_token(
         }
     };
     check_scope(&orchestrator, &caller, &body).await?;
+    // Whatever it is for, each of it.
+    let call = Call { token_kind: Some(body.kind.as_str().to_owned()), ..Call::default() };
+    if let Some(id) = body.project_id {
+        orchestrator.check(&caller, Action::TokenCreate, &orchestrator.about_project(&caller, id).await?.resource, &call)?;
+    }
+    for id in &body.task_ids {
+        orchestrator.check(&caller, Action::TokenCreate, &orchestrator.about_task(&caller, *id).await?.resource, &call)?;
+    }
     let token = keys::random_token();
     let expires_at = OffsetDateTime::now_utc() + Duration::from_secs(seconds);
     let new = NewToken {

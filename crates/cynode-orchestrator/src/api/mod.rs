@@ -1,12 +1,14 @@
 //! The user API and the control plane for nodes.
 
 mod artifacts;
+mod audit;
 mod control;
 mod events;
 mod identity;
 mod images;
 mod jobs;
 mod nodes;
+mod policies;
 mod sessions;
 mod settings;
 mod work;
@@ -32,7 +34,7 @@ use utoipa::{
 use utoipa_axum::{router::OpenApiRouter, routes};
 use uuid::Uuid;
 
-use crate::{Orchestrator, caller};
+use crate::{Orchestrator, caller, gate};
 
 #[derive(OpenApi)]
 #[openapi(
@@ -75,6 +77,12 @@ fn documented() -> OpenApiRouter<Orchestrator> {
         .routes(routes!(nodes::show))
         .routes(routes!(nodes::drain))
         .routes(routes!(nodes::create_key))
+        .routes(routes!(policies::list))
+        .routes(routes!(policies::test))
+        .routes(routes!(policies::show, policies::put, policies::delete))
+        .routes(routes!(audit::list))
+        .routes(routes!(audit::checkpoints))
+        .routes(routes!(audit::verify))
         .routes(routes!(events::list))
         .routes(routes!(jobs::create, jobs::list))
         .routes(routes!(jobs::show))
@@ -116,7 +124,7 @@ fn documented() -> OpenApiRouter<Orchestrator> {
 #[must_use]
 pub fn openapi() -> Value {
     let document = serde_json::to_value(documented().into_openapi()).unwrap_or_default();
-    let any = [ErrorCode::Forbidden, ErrorCode::TooManyAttempts, ErrorCode::StoreUnavailable];
+    let any = [ErrorCode::Forbidden, ErrorCode::DeniedByPolicy, ErrorCode::TooManyAttempts, ErrorCode::StoreUnavailable, ErrorCode::OutcomePending];
     let mut some = describe::in_sessions("/v1/sessions");
     some.extend(REFUSALS.iter().map(|(route, codes)| ((*route).to_owned(), *codes)));
     describe::complete(document, &any, &some)
@@ -130,6 +138,9 @@ const REFUSALS: &[(&str, &[ErrorCode])] = &[
     ("POST /v1/groups", &[ErrorCode::AlreadyExists]),
     ("POST /v1/tokens", &[ErrorCode::NotFound, ErrorCode::SessionNotFound, ErrorCode::JobNotFound]),
     ("PUT /v1/settings/{key}", &[ErrorCode::PreconditionFailed]),
+    ("PUT /v1/policies/{id}", &[ErrorCode::PreconditionFailed, ErrorCode::PolicyInvalid]),
+    ("DELETE /v1/policies/{id}", &[ErrorCode::PolicyInvalid]),
+    ("POST /v1/policies:test", &[ErrorCode::NotFound]),
     ("GET /v1/preferences", &[ErrorCode::NotFound]),
     ("PUT /v1/preferences/{scope}/{scope_id}/{key}", &[ErrorCode::PreconditionFailed]),
     ("POST /v1/images", &[ErrorCode::AlreadyExists]),
@@ -166,6 +177,7 @@ pub(crate) fn router(orchestrator: Orchestrator, readiness: admin::Readiness) ->
     let routes = routes
         .method_not_allowed_fallback(edge::method_not_allowed)
         .fallback(edge::not_found)
+        .layer(middleware::from_fn_with_state(orchestrator.clone(), gate::pass))
         .layer(middleware::from_fn(edge::measure))
         .layer(middleware::from_fn_with_state(orchestrator.clone(), caller::authenticate));
     finished(

@@ -23,9 +23,10 @@ use super::{Body, Id, after, check_version, limit};
 use crate::{
     Orchestrator,
     caller::{Caller, Person},
-    db::NewArtifact,
+    db::{NewArtifact, SessionAt},
     fleet::{Failed, answer_for},
     forward,
+    gate::{Called, Decided},
 };
 
 /// How long a node may take to change a session.
@@ -144,7 +145,9 @@ async fn pass(
     uri: &http::Uri,
     request: Request,
 ) -> Result<Response, ApiError> {
-    let (node_id, state) = orchestrator.db.session_node(&caller.scope, id).await?;
+    // What was decided on is what is called.
+    let decided = request.extensions().get::<Decided>().copied();
+    let Decided(SessionAt { node_id, state }) = decided.ok_or_else(|| ApiError::new(ErrorCode::SessionNotFound, format!("there is no session {id}")))?;
     if state == SessionState::Creating {
         return Err(ApiError::new(ErrorCode::NotRunning, format!("session {id} is creating")));
     }
@@ -155,7 +158,8 @@ async fn pass(
     let is_websocket = request.headers().get(http::header::UPGRADE).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"websocket"));
     let revoked = orchestrator.over(caller, node_id);
     if is_websocket && below.ends_with("/pty") {
-        forward::upgrade(&client, &path, request, revoked).await
+        let closed = orchestrator.note_closed_terminal(caller, id, request.extensions().get::<Called>().copied());
+        forward::upgrade(&client, &path, request, revoked, closed).await
     } else {
         forward::forward(&client, &path, request, revoked).await
     }

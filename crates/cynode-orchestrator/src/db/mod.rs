@@ -21,11 +21,16 @@ macro_rules! visible_by_task {
 }
 
 mod artifacts;
+mod audit;
 mod events;
+mod execs;
 mod identity;
 mod images;
 mod jobs;
 mod nodes;
+mod places;
+mod policies;
+mod quotas;
 mod sessions;
 mod settings;
 mod work;
@@ -41,17 +46,24 @@ use sqlx::{
 };
 
 pub(crate) use artifacts::NewArtifact;
+pub(crate) use audit::{Added, OpenCall, Wanted};
 pub(crate) use events::{NewEvent, Readable};
+pub(crate) use execs::RunningExec;
 pub(crate) use identity::{Authenticated, NewToken};
 pub(crate) use images::{Chosen, NewImage, name_and_tag};
 pub(crate) use jobs::{JobRow, LeftBehind, NewJob};
 pub(crate) use nodes::{NodeRow, Registration};
-pub(crate) use sessions::{NewSession, SessionRow};
+pub(crate) use places::SessionAt;
+pub(crate) use policies::{CHANNEL as POLICY_CHANNEL, PolicyRow};
+pub(crate) use sessions::{NewSession, SessionRow, is_over};
 pub(crate) use settings::Of;
 
 /// In order; each is applied once.
-const MIGRATIONS: &[(i64, &str, &str)] =
-    &[(1, "initial", include_str!("../../migrations/0001_initial.sql")), (2, "nodes that hang", include_str!("../../migrations/0002_nodes_that_hang.sql"))];
+const MIGRATIONS: &[(i64, &str, &str)] = &[
+    (1, "initial", include_str!("../../migrations/0001_initial.sql")),
+    (2, "nodes that hang", include_str!("../../migrations/0002_nodes_that_hang.sql")),
+    (3, "policy and audit", include_str!("../../migrations/0003_policy_and_audit.sql")),
+];
 
 /// How long a call waits for a free connection before it is refused.
 const ACQUIRE: Duration = Duration::from_secs(5);

@@ -10,7 +10,7 @@ use sqlx::{Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, NewEvent, events, page, problem, stored, to_json};
+use super::{Db, NewEvent, events, page, problem, quotas, stored, to_json};
 use crate::caller::Scope;
 
 #[derive(Clone, Debug)]
@@ -64,7 +64,7 @@ fn session(row: &PgRow) -> Result<SessionRow, ApiError> {
     })
 }
 
-fn parsed(row: &PgRow) -> Result<SessionState, ApiError> {
+pub(super) fn parsed(row: &PgRow) -> Result<SessionState, ApiError> {
     row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))
 }
 
@@ -143,22 +143,10 @@ impl Db {
         .await
         .map_err(problem)?;
         let Some(row) = row else { return Ok(None) };
+        quotas::check(&mut transaction, scope.user_id, new.request.task_id, quotas::Uses::Sandbox).await?;
         events::add(&mut transaction, &told(new.request.task_id, new.request.session_id, SessionState::Creating)).await?;
         super::commit(transaction).await?;
         session(&row).map(Some)
-    }
-
-    /// The node and state of a session that the caller may know of: what passing a call on needs.
-    pub(crate) async fn session_node(&self, scope: &Scope, id: SessionId) -> Result<(NodeId, SessionState), ApiError> {
-        let row = sqlx::query(concat!("select node_id, state from sessions s where session_id = $1 and ", visible_by_task!("s")))
-            .bind(id.as_uuid())
-            .bind(scope.is_admin)
-            .bind(scope.user_id.as_uuid())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?
-            .ok_or_else(|| no_session(id))?;
-        Ok((NodeId::from_uuid(row.try_get("node_id").map_err(problem)?), parsed(&row)?))
     }
 
     /// A session that the caller may know of.
@@ -295,7 +283,7 @@ impl Db {
         let row = sqlx::query(
             "update sessions s set state = 'creating', updated_at = clock_timestamp(), lease_until = now() + interval '75 seconds'
              from (select session_id, state from sessions where session_id = $1 for update) before
-             where s.session_id = before.session_id and before.state in ('ended', 'lost') and s.ending is null returning s.task_id, before.state",
+             where s.session_id = before.session_id and before.state in ('ended', 'lost') and s.ending is null returning s.task_id, s.owner_id, before.state",
         )
         .bind(id.as_uuid())
         .fetch_optional(&mut *transaction)
@@ -303,6 +291,8 @@ impl Db {
         .map_err(problem)?;
         let Some(row) = row else { return Ok(None) };
         let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
+        let owner = cynode_api::UserId::from_uuid(row.try_get("owner_id").map_err(problem)?);
+        quotas::check(&mut transaction, owner, task_id, quotas::Uses::Sandbox).await?;
         events::add(&mut transaction, &told(task_id, id, SessionState::Creating)).await?;
         let was = parsed(&row)?;
         super::commit(transaction).await?;

@@ -4,6 +4,7 @@
 //! takes no input but the database; doing it twice, or on two orchestrators at once, does no harm; it does not retry by
 //! itself, the next round does. A round waits for no node: what it begins goes on beside it, in lanes.
 
+mod execs;
 mod jobs;
 mod lanes;
 mod nodes;
@@ -30,8 +31,11 @@ pub(crate) fn spawn(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
         every(orchestrator, "sessions", Duration::from_secs(1), sessions_wait, |orchestrator| sessions::round(orchestrator).boxed()),
         every(orchestrator, "nodes", Duration::from_secs(1), Arc::default(), |orchestrator| nodes::round(orchestrator).boxed()),
         every(orchestrator, "reach", Duration::from_secs(2), Arc::default(), |orchestrator| reach(orchestrator).boxed()),
+        every(orchestrator, "execs", Duration::from_secs(1), Arc::default(), |orchestrator| execs::round(orchestrator).boxed()),
+        every(orchestrator, "open calls", Duration::from_secs(2), Arc::default(), |orchestrator| crate::audit::close_round(orchestrator).boxed()),
         every(orchestrator, "retention", Duration::from_secs(600), Arc::default(), |orchestrator| retention::round(orchestrator).boxed()),
         tokio::spawn(listen(orchestrator.clone())),
+        tokio::spawn(crate::policies::Policies::follow(orchestrator.clone())),
     ]
 }
 
@@ -71,8 +75,12 @@ async fn listen(orchestrator: Orchestrator) {
     let heard = async {
         loop {
             if let Ok(mut listener) = orchestrator.db.listener().await {
-                while listener.recv().await.is_ok() {
-                    orchestrator.told();
+                while let Ok(heard) = listener.recv().await {
+                    if heard.channel() == crate::db::POLICY_CHANNEL {
+                        orchestrator.policy_news.send_modify(|number| *number = number.wrapping_add(1));
+                    } else {
+                        orchestrator.told();
+                    }
                 }
             }
             tokio::time::sleep(Duration::from_secs(1)).await;

@@ -134,3 +134,19 @@ fn filter_place(fingerprint: u64) -> (usize, u64) {
     let place = fingerprint >> (u64::BITS - FILTER_BITS);
     (usize::try_from(place >> 6).unwrap_or_default(), 1 << (place & 63))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is quick about it: nearly every place is passed over by one look at the filter.
+    #[test]
+    fn few_places_are_looked_at_closely() {
+        let mut held = Held::new([7; 32]);
+        assert!(held.add("a secret", b"of no particular kind"));
+        assert!(held.secrets.iter().all(|secret| held.is_likely(secret.fingerprint)));
+        let text: Vec<u8> = (0_u32..20_000).flat_map(u32::to_be_bytes).collect();
+        let likely = text.windows(WINDOW).filter(|window| held.is_likely(held.fingerprint(window))).count();
+        assert!(likely < 100, "{likely} of {}", text.len());
+    }
+}

@@ -43,7 +43,7 @@ pub struct Watch {
 /// How many bytes before a token tell whether a word begins there.
 const BEFORE: usize = 6;
 /// How much of a stream is looked at in one go: large enough to be quick, small enough to stay near the processor.
-const PIECE: usize = 64 * 1024;
+const PIECE: usize = 65_536;
 /// How much of a member's name stands in a path.
 const NAME: usize = 64;
 
@@ -138,4 +138,24 @@ impl fmt::Debug for Watch {
 
 fn under(parent: &str, (place, hit): (String, Hit)) -> (String, Hit) {
     (format!("{parent}{place}"), hit)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A stream can be long, and there can be many of them.
+    #[test]
+    fn a_watch_keeps_no_more_of_a_stream_than_a_secret_can_need() {
+        let mut held = Held::new([7; 32]);
+        assert!(held.add("a secret", &[b'x'; 1_000]));
+        let scanner = Scanner::new(held, true);
+        let mut watch = scanner.watch();
+        for size in [1, 999, 5_000, PIECE, PIECE + 1, 3 * PIECE, 1] {
+            assert_eq!(watch.feed(&vec![b'.'; size]), None);
+            // Base64 of a thousand bytes is the longest form.
+            assert!(watch.recent.len() <= BEFORE + 1_334, "{}", watch.recent.len());
+        }
+        assert!(Scanner::new(Held::new([7; 32]), true).0.shapes.longest() < 400);
+    }
 }

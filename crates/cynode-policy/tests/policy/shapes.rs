@@ -152,6 +152,21 @@ fn a_private_key_is_found_by_its_label_and_what_follows() {
     assert_eq!(found(&format!("x{}", private_key(&format!("PRIVATE {}", "KEY"), "\n"))), Some("a private key"), "it needs no word of its own");
 }
 
+/// The most that a candidate can need, one byte at a time.
+#[test]
+fn a_private_key_is_found_as_late_as_it_may_begin() {
+    let label = format!("{} PRIVATE {}", "A".repeat(20), "KEY");
+    assert_eq!(label.len(), 32);
+    for line in [letters(ALPHANUMERIC, 32), letters("a+b/", 32), letters("+", 32), letters("/", 32)] {
+        let latest = format!("{0}BEGIN {label}{0}{1}{line}", "-----", ".".repeat(224));
+        let mut watch = scanner().watch();
+        let hit = format!("{}{latest}", ".".repeat(1_000)).as_bytes().chunks(1).find_map(|piece| watch.feed(piece));
+        assert_eq!(hit, Some(Hit { what: "a private key" }), "{line}");
+        let too_late = latest.replacen('.', "..", 1);
+        assert_eq!(found(&too_late), None, "{line}");
+    }
+}
+
 #[test]
 fn what_only_looks_like_a_private_key_is_none() {
     let key = private_key(&format!("PRIVATE {}", "KEY"), "\n");
@@ -186,6 +201,20 @@ fn our_tokens_are_found_in_base64() {
         assert_eq!(found(&STANDARD.encode(&short)), None, "{short}");
         let broken = format!("{before}{}", token.replace("_dW", "~dW"));
         assert_eq!(found(&STANDARD.encode(&broken)), None, "{broken}");
+    }
+}
+
+#[test]
+fn whatever_is_around_our_token_in_base64_it_is_found() {
+    let token = our_token();
+    for before in [&[0xff][..], &[0xfb], &[0xff, 0xff], &[0xfb, 0xef], &[0, 0xff]] {
+        let bytes = [before, token.as_bytes()].concat();
+        assert_eq!(found(&STANDARD.encode(&bytes)), Some("a CyNode token"), "{before:?}");
+        assert_eq!(found(&URL_SAFE_NO_PAD.encode(&bytes)), Some("a CyNode token"), "{before:?}");
+    }
+    // Letters after it that belong to nothing.
+    for after in ["A", "AB", "ABC", "ABCD"] {
+        assert_eq!(found(&format!("{}{after}", URL_SAFE_NO_PAD.encode(&token))), Some("a CyNode token"), "{after}");
     }
 }
 

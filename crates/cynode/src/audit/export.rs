@@ -32,14 +32,13 @@ pub async fn run(client: &UserClient, args: &AuditExport) -> Outcome {
         output::note(&crate::sanitize::line(&format!("verify it with 'cynode audit verify --file FILE --key {}'", checkpoints.key)));
     }
     let filter = args.filter.filter();
-    let (mut after, mut count) = (0, 0_u64);
-    while let Some(page) = super::next_page(client, after, &filter).await? {
+    let (mut rest, mut count) = (Some(0), 0_u64);
+    while let Some(page) = super::next_page(client, &mut rest, &filter).await? {
         for record in page.items {
             writeln!(out, "{}", written(record, args.format)?)?;
             count += 1;
         }
         progress.say(format!("exporting: {count} records"));
-        after = page.next_cursor;
     }
     out.flush()?;
     Ok(ExitCode::SUCCESS)

@@ -56,8 +56,8 @@ fn filters(of: AuditSubjectId) -> Vec<AuditFilter> {
 
 async fn records(client: &UserClient, filter: &AuditFilter, progress: &Progress) -> Result<(Vec<AuditRecord>, bool), Failure> {
     let mut records = Vec::new();
-    let mut after = 0;
-    while let Some(page) = super::next_page(client, after, filter).await? {
+    let mut rest = Some(0);
+    while let Some(page) = super::next_page(client, &mut rest, filter).await? {
         for record in page.items {
             if records.len() == MAX_RECORDS {
                 return Ok((records, true));
@@ -65,7 +65,6 @@ async fn records(client: &UserClient, filter: &AuditFilter, progress: &Progress)
             records.push(serde_json::from_value(record).map_err(|error| Failure::internal(format!("a record can't be read: {error}")))?);
         }
         progress.say(format!("reading: {} records", records.len()));
-        after = page.next_cursor;
     }
     Ok((records, false))
 }

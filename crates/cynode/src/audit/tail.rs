@@ -27,8 +27,8 @@ pub async fn run(client: &UserClient, globals: &Globals, args: &AuditTail) -> Ou
     if filter.since.is_none() && !args.filter.is_narrow() {
         filter.since = Some(OffsetDateTime::now_utc() - time::Duration::HOUR);
     }
-    let mut after = 0;
-    while let Some(page) = super::next_page(client, after, &filter).await? {
+    let (mut rest, mut after) = (Some(0), 0);
+    while let Some(page) = super::next_page(client, &mut rest, &filter).await? {
         print(globals, page.items)?;
         after = page.next_cursor;
     }
@@ -38,8 +38,13 @@ pub async fn run(client: &UserClient, globals: &Globals, args: &AuditTail) -> Ou
     loop {
         match client.raw_audit(after, &filter, WAIT).await {
             Ok(page) => {
+                // To read the trail is in it too: what only we caused is no news to hurry for.
+                let is_ours = page.items.iter().all(|record| record["action"] == "audit.read");
                 print(globals, page.items)?;
                 after = page.next_cursor;
+                if is_ours {
+                    sleep(PAUSE).await;
+                }
             }
             Err(error) if error.is_passing() => sleep(PAUSE).await,
             Err(error) => return Err(error.into()),

@@ -1,0 +1,129 @@
+//! The audit trail, for those who may read it.
+
+use std::time::Duration;
+
+use axum::{Json, body::Body as HttpBody, extract::State, response::Response};
+use cynode_api::{AuditCheckpoints, AuditDecision, AuditPage, AuditVerifyLine, ErrorCode, JobId, Problem, SessionId, TaskId, event_limits};
+use cynode_service::{ApiError, QueryParams};
+use futures_util::{StreamExt as _, stream};
+use http::header;
+use serde::Deserialize;
+use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+use tokio::{sync::mpsc, time::Instant};
+use utoipa::IntoParams;
+use uuid::Uuid;
+
+use crate::{Orchestrator, audit, caller::Person, db::Wanted};
+
+/// How often somebody who waits looks.
+const LOOK: Duration = Duration::from_millis(300);
+const LONGEST_TEXT: usize = 200;
+
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct AuditQuery {
+    /// The cursor of the last record that was seen; 0 for all that are kept.
+    after: Option<i64>,
+    /// Instead of `after`: begin so many records before the end.
+    tail: Option<u32>,
+    /// 1 to 1000; 100 by default.
+    limit: Option<u32>,
+    /// How long to wait for one, up to 60,000.
+    wait_ms: Option<u64>,
+    task_id: Option<TaskId>,
+    session_id: Option<SessionId>,
+    job_id: Option<JobId>,
+    call_id: Option<Uuid>,
+    /// The name of a user.
+    subject: Option<String>,
+    #[param(value_type = Option<AuditDecision>)]
+    decision: Option<String>,
+    /// Such as `session.exec`.
+    action: Option<String>,
+    /// RFC 3339.
+    since: Option<String>,
+    until: Option<String>,
+}
+
+fn time(field: &str, text: Option<&String>) -> Result<Option<OffsetDateTime>, ApiError> {
+    text.map(|text| OffsetDateTime::parse(text, &Rfc3339)).transpose().map_err(|error| ApiError::invalid(format!("{field}: {error}")))
+}
+
+fn text(field: &str, text: Option<String>) -> Result<Option<String>, ApiError> {
+    match text {
+        Some(text) if text.len() > LONGEST_TEXT || text.contains('\0') => {
+            Err(ApiError::invalid(format!("{field}: must be a text of at most {LONGEST_TEXT} bytes")))
+        }
+        text => Ok(text),
+    }
+}
+
+/// Records, in the order in which they were written. Administrators only, unless a policy says otherwise.
+#[utoipa::path(get, path = "/v1/audit", tag = "audit", params(AuditQuery),
+    responses((status = 200, body = AuditPage), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn list(
+    State(orchestrator): State<Orchestrator>,
+    Person(_): Person,
+    QueryParams(query): QueryParams<AuditQuery>,
+) -> Result<Json<AuditPage>, ApiError> {
+    let limit = super::limit(query.limit)?;
+    if query.wait_ms.is_some_and(|wait| wait > event_limits::MAX_WAIT_MS) {
+        return Err(ApiError::invalid(format!("wait_ms: must be at most {}", event_limits::MAX_WAIT_MS)));
+    }
+    if !query.decision.as_deref().is_none_or(|decision| matches!(decision, "allow" | "deny")) {
+        return Err(ApiError::invalid("decision: must be allow or deny"));
+    }
+    let wanted = Wanted {
+        task_id: query.task_id,
+        session_id: query.session_id,
+        job_id: query.job_id,
+        call_id: query.call_id,
+        subject: text("subject", query.subject)?,
+        decision: query.decision,
+        action: text("action", query.action)?,
+        since: time("since", query.since.as_ref())?,
+        until: time("until", query.until.as_ref())?,
+    };
+    let after = match (query.after, query.tail) {
+        (Some(_), Some(_)) => return Err(ApiError::invalid("tail: say after or tail, not both")),
+        (Some(after), None) if after < 0 => return Err(ApiError::invalid("after: must not be negative")),
+        (None, Some(tail)) => (orchestrator.db.audit_last().await? - i64::from(tail)).max(0),
+        (after, None) => after.unwrap_or(0),
+    };
+    let deadline = Instant::now() + Duration::from_millis(query.wait_ms.unwrap_or(0));
+    loop {
+        let page = orchestrator.db.audit_page(&wanted, after, limit).await?;
+        if !page.items.is_empty() || Instant::now() >= deadline || orchestrator.stop.is_cancelled() {
+            return Ok(Json(page));
+        }
+        tokio::time::sleep_until((Instant::now() + LOOK).min(deadline)).await;
+    }
+}
+
+/// The signed words on where the trail stood, each a line, and the key by which they are checked.
+#[utoipa::path(get, path = "/v1/audit/checkpoints", tag = "audit",
+    responses((status = 200, body = AuditCheckpoints), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn checkpoints(State(orchestrator): State<Orchestrator>, Person(_): Person) -> Result<Json<AuditCheckpoints>, ApiError> {
+    let items = orchestrator.db.checkpoints(0).await?.into_iter().map(|(_, line)| line).collect();
+    Ok(Json(AuditCheckpoints { items, key: orchestrator.checkpoints.key.public().to_text() }))
+}
+
+/// Verify the whole trail. Lines of JSON: how far it is, and last the verdict.
+#[utoipa::path(get, path = "/v1/audit/verify", tag = "audit",
+    responses((status = 200, body = String, content_type = "application/x-ndjson"), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn verify(State(orchestrator): State<Orchestrator>, Person(_): Person) -> Result<Response, ApiError> {
+    let (told, heard) = mpsc::channel(16);
+    let verifying = tokio::spawn(async move { audit::verify(&orchestrator, told).await });
+    let progress = stream::unfold(heard, async |mut heard| heard.recv().await.map(|(checked, of)| (AuditVerifyLine::Progress { checked, of }, heard)));
+    let verdict = stream::once(async move {
+        match verifying.await {
+            Ok(Ok(verdict)) => Ok(AuditVerifyLine::Verdict { verdict }),
+            Ok(Err(error)) => Err(std::io::Error::other(error.0.detail)),
+            Err(error) => Err(std::io::Error::other(error)),
+        }
+    });
+    let lines = progress.map(Ok).chain(verdict).map(|line| line.map(|line| format!("{}\n", crate::db::to_json(&line))));
+    let response = Response::builder().header(header::CONTENT_TYPE, "application/x-ndjson").body(HttpBody::from_stream(lines));
+    response.map_err(|_| ApiError::new(ErrorCode::Internal, "the answer could not be made"))
+}

@@ -1,0 +1,69 @@
+//! Commands that go on after the call that began them was answered.
+
+use cynode_api::{ExecId, NodeId, SessionId};
+use cynode_service::ApiError;
+use serde_json::Value;
+use sqlx::Row as _;
+use uuid::Uuid;
+
+use super::{Db, problem};
+
+#[derive(Clone, Debug)]
+pub(crate) struct RunningExec {
+    pub(crate) exec_id: ExecId,
+    pub(crate) session_id: SessionId,
+    pub(crate) node_id: NodeId,
+    pub(crate) call_id: Uuid,
+    /// The session has ended, or its node is lost: nobody says any more how it ended.
+    pub(crate) is_gone: bool,
+}
+
+impl Db {
+    pub(crate) async fn insert_exec(&self, exec_id: ExecId, session_id: SessionId, call_id: Uuid, created_by: &str) -> Result<(), ApiError> {
+        sqlx::query("insert into execs (exec_id, session_id, call_id, state, created_by) values ($1, $2, $3, 'running', $4) on conflict do nothing")
+            .bind(exec_id.as_uuid())
+            .bind(session_id.as_uuid())
+            .bind(call_id)
+            .bind(created_by)
+            .execute(&self.pool)
+            .await
+            .map(drop)
+            .map_err(problem)
+    }
+
+    /// Commands that somebody should ask about now; this caller's for a while.
+    pub(crate) async fn lease_execs(&self, limit: i64) -> Result<Vec<RunningExec>, ApiError> {
+        let rows = sqlx::query(
+            "with due as (select exec_id from execs where state = 'running' and lease_until < now() order by lease_until limit $1 for update skip locked),
+                  taken as (update execs e set lease_until = now() + interval '10 seconds' from due where e.exec_id = due.exec_id returning e.*)
+             select taken.exec_id, taken.session_id, taken.call_id, s.node_id, s.state in ('ended', 'failed') or n.is_lost as is_gone
+             from taken join sessions s on s.session_id = taken.session_id join nodes n on n.id = s.node_id",
+        )
+        .bind(limit)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        let exec = |row: &sqlx::postgres::PgRow| -> Result<RunningExec, sqlx::Error> {
+            Ok(RunningExec {
+                exec_id: ExecId::from_uuid(row.try_get("exec_id")?),
+                session_id: SessionId::from_uuid(row.try_get("session_id")?),
+                node_id: NodeId::from_uuid(row.try_get("node_id")?),
+                call_id: row.try_get("call_id")?,
+                is_gone: row.try_get("is_gone")?,
+            })
+        };
+        rows.iter().map(exec).collect::<Result<_, _>>().map_err(problem)
+    }
+
+    /// Writes down how a command ended. Says whether that is news.
+    pub(crate) async fn end_exec(&self, exec_id: ExecId, state: &str, exit: Option<&Value>) -> Result<bool, ApiError> {
+        let done = sqlx::query("update execs set state = $2, exit = $3, ended_at = now() where exec_id = $1 and state = 'running'")
+            .bind(exec_id.as_uuid())
+            .bind(state)
+            .bind(exit)
+            .execute(&self.pool)
+            .await
+            .map_err(problem)?;
+        Ok(done.rows_affected() > 0)
+    }
+}

@@ -1,0 +1,371 @@
+//! The one point that every call of the user API passes: who calls what, whether that is allowed, and the record of both.
+//!
+//! What must stay true: nothing happens to anything before it was decided (`rules.rs` says what a route means, `resources.rs`
+//! whose things it touches, the policies whether it may), looked through for secrets (`brought.rs`) and written down as an intent.
+//! No answer goes out before its outcome is written (`answer.rs`). A refusal is written like everything else.
+
+mod answer;
+mod brought;
+mod facts;
+mod resources;
+mod rules;
+
+use std::collections::HashMap;
+
+use axum::{
+    extract::{FromRequestParts as _, MatchedPath, Query, RawPathParams, Request, State},
+    middleware::Next,
+    response::{IntoResponse as _, Response},
+};
+use base64::{Engine as _, engine::general_purpose::STANDARD};
+use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditSubject, CALL_HEADER, ErrorCode, ExecId, JobId, SessionId, TokenKind};
+use cynode_policy::{Action, Decision, Resource};
+use cynode_service::{ApiError, edge};
+use http::{HeaderName, HeaderValue};
+use serde_json::{Map, Value, json};
+use uuid::Uuid;
+
+pub(crate) use rules::runs_on_node;
+
+use crate::{Orchestrator, caller::Caller, db::SessionAt};
+use answer::{Begun, Said};
+use brought::{Brought, Found};
+use resources::{About, Named};
+use rules::{Effect, Rule, Takes};
+
+/// So many paths may one call touch.
+const MAX_PATHS: usize = 10_000;
+/// And with more than so many, deciding leaves the others' thread.
+const MANY_PATHS: usize = 64;
+
+/// The id of a call, for whoever takes it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Called(pub(crate) Uuid);
+
+/// The session of a call, as it was when that was decided.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Decided(pub(crate) SessionAt);
+
+/// Where a call was refused, and with what.
+#[derive(Debug)]
+struct Refusal {
+    stage: &'static str,
+    error: ApiError,
+}
+
+fn at(stage: &'static str) -> impl FnOnce(ApiError) -> Refusal {
+    move |error| Refusal { stage, error }
+}
+
+pub(crate) async fn pass(State(orchestrator): State<Orchestrator>, request: Request, next: Next) -> Response {
+    // An address that does not exist does nothing.
+    let Some(matched) = request.extensions().get::<MatchedPath>().cloned() else { return next.run(request).await };
+    let Some(caller) = request.extensions().get::<Caller>().cloned() else {
+        return ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent").into_response();
+    };
+    let Some(rule) = rules::find(request.method(), matched.as_str()) else { return edge::method_not_allowed().await.into_response() };
+    let mut intent = intent(rule, &caller, &request, &orchestrator);
+    let call_id = intent.call_id;
+    let mut response = match Box::pin(admit(&orchestrator, rule, &caller, &mut intent, request)).await {
+        Ok((request, found)) => Box::pin(run(orchestrator, rule, intent, request, found, next)).await,
+        Err(refusal) => refuse(&orchestrator, intent, refusal).await,
+    };
+    if let Some(value) = call_id.and_then(|id| HeaderValue::from_str(&id.to_string()).ok()) {
+        response.headers_mut().insert(HeaderName::from_static(CALL_HEADER), value);
+    }
+    response
+}
+
+fn intent(rule: &Rule, caller: &Caller, request: &Request, orchestrator: &Orchestrator) -> AuditBody {
+    // What a caller chose as the id of a request may be anything.
+    let request_id = request.headers().get("x-request-id").and_then(|id| id.to_str().ok()).filter(|id| orchestrator.scanner.find(id.as_bytes()).is_none());
+    AuditBody {
+        call_id: Some(Uuid::now_v7()),
+        request_id: request_id.map(str::to_owned),
+        subject: Some(caller.subject()),
+        ..AuditBody::new(AuditKind::Intent, rule.action.as_str())
+    }
+}
+
+/// Decides whether a call may go on. What is learnt on the way is in the record, whatever is decided.
+async fn admit(orchestrator: &Orchestrator, rule: &Rule, caller: &Caller, intent: &mut AuditBody, request: Request) -> Result<(Request, Found), Refusal> {
+    check_kind(rule, caller).map_err(at("agent_type"))?;
+    let (mut parts, body) = request.into_parts();
+    let path = path_of(&mut parts).await.map_err(at("arguments"))?;
+    let query = query_of(&parts.uri);
+    // Bytes of any size are taken only from somebody who may send them there.
+    if matches!(rule.takes, Takes::File | Takes::Archive | Takes::Stream) {
+        let about = orchestrator.about(rule.on, caller, &Named { path: &path, query: &query, body: &Value::Null }).await.map_err(at("resource"))?;
+        place(intent, &about);
+        decide(orchestrator, rule, caller, &about, &facts::calls(rule.action, &Value::Null, &query, &[]), intent)?;
+    }
+    let mut brought = Brought::take(orchestrator, rule.takes, rule.enters, body).await.map_err(at("arguments"))?;
+    identify(rule, &mut brought, intent, &path);
+    let named = Named { path: &path, query: &query, body: brought.json() };
+    let about = orchestrator.about(rule.on, caller, &named).await.map_err(at("resource"))?;
+    place(intent, &about);
+    let mut detail = facts::detail(rule.action, brought.json(), &query);
+    brought.tell(&mut detail);
+    intent.detail = facts::bounded(detail);
+    if rule.enters
+        && let Err(error) = check_secrets(orchestrator, &brought, &query, &path, intent)
+    {
+        // Who may not know of a thing does not learn of it by this either.
+        return Err(Refusal { stage: "secrets", error: if about.visible { error } else { about.missing() } });
+    }
+    keep_clean(orchestrator, intent);
+    let calls = facts::calls(rule.action, brought.json(), &query, brought.entries());
+    if calls.len() > MAX_PATHS {
+        return Err(Refusal { stage: "arguments", error: ApiError::new(ErrorCode::TooLarge, format!("names more than {MAX_PATHS} paths")) });
+    }
+    decide(orchestrator, rule, caller, &about, &calls, intent)?;
+    // Whoever may do something may know of it.
+    let (body, found) = brought.into_body();
+    parts.headers.remove(http::header::CONTENT_LENGTH);
+    if let Some(value) = intent.call_id.and_then(|id| HeaderValue::from_str(&id.to_string()).ok()) {
+        parts.headers.insert(HeaderName::from_static(CALL_HEADER), value);
+    }
+    if let Some(id) = intent.call_id {
+        parts.extensions.insert(Called(id));
+    }
+    if let Some(at) = about.session.filter(|_| about.visible) {
+        parts.extensions.insert(Decided(at));
+    }
+    Ok((Request::from_parts(parts, body), found))
+}
+
+/// Asks the policies; for each path that a call touches.
+fn decide(
+    orchestrator: &Orchestrator,
+    rule: &Rule,
+    caller: &Caller,
+    about: &About,
+    calls: &[cynode_policy::Call],
+    intent: &mut AuditBody,
+) -> Result<(), Refusal> {
+    let principal = caller.principal();
+    let mut rules = std::collections::BTreeSet::new();
+    let mut ask = || {
+        for call in calls {
+            let decision = orchestrator.policies.decide(&principal, rule.action, &about.resource, call);
+            if !decision.allowed {
+                return Some(decision);
+            }
+            rules.extend(decision.rules);
+        }
+        None
+    };
+    // Many of them take their time; others need not wait for it.
+    let refused = if calls.len() > MANY_PATHS { tokio::task::block_in_place(ask) } else { ask() };
+    if let Some(decision) = refused {
+        intent.decision = Some(AuditDecision::Deny);
+        intent.rules.clone_from(&decision.rules);
+        return Err(Refusal { stage: "policy", error: if about.visible { denied(rule.action, &decision) } else { about.missing() } });
+    }
+    intent.decision = Some(AuditDecision::Allow);
+    intent.rules = rules.into_iter().collect();
+    Ok(())
+}
+
+/// A record never holds a secret, whatever a caller put where.
+fn keep_clean(orchestrator: &Orchestrator, intent: &mut AuditBody) {
+    let detail = Value::Object(std::mem::take(&mut intent.detail));
+    let found = orchestrator.scanner.find_in_json(&detail).is_some();
+    if let Value::Object(detail) = detail {
+        intent.detail = if found { Map::from_iter([("redacted".to_owned(), json!(true))]) } else { detail };
+    }
+    intent.resource = intent.resource.take().filter(|resource| orchestrator.scanner.find(resource.as_bytes()).is_none());
+}
+
+fn check_kind(rule: &Rule, caller: &Caller) -> Result<(), ApiError> {
+    match caller.kind {
+        TokenKind::User => Ok(()),
+        TokenKind::Sandbox => Err(ApiError::new(ErrorCode::Forbidden, "this address is not for sandboxes")),
+        TokenKind::ProjectManager | TokenKind::ProjectAnalyst if rule.agents => Ok(()),
+        TokenKind::ProjectManager | TokenKind::ProjectAnalyst => Err(ApiError::new(ErrorCode::Forbidden, "this address is not for agents' tokens")),
+    }
+}
+
+async fn path_of(parts: &mut http::request::Parts) -> Result<HashMap<String, String>, ApiError> {
+    let params = RawPathParams::from_request_parts(parts, &()).await.map_err(|error| ApiError::invalid(error.body_text()))?;
+    let path: HashMap<String, String> = params.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
+    if let Some(text) = path.get("exec_id").filter(|text| text.parse::<ExecId>().is_err()) {
+        return Err(ApiError::new(ErrorCode::ExecNotFound, format!("'{}' is not an id", text.chars().take(100).collect::<String>())));
+    }
+    Ok(path)
+}
+
+/// The query as far as it can be read; who takes the call reads it strictly.
+fn query_of(uri: &http::Uri) -> Vec<(String, String)> {
+    Query::<Vec<(String, String)>>::try_from_uri(uri).map(|query| query.0).unwrap_or_default()
+}
+
+/// What is made gets its id here, so that its record has it.
+fn identify(rule: &Rule, brought: &mut Brought, intent: &mut AuditBody, path: &HashMap<String, String>) {
+    match rule.action {
+        Action::SessionExec => intent.exec_id = brought.identify("exec_id", || ExecId::generate().to_string()).and_then(|id| id.parse().ok()),
+        Action::SessionCreate => drop(brought.identify("session_id", || SessionId::generate().to_string())),
+        Action::JobCreate => drop(brought.identify("job_id", || JobId::generate().to_string())),
+        _ => intent.exec_id = path.get("exec_id").and_then(|id| id.parse().ok()),
+    }
+}
+
+fn place(intent: &mut AuditBody, about: &About) {
+    // What somebody may not know of is still what was asked for.
+    intent.project_id = about.project_id;
+    intent.task_id = about.task_id;
+    intent.session_id = about.session_id;
+    intent.job_id = about.job_id;
+    intent.resource.clone_from(&about.named);
+}
+
+fn check_secrets(
+    orchestrator: &Orchestrator,
+    brought: &Brought,
+    query: &[(String, String)],
+    path: &HashMap<String, String>,
+    intent: &mut AuditBody,
+) -> Result<(), ApiError> {
+    let scanner = &orchestrator.scanner;
+    let mut named = query.iter().map(|(name, value)| (name, value)).chain(path.iter());
+    let bytes = |name: &str, value: &str| if name.ends_with("_b64") { STANDARD.decode(value).ok() } else { None };
+    let in_address = || {
+        named.find_map(|(name, value)| {
+            let hit = scanner.find(value.as_bytes()).or_else(|| scanner.find(&bytes(name, value)?));
+            hit.map(|hit| (name.clone(), hit.what))
+        })
+    };
+    let Some((field, what)) = brought.secret(scanner).or_else(in_address) else { return Ok(()) };
+    // The record says where, never what; nothing that could hold it stays.
+    intent.detail = Map::new();
+    intent.resource = None;
+    intent.detail.insert("field".to_owned(), json!(field));
+    intent.detail.insert("what".to_owned(), json!(what));
+    Err(secret_in(&field, what))
+}
+
+fn secret_in(field: &str, what: &str) -> ApiError {
+    metrics::counter!("cynode_secrets_refused_total").increment(1);
+    let error = ApiError::new(ErrorCode::SecretInInput, format!("{field}: holds what looks like {what}; no secret enters a sandbox"));
+    ApiError(Box::new(error.0.with("field", field)))
+}
+
+pub(crate) fn denied(action: Action, decision: &Decision) -> ApiError {
+    let detail = match (decision.rules.as_slice(), decision.errors.as_slice()) {
+        ([], []) => format!("no rule allows {} here", action.as_str()),
+        (_, [error, ..]) => format!("{} is refused, because a rule could not be evaluated: {error}", action.as_str()),
+        (rules, []) => format!("{} is forbidden by {}", action.as_str(), rules.join(", ")),
+    };
+    let error = ApiError::new(ErrorCode::DeniedByPolicy, detail);
+    ApiError(Box::new(error.0.with("rules", decision.rules.clone())))
+}
+
+/// Writes a refusal down, and answers it.
+async fn refuse(orchestrator: &Orchestrator, mut intent: AuditBody, Refusal { stage, error }: Refusal) -> Response {
+    // That the database does not answer is no refusal, and can't be written.
+    if error.0.is(ErrorCode::StoreUnavailable) {
+        return error.into_response();
+    }
+    intent.stage = Some(stage.to_owned());
+    if matches!(stage, "agent_type" | "secrets") || intent.decision.is_none() && stage == "resource" {
+        intent.decision = Some(AuditDecision::Deny);
+    }
+    let outcome = Said { status: error.0.status, code: Some(error.0.code.clone()), rules: intent.rules.clone(), detail: Map::new() };
+    let outcome = outcome.outcome(intent.clone());
+    match orchestrator.audit.note(vec![intent, outcome]).await {
+        Ok(()) => error.into_response(),
+        Err(error) => error.into_response(),
+    }
+}
+
+async fn run(orchestrator: Orchestrator, rule: &'static Rule, intent: AuditBody, request: Request, found: Found, next: Next) -> Response {
+    match rule.effect {
+        Effect::Read => {
+            let (response, said) = answer::read(next.run(request).await).await;
+            let outcome = said.outcome(intent.clone());
+            match orchestrator.audit.note(vec![intent, outcome]).await {
+                Ok(()) => response,
+                Err(error) => error.into_response(),
+            }
+        }
+        // To its end, even when the caller goes away.
+        Effect::Here | Effect::Made => {
+            let done = tokio::spawn(async move { effect(&orchestrator, rule, intent, request, found, next).await });
+            done.await.unwrap_or_else(|_| ApiError::new(ErrorCode::Internal, "the call was interrupted").into_response())
+        }
+        Effect::Node => effect(&orchestrator, rule, intent, request, found, next).await,
+    }
+}
+
+async fn effect(orchestrator: &Orchestrator, rule: &Rule, intent: AuditBody, request: Request, found: Found, next: Next) -> Response {
+    if let Err(error) = orchestrator.audit.intent(intent.clone()).await {
+        return error.into_response();
+    }
+    let begun = Begun::new(orchestrator, intent);
+    let mut response = next.run(request).await;
+    if let Some(what) = found.what() {
+        response = secret_in("body", what).into_response();
+    }
+    answer::conclude(orchestrator, rule, begun, response).await
+}
+
+impl Orchestrator {
+    /// Decides something that is known only while a call is carried out.
+    pub(crate) fn check(&self, caller: &Caller, action: Action, resource: &Resource, call: &cynode_policy::Call) -> Result<(), ApiError> {
+        let decision = self.policies.decide(&caller.principal(), action, resource, call);
+        if decision.allowed { Ok(()) } else { Err(denied(action, &decision)) }
+    }
+
+    /// Writes down that a node has registered.
+    pub(crate) async fn note_registration(&self, node: &crate::db::NodeRow) -> Result<(), ApiError> {
+        let mut body = AuditBody::new(AuditKind::Authentication, "node.register");
+        body.subject = Some(AuditSubject { kind: "node".to_owned(), name: Some(node.name.clone()), user_id: None, token_id: None, node_id: Some(node.id) });
+        body.decision = Some(AuditDecision::Allow);
+        body.result = Some(cynode_api::AuditResult::Done);
+        body.detail.insert("api_url".to_owned(), json!(node.api_url));
+        self.audit.note(vec![body]).await
+    }
+
+    /// Writes down that a node was given the bytes of an artifact.
+    pub(crate) async fn note_artifact(&self, node: &crate::db::NodeRow, artifact: &cynode_api::Artifact) -> Result<(), ApiError> {
+        let mut body = AuditBody::new(AuditKind::Event, "artifact.get");
+        body.subject = Some(AuditSubject { kind: "node".to_owned(), name: Some(node.name.clone()), user_id: None, token_id: None, node_id: Some(node.id) });
+        body.task_id = Some(artifact.task_id);
+        body.resource = Some(format!("artifact:{}", artifact.id));
+        body.result = Some(cynode_api::AuditResult::Done);
+        body.detail.insert("sha256".to_owned(), json!(artifact.sha256));
+        self.audit.note(vec![body]).await
+    }
+
+    /// What to do when a terminal is closed: to say so in the trail.
+    pub(crate) fn note_closed_terminal(&self, caller: &Caller, session_id: SessionId, called: Option<Called>) -> impl FnOnce() + Send + use<> {
+        let (audit, subject) = (self.audit.clone(), caller.subject());
+        move || {
+            let event = AuditBody::new(AuditKind::Event, "session.pty.closed");
+            audit.tell(AuditBody { subject: Some(subject), session_id: Some(session_id), call_id: called.map(|called| called.0), ..event });
+        }
+    }
+
+    /// Notes a command that goes on after its call, so that its end is told too.
+    pub(crate) async fn follow_exec(&self, intent: &AuditBody) {
+        let (Some(exec_id), Some(session_id), Some(call_id)) = (intent.exec_id, intent.session_id, intent.call_id) else { return };
+        let by = intent.subject.as_ref().and_then(|subject| subject.name.clone()).unwrap_or_default();
+        if let Err(error) = self.db.insert_exec(exec_id, session_id, call_id, &by).await {
+            tracing::warn!(%exec_id, error = %error.0, "The end of a command will not be told.");
+        }
+    }
+
+    /// Writes down that somebody showed a token that is not good.
+    pub(crate) async fn note_refused_token(&self, kind: &str, offered: &[u8; 32]) -> Result<(), ApiError> {
+        let mut body = AuditBody::new(AuditKind::Authentication, "authenticate");
+        body.call_id = None;
+        body.subject = Some(AuditSubject { kind: kind.to_owned(), name: None, user_id: None, token_id: None, node_id: None });
+        body.decision = Some(AuditDecision::Deny);
+        body.stage = Some("authenticate".to_owned());
+        body.result = Some(cynode_api::AuditResult::Refused);
+        body.status = Some(401);
+        // By which the same token is known again, and which tells nothing of it.
+        body.detail.insert("token".to_owned(), Value::String(crate::blobs::hex(&offered[..4])));
+        self.audit.note(vec![body]).await
+    }
+}

@@ -1,0 +1,104 @@
+//! The policies that count now, in memory: compiled once, the same on every orchestrator within a second of a change.
+
+use std::{sync::Arc, time::Duration};
+
+use cynode_api::ErrorCode;
+use cynode_policy::{Action, Call, DEFAULTS, Decision, Flaw, Policies as Set, Principal, Resource};
+use cynode_service::ApiError;
+use parking_lot::RwLock;
+use uuid::Uuid;
+
+use crate::{
+    Orchestrator,
+    db::{Db, PolicyRow},
+};
+
+/// The document that comes with the system.
+pub(crate) const DEFAULT: &str = "default";
+/// How often, at the least, it is looked whether something changed.
+const LOOK: Duration = Duration::from_millis(500);
+
+#[derive(Debug)]
+struct Loaded {
+    revision: i64,
+    set: Set,
+}
+
+/// Cheap to clone.
+#[derive(Clone, Debug)]
+pub(crate) struct Policies(Arc<RwLock<Arc<Loaded>>>);
+
+impl Policies {
+    /// Reads them; the first time, or after an upgrade, the default ones are put there.
+    pub(crate) async fn open(db: &Db) -> Result<Self, ApiError> {
+        db.seed_policy(DEFAULT, DEFAULTS).await?;
+        Ok(Self(Arc::new(RwLock::new(Arc::new(load(db).await?)))))
+    }
+
+    pub(crate) fn decide(&self, principal: &Principal, action: Action, resource: &Resource, call: &Call) -> Decision {
+        let loaded = Arc::clone(&self.0.read());
+        loaded.set.decide(principal, action, resource, call)
+    }
+
+    /// The rules of a document.
+    pub(crate) fn revision(&self) -> i64 {
+        self.0.read().revision
+    }
+
+    /// Takes over what is in the database, if that has changed.
+    pub(crate) async fn refresh(&self, db: &Db) -> Result<(), ApiError> {
+        if db.policy_revision().await? != self.revision() {
+            let loaded = load(db).await?;
+            tracing::info!(revision = loaded.revision, "The policies have changed.");
+            *self.0.write() = Arc::new(loaded);
+        }
+        Ok(())
+    }
+
+    /// Looks for changes until the orchestrator stops.
+    pub(crate) async fn follow(orchestrator: Orchestrator) {
+        let mut news = orchestrator.policy_news.subscribe();
+        loop {
+            if let Err(error) = orchestrator.policies.refresh(&orchestrator.db).await {
+                tracing::debug!(error = %error.0, "The policies could not be read; those that are known count on.");
+            }
+            tokio::select! {
+                () = orchestrator.stop.cancelled() => return,
+                _ = news.changed() => {}
+                () = tokio::time::sleep(LOOK) => {}
+            }
+        }
+    }
+}
+
+async fn load(db: &Db) -> Result<Loaded, ApiError> {
+    let (revision, rows) = db.policies().await?;
+    let set = parse(&rows).map_err(|flaws| invalid(&flaws))?;
+    Ok(Loaded { revision, set })
+}
+
+fn parse(rows: &[PolicyRow]) -> Result<Set, Vec<Flaw>> {
+    Set::parse(rows.iter().map(|row| (row.id.as_str(), row.text.as_str())))
+}
+
+fn invalid(flaws: &[Flaw]) -> ApiError {
+    let said: Vec<String> = flaws.iter().take(20).map(|flaw| format!("{}: {}", flaw.policy, flaw.message)).collect();
+    let error = ApiError::new(ErrorCode::PolicyInvalid, said.join("; "));
+    ApiError(Box::new(error.0.with("flaws", said)))
+}
+
+/// Whether a set of documents can be used: it is valid, and administrators and whoever makes the change can still change it.
+pub(crate) fn check(rows: &[PolicyRow], caller: &Principal) -> Result<(), ApiError> {
+    let set = parse(rows).map_err(|flaws| invalid(&flaws))?;
+    let administrator = Principal::User { id: Uuid::nil(), name: "admin".to_owned(), admin: true, groups: Vec::new() };
+    let who = [&administrator, caller].into_iter().flat_map(|who| [(who, Action::PolicyPut), (who, Action::PolicyDelete)]);
+    for (who, action) in who {
+        let decision = set.decide(who, action, &Resource::Policy { id: DEFAULT.to_owned() }, &Call::default());
+        if !decision.allowed {
+            let why = if decision.rules.is_empty() { "no rule allows it".to_owned() } else { decision.rules.join(", ") };
+            let detail = format!("with this nobody could change policies any more: {} is refused to an administrator ({why})", action.as_str());
+            return Err(ApiError::new(ErrorCode::PolicyInvalid, detail));
+        }
+    }
+    Ok(())
+}
