@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 #![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
 
+mod audit;
 mod dockerd;
 mod plane;
 mod random;
@@ -14,8 +15,9 @@ mod simulated;
 mod user;
 mod world;
 
+pub use audit::{Answered, Told, Trail, Witness, until_settled, whole_trail};
 pub use dockerd::{OTHER_RUNTIME, TEST_USER};
-pub use plane::{Plane, Postgres, RunningOrchestrator, postgres_programs};
+pub use plane::{Frozen, Plane, Postgres, RunningOrchestrator, postgres_programs};
 pub use random::Random;
 pub use relay::Relay;
 pub use requests::{Answer, Http};

@@ -1,6 +1,7 @@
 //! A control plane for one test: a PostgreSQL of its own and as many orchestrators as it wants, all on ports that are free.
 
 use std::{
+    io::{Read as _, Write as _},
     os::unix::process::CommandExt as _,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
@@ -93,8 +94,28 @@ impl Postgres {
 
     /// SIGKILL, and the same server again.
     pub async fn kill_and_restart(&mut self, world: &World) -> Result<()> {
+        self.kill()?;
+        self.start_again(world).await
+    }
+
+    /// SIGKILL, at once.
+    pub fn kill(&mut self) -> Result<()> {
         self.child.kill()?;
         self.child.wait()?;
+        Ok(())
+    }
+
+    /// Ends it in good order, whoever is connected.
+    pub fn stop(&mut self) -> Result<()> {
+        let pid = rustix::process::Pid::from_raw(self.child.id().cast_signed()).context("a process id")?;
+        rustix::process::kill_process(pid, rustix::process::Signal::INT)?;
+        let ended = self.child.wait()?;
+        ensure!(ended.success(), "PostgreSQL ended with {ended}");
+        Ok(())
+    }
+
+    /// The same server again, after it was killed or stopped.
+    pub async fn start_again(&mut self, world: &World) -> Result<()> {
         // Its children notice that it is gone; until the last has, a new one refuses to start.
         let deadline = Instant::now() + STARTUP;
         loop {
@@ -115,6 +136,29 @@ impl Postgres {
         }
     }
 
+    /// Holds all its processes still until what is given back is dropped, or this test has ended in whatever way.
+    pub fn freeze(&self) -> Result<Frozen> {
+        // It can't have new children once it stands still itself.
+        let script = "kill -STOP $1; all=\"$1 $(cat /proc/$1/task/$1/children)\"; kill -STOP $all; echo; cat >/dev/null; kill -CONT $all";
+        let mut command = Command::new("sh");
+        command.args(["-c", script, "sh"]).arg(self.child.id().to_string()).stdin(Stdio::piped()).stdout(Stdio::piped()).process_group(0);
+        let mut frozen = Frozen(command.spawn()?);
+        frozen.0.stdout.as_mut().context("its output")?.read_exact(&mut [0]).context("holding PostgreSQL still")?;
+        Ok(frozen)
+    }
+
+    /// Carries out a statement while the server does not run.
+    pub fn change_while_stopped(&self, statement: &str) -> Result<()> {
+        let mut command = server_program("postgres")?;
+        command.arg("--single").arg("-D").arg(self.directory.join("data")).args(["-c", "fsync=off", "postgres"]);
+        let mut child = command.current_dir("/").stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
+        child.stdin.take().context("its input")?.write_all(format!("{statement}\n").as_bytes())?;
+        let ran = child.wait_with_output()?;
+        let said = String::from_utf8_lossy(&ran.stderr);
+        ensure!(ran.status.success() && !said.contains("ERROR"), "{statement}: {said}");
+        Ok(())
+    }
+
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
@@ -130,6 +174,17 @@ impl Postgres {
         let ran = command.output()?;
         ensure!(ran.status.success(), "{statement}: {}", String::from_utf8_lossy(&ran.stderr));
         Ok(String::from_utf8(ran.stdout)?.trim().to_owned())
+    }
+}
+
+/// A server all of whose processes stand still.
+#[derive(Debug)]
+pub struct Frozen(Child);
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        drop(self.0.wait());
     }
 }
 

@@ -1,5 +1,6 @@
 //! The control plane: what `up` runs besides the worker, the user API, and the commands that speak with it.
 
+mod audit;
 mod away;
 mod backup;
 mod callers;
@@ -8,9 +9,13 @@ mod description;
 mod faults;
 mod hostile;
 mod nodes;
+mod outage;
+mod policy;
 mod postgres;
+mod quotas;
 mod retention;
 mod schemathesis;
+mod secrets;
 mod simulated;
 mod small;
 mod stack;

@@ -1,7 +1,8 @@
-//! Orchestrator, worker and PostgreSQL killed in the middle of everything: nothing is lost, nothing runs twice, nothing is left.
+//! Orchestrator, worker and PostgreSQL killed in the middle of everything: nothing is lost, nothing runs twice, nothing is left,
+//! and all of it is told in the audit trail, once.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, BTreeSet, HashMap},
     net::TcpListener,
     sync::{
         Arc, Mutex,
@@ -10,14 +11,21 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, ensure};
-use cynode_api::{Event, JobCreate, JobId, JobState, LimitsRequest, Retry, SessionCreate, SessionEnd, SessionId, SessionState, TaskCreate, TaskId};
-use cynode_client::{OutputQuery, UserClient};
-use cynode_tests::{IMAGE, Options, Plane, Random, RunningOrchestrator, RunningWorker, eventually, sh};
+use anyhow::{Context as _, Result, bail, ensure};
+use cynode_api::{
+    AuditResult, AuditVerdict, Event, ExecId, ExecRequest, ExecResult, JobCreate, JobId, JobState, LimitsRequest, Retry, Session, SessionCreate, SessionEnd,
+    SessionId, SessionState, TaskCreate, TaskId,
+};
+use cynode_client::{JobFilter, OutputQuery, SessionFilter, UserClient};
+use cynode_tests::{Answer, IMAGE, Options, Plane, Random, RunningOrchestrator, RunningWorker, Trail, Witness, eventually, sh, until_settled, whole_trail};
+use http::Method;
+use serde_json::Value;
 
 pub(super) const PATIENCE: Duration = Duration::from_secs(180);
 /// Between two tries of a caller whose call was cut off.
 const AGAIN: Duration = Duration::from_millis(200);
+/// What a writer that was killed left open is closed when it has not been heard of for a quarter of a minute.
+const CLOSED: Duration = Duration::from_secs(60);
 
 /// A port that is free now; a role that is started again must have the same.
 pub(super) fn free_port() -> Result<String> {
@@ -136,6 +144,29 @@ pub(super) async fn persist<T>(counter: &AtomicUsize, mut call: impl AsyncFnMut(
     outcome
 }
 
+/// The same, with every answer remembered.
+async fn insist(counter: &AtomicUsize, witness: &Witness, method: Method, path: &str, body: &Value) -> Result<Answer> {
+    counter.fetch_add(1, Ordering::SeqCst);
+    let deadline = tokio::time::Instant::now() + PATIENCE;
+    let outcome = loop {
+        match witness.call(method.clone(), path, body).await {
+            Some(answer) if answer.status < 300 => break Ok(answer),
+            answer if answer.as_ref().is_none_or(|answer| answer.status >= 500) && tokio::time::Instant::now() < deadline => tokio::time::sleep(AGAIN).await,
+            answer => break Err(anyhow::anyhow!("{path}: {answer:?}")),
+        }
+    };
+    counter.fetch_sub(1, Ordering::SeqCst);
+    outcome
+}
+
+/// One call that must be good.
+async fn good(witness: &Witness, path: &str, body: &Value) -> Result<Answer> {
+    match witness.call(Method::POST, path, body).await {
+        Some(answer) if answer.status < 300 => Ok(answer),
+        answer => bail!("{path}: {answer:?}"),
+    }
+}
+
 /// Reads every event in order, from the last cursor again when it was cut off, until everything has ended.
 pub(super) async fn read_events(next: impl Fn() -> UserClient, open: Arc<Open>, last: impl Fn() -> Option<i64>) -> Result<Vec<Event>> {
     let mut seen: Vec<Event> = Vec::new();
@@ -176,10 +207,79 @@ pub(super) fn job(task_id: TaskId, number: usize, random: &mut Random) -> JobCre
     }
 }
 
+/// Somebody who makes a session and runs a command in it, whatever happens meanwhile.
+async fn use_session(witness: &Witness, open: &Open, task: TaskId, id: SessionId) -> Result<()> {
+    let request = SessionCreate { limits: Some(small()), ..SessionCreate::new(task, id, "default") };
+    insist(&open.session_creates, witness, Method::POST, "/v1/sessions", &serde_json::to_value(&request)?).await?;
+    let running = async || {
+        let answer = insist(&open.session_creates, witness, Method::GET, &format!("/v1/sessions/{id}"), &Value::Null).await?;
+        let state = serde_json::from_slice::<Session>(&answer.body)?.state;
+        ensure!(!matches!(state, SessionState::Failed | SessionState::Lost), "session {id} is {state}");
+        Ok(state == SessionState::Running)
+    };
+    eventually("the session runs", PATIENCE, running).await?;
+    // The same exec again, should the answer be lost: it runs once.
+    let exec = ExecRequest { exec_id: Some(ExecId::generate()), ..sh(&format!("echo {id} >> mark; cat mark")) };
+    let answer = insist(&open.execs, witness, Method::POST, &format!("/v1/sessions/{id}/exec"), &serde_json::to_value(&exec)?).await?;
+    let answer: ExecResult = serde_json::from_slice(&answer.body)?;
+    ensure!(answer.stdout == format!("{id}\n"), "{answer:?}");
+    Ok(())
+}
+
+/// What there is on the node and in the database that calls have made, by id.
+#[derive(Debug, Default)]
+struct Made {
+    execs: BTreeSet<String>,
+    sessions: BTreeSet<String>,
+    jobs: BTreeSet<String>,
+}
+
+impl Made {
+    async fn find(stack: &Stack, sessions: &[SessionId]) -> Result<Self> {
+        let (node, rows) = (stack.worker.client()?, |statement| stack.plane.postgres.ask(statement));
+        let mut made = Self::default();
+        for id in sessions {
+            made.execs.extend(node.list_execs(*id).await?.items.iter().map(|exec| exec.exec_id.to_string()));
+        }
+        made.sessions.extend(node.list_sessions(&SessionFilter::default()).await?.iter().map(|session| session.session_id.to_string()));
+        made.sessions.extend(rows("select session_id from sessions")?.lines().map(str::to_owned));
+        made.jobs.extend(node.list_jobs(&JobFilter::default()).await?.iter().map(|job| job.job_id.to_string()));
+        made.jobs.extend(rows("select job_id from jobs")?.lines().map(str::to_owned));
+        Ok(made)
+    }
+}
+
+/// Everything that was answered and everything that was done is in the trail, each call with one intent and one outcome.
+/// Says how many calls were closed by somebody who found out what had become of them.
+async fn check_trail(client: &UserClient, witness: &Witness, made: &Made) -> Result<(AuditVerdict, usize)> {
+    let verdict = until_settled(client, CLOSED).await?;
+    let trail = Trail::new(whole_trail(client).await?);
+    trail.check(&witness.answered())?;
+    let (mut begun, mut done, mut found_out) = (Made::default(), Made::default(), 0);
+    for (intent, outcome) in trail.pairs()? {
+        let body = &intent.body;
+        found_out += usize::from(outcome.body.detail.contains_key("found_out"));
+        for (told, counts) in [(&mut begun, true), (&mut done, outcome.body.result == Some(AuditResult::Done))] {
+            match body.action.as_str() {
+                "session.exec" if counts => told.execs.extend(body.exec_id.map(|id| id.to_string())),
+                "session.create" if counts => told.sessions.extend(body.session_id.map(|id| id.to_string())),
+                "job.create" if counts => told.jobs.extend(body.job_id.map(|id| id.to_string())),
+                _ => {}
+            }
+        }
+    }
+    ensure!(!made.execs.is_empty() && made.execs.is_subset(&begun.execs), "without an intent: {:?}", made.execs.difference(&begun.execs));
+    // What is there was made by a call that is told as done.
+    ensure!(made.sessions == done.sessions, "made: {:?}, told: {:?}", made.sessions, done.sessions);
+    ensure!(made.jobs == done.jobs, "made: {:?}, told: {:?}", made.jobs, done.jobs);
+    Ok((verdict, found_out))
+}
+
 async fn rounds(rounds: usize, jobs: usize, sessions: usize) -> Result<()> {
     let mut random = Random::seeded();
     let mut stack = Stack::start().await?;
     let client = stack.orchestrator.client()?;
+    let witness = Witness::new(client.clone());
     let task = client.create_task(&TaskCreate { name: "faults".to_owned(), ..Default::default() }).await?.id;
     let open = Arc::new(Open::default());
     let last_event = Arc::new(Mutex::new(None));
@@ -197,27 +297,15 @@ async fn rounds(rounds: usize, jobs: usize, sessions: usize) -> Result<()> {
         let ids: Vec<SessionId> = (0..sessions / rounds).map(|_| SessionId::generate()).collect();
         all_sessions.extend(ids.iter().copied());
         let callers = asked.into_iter().map(|job| {
-            let (client, open) = (client.clone(), Arc::clone(&open));
-            tokio::task::spawn_local(async move { persist(&open.job_creates, async || client.create_job(&job).await).await.map(drop) })
+            let (witness, open) = (witness.clone(), Arc::clone(&open));
+            tokio::task::spawn_local(async move {
+                let body = serde_json::to_value(&job)?;
+                insist(&open.job_creates, &witness, Method::POST, "/v1/jobs", &body).await.map(drop)
+            })
         });
         let users = ids.into_iter().map(|id| {
-            let (client, open) = (client.sessions().clone(), Arc::clone(&open));
-            tokio::task::spawn_local(async move {
-                let mut request = SessionCreate::new(task, id, "default");
-                request.limits = Some(small());
-                persist(&open.session_creates, async || client.create_session(&request).await).await?;
-                let running = async || {
-                    let state = persist(&open.session_creates, async || client.get_session(id).await).await?.state;
-                    ensure!(!matches!(state, SessionState::Failed | SessionState::Lost), "session {id} is {state}");
-                    Ok(state == SessionState::Running)
-                };
-                eventually("the session runs", PATIENCE, running).await?;
-                // The same exec again, should the answer be lost: it runs once.
-                let exec = cynode_api::ExecRequest { exec_id: Some(cynode_api::ExecId::generate()), ..sh(&format!("echo {id} >> mark; cat mark")) };
-                let answer = persist(&open.execs, async || client.exec(id, &exec).await).await?;
-                ensure!(answer.stdout == format!("{id}\n"), "{answer:?}");
-                Ok(())
-            })
+            let (witness, open) = (witness.clone(), Arc::clone(&open));
+            tokio::task::spawn_local(async move { use_session(&witness, &open, task, id).await })
         });
         let work: Vec<tokio::task::JoinHandle<Result<()>>> = callers.chain(users).collect();
         for role in random.shuffled([Role::Orchestrator, Role::Worker, Role::Postgres]) {
@@ -245,9 +333,13 @@ async fn rounds(rounds: usize, jobs: usize, sessions: usize) -> Result<()> {
         ensure!(kept == job.output.stdout, "job {number} kept {kept:?}");
     }
     for id in &all_sessions {
-        let answer = client.sessions().exec(*id, &sh("cat mark")).await.with_context(|| format!("session {id}"))?;
+        let answer = good(&witness, &format!("/v1/sessions/{id}/exec"), &serde_json::to_value(sh("cat mark"))?).await?;
+        let answer: ExecResult = serde_json::from_slice(&answer.body)?;
         ensure!(answer.stdout == format!("{id}\n"), "{answer:?}");
-        client.sessions().end_session(*id, &SessionEnd::default()).await?;
+    }
+    let made = Made::find(&stack, &all_sessions).await?;
+    for id in &all_sessions {
+        good(&witness, &format!("/v1/sessions/{id}/end"), &serde_json::to_value(SessionEnd::default())?).await?;
     }
     for id in &all_sessions {
         // An end that its node did not hear of at once comes to it a little later.
@@ -262,12 +354,14 @@ async fn rounds(rounds: usize, jobs: usize, sessions: usize) -> Result<()> {
     check_events(&events, &all_jobs, &all_sessions)?;
     let clean = async || Ok(stack.plane.world.containers()?.is_empty());
     eventually("no container is left", PATIENCE, clean).await?;
+    let (verdict, found_out) = check_trail(&client, &witness, &made).await?;
     stack.worker.shut_down().await?;
     #[expect(clippy::print_stdout, reason = "the report of what was hit")]
     {
-        println!("faults: {} jobs, {} sessions, {} events; killed:", all_jobs.len(), all_sessions.len(), events.len());
+        println!("faults: {} jobs, {} sessions, {} events", all_jobs.len(), all_sessions.len(), events.len());
+        println!("  answers: {}; records: {} in {} streams; closed by asking: {found_out}", witness.answered().len(), verdict.records, verdict.streams);
         for line in report {
-            println!("  {line}");
+            println!("  killed {line}");
         }
     }
     Ok(())
@@ -301,6 +395,7 @@ pub(super) fn check_events(events: &[Event], jobs: &BTreeMap<JobId, usize>, sess
 }
 
 // proves: CYNAI.SBAGNT.JobLifecycle
+// proves: ISC-22
 #[tokio::test]
 async fn whoever_is_killed_nothing_is_lost_or_done_twice() -> Result<()> {
     tokio::task::LocalSet::new().run_until(rounds(3, 51, 21)).await

@@ -28,6 +28,8 @@ fn good(route: &str) -> Option<Value> {
             json!({"name": "hostile"})
         }
         "POST /v1/tokens" => json!({"kind": "user"}),
+        "PUT /v1/policies/{id}" => json!({"text": ""}),
+        "POST /v1/policies:test" => json!({"action": "task.list"}),
         "PUT /v1/settings/{key}" | "PUT /v1/preferences/{scope}/{scope_id}/{key}" => json!({"value": 1}),
         "POST /v1/images" => json!({"image_ref": "localhost/hostile:1"}),
         "PATCH /v1/images/{id}" => json!({"is_allowed": true}),
@@ -187,6 +189,7 @@ struct Place {
     task: String,
     image: String,
     node: String,
+    job: String,
 }
 
 impl Place {
@@ -201,6 +204,10 @@ impl Place {
             let answer = Answer::of(small.request(Method::GET, path)?).await?;
             text(&serde_json::from_slice::<Value>(&answer.body)?["items"][0]["id"])
         };
+        // To its end, so that nothing changes by itself any more.
+        let job = small.request(Method::POST, "/v1/jobs")?.header("prefer", "wait=60").json(&json!({"command": ["true"], "task_id": task["id"]}));
+        let job: Value = serde_json::from_slice(&Answer::of(job).await?.body)?;
+        ensure!(job["state"] == "completed", "{job}");
         Ok(Self {
             session: id,
             exec: text(&exec["exec_id"])?,
@@ -208,6 +215,7 @@ impl Place {
             task: text(&task["id"])?,
             image: list("/v1/images").await?,
             node: list("/v1/nodes").await?,
+            job: text(&job["job_id"])?,
         })
     }
 
@@ -218,6 +226,7 @@ impl Place {
             "tasks" => &self.task,
             "images" => &self.image,
             "nodes" => &self.node,
+            "jobs" => &self.job,
             _ => SOME_ID,
         };
         let path = path.replace("{id}", id).replace("{exec_id}", &self.exec).replace("{task_id}", &self.task);
@@ -237,7 +246,7 @@ fn written_down(small: &Small) -> Result<String> {
         Ok(String::from_utf8(output.stdout)?)
     };
     // What nodes and reconcilers write by themselves is left out.
-    let tables = ["users", "groups", "group_members", "api_tokens", "projects", "tasks", "system_settings", "preferences", "sandbox_images"];
+    let tables = ["users", "groups", "group_members", "api_tokens", "projects", "tasks", "system_settings", "preferences", "sandbox_images", "policies"];
     let tables = tables.into_iter().chain(["sandbox_image_versions", "artifacts", "events", "node_keys"]);
     let mut arguments: Vec<String> = ["--data-only", "--inserts"].map(str::to_owned).to_vec();
     arguments.extend(tables.map(|table| format!("--table={table}")));

@@ -38,7 +38,8 @@ async fn paths_that_are_not_as_described_are_refused_everywhere_and_change_nothi
                 let name = format!("{{{}}}", text(&parameter["name"])?);
                 for odd in odd_parts() {
                     // These are names that something new may have.
-                    if method == "put" && ((name == "{key}" && ["null", "-1"].contains(&odd.as_str())) || (name == "{path}" && is_a_path(&odd))) {
+                    let is_name = name == "{key}" || path.starts_with("/v1/policies");
+                    if method == "put" && ((is_name && ["null", "-1"].contains(&odd.as_str())) || (name == "{path}" && is_a_path(&odd))) {
                         continue;
                     }
                     let address = place.path(&path.replacen(&name, "@odd@", 1))?.replacen("@odd@", &odd, 1);

@@ -14,8 +14,17 @@ use crate::{
 };
 
 /// Whom a route asks first: administrators alone are let in, whatever is named.
-const FOR_ADMINISTRATORS: [&str; 6] =
-    ["PATCH /v1/images/{id}", "POST /v1/nodes/{id}/drain", "PUT /v1/settings/{key}", "GET /v1/nodes/{id}", "GET /v1/images/{id}", "GET /v1/settings/{key}"];
+const FOR_ADMINISTRATORS: [&str; 9] = [
+    "GET /v1/policies/{id}",
+    "PUT /v1/policies/{id}",
+    "DELETE /v1/policies/{id}",
+    "PATCH /v1/images/{id}",
+    "POST /v1/nodes/{id}/drain",
+    "PUT /v1/settings/{key}",
+    "GET /v1/nodes/{id}",
+    "GET /v1/images/{id}",
+    "GET /v1/settings/{key}",
+];
 
 /// Everything that somebody can own, by the type of its id.
 async fn belongings(small: &Small, token: &str, user: &str) -> Result<BTreeMap<&'static str, String>> {

@@ -1,0 +1,133 @@
+//! The trail as it is read: page by page, filtered, from the end, and as it comes.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result, ensure};
+use cynode_api::{AuditDecision, AuditPage, TaskCreate};
+use cynode_client::AuditFilter;
+use cynode_tests::{Answer, Plane};
+use http::Method;
+use serde_json::{Value, json};
+
+use super::{body, call_of, records, request};
+use crate::plane::small::text;
+
+// proves: ISC-22
+#[tokio::test]
+async fn the_trail_is_read_page_by_page_by_filters_from_the_end_and_as_it_comes() -> Result<()> {
+    let plane = Plane::new().await?;
+    let orchestrator = plane.orchestrator("", &[]).await?;
+    let (client, admin) = (orchestrator.client()?, orchestrator.token()?);
+    let get = async |query: &str| Answer::of(request(&orchestrator, &admin, Method::GET, &format!("/v1/audit?{query}"))?).await;
+    let page = async |query: &str| {
+        let answer = get(query).await?;
+        ensure!(answer.status == 200, "{query}: {}", String::from_utf8_lossy(&answer.body));
+        anyhow::Ok(serde_json::from_slice::<AuditPage>(&answer.body)?)
+    };
+    let post = async |token: &str, path: &str, value: Value| Answer::of(request(&orchestrator, token, Method::POST, path)?.json(&value)).await;
+    post(&admin, "/v1/users", json!({"name": "ada"})).await?;
+    let ada = text(&body(&post(&admin, "/v1/tokens", json!({"kind": "user", "user": "ada"})).await?)?["token"])?;
+    let mut by_ada = Vec::new();
+    for name in ["one", "two", "three"] {
+        by_ada.push(post(&ada, "/v1/tasks", json!({"name": name})).await?);
+        client.create_task(&TaskCreate { name: name.to_owned(), ..Default::default() }).await?;
+    }
+    let denied = post(&ada, "/v1/users", json!({"name": "eve"})).await?;
+    assert_eq!(denied.outcome(), (403, "denied_by_policy".to_owned()));
+
+    // Pages of any size together are the whole, in order and without gaps.
+    let whole = records(&client, &AuditFilter::default()).await?;
+    let end = whole.last().context("there are records")?.cursor;
+    ensure!(whole.iter().map(|record| record.cursor).eq(1..=end), "cursors rise by one");
+    for limit in [1, 3, 7, 1000] {
+        let (mut all, mut after) = (Vec::new(), 0);
+        while after < end {
+            let page = page(&format!("limit={limit}&after={after}")).await?;
+            ensure!(!page.items.is_empty() && page.items.len() <= limit, "{limit}");
+            ensure!(page.items.last().map(|record| record.cursor) == Some(page.next_cursor), "{limit}");
+            after = page.next_cursor;
+            all.extend(page.items);
+        }
+        all.truncate(whole.len());
+        assert_eq!(all, whole, "{limit}");
+    }
+    let beyond = page(&format!("after={}", end + 1_000_000)).await?;
+    assert_eq!((beyond.items.len(), beyond.next_cursor), (0, end + 1_000_000));
+    // From the end: what was written before this call.
+    for tail in [0, 1, 5] {
+        let before: i64 = plane.postgres.ask("select last from audit_head")?.parse()?;
+        let page = page(&format!("tail={tail}")).await?;
+        assert_eq!(page.items.iter().map(|record| record.cursor).collect::<Vec<_>>(), (before - tail + 1..=before).collect::<Vec<_>>());
+    }
+    assert_eq!(page("tail=1000000&limit=1").await?.items[0], whole[0]);
+
+    // Filters, alone and together, against the same question put to the whole.
+    let whole = records(&client, &AuditFilter::default()).await?;
+    let end = whole.last().context("there are records")?.cursor;
+    let call = call_of(&by_ada[0])?;
+    let (early, late) = (whole[whole.len() / 3].at, whole[2 * whole.len() / 3].at);
+    let filter = AuditFilter::default;
+    let cases: Vec<(AuditFilter, usize)> = vec![
+        (AuditFilter { call: Some(call.clone()), ..filter() }, 2),
+        (AuditFilter { subject: Some("ada".to_owned()), ..filter() }, 8),
+        (AuditFilter { subject: Some("nobody at all".to_owned()), ..filter() }, 0),
+        (AuditFilter { action: Some("task.create".to_owned()), ..filter() }, 12),
+        (AuditFilter { action: Some("task.create".to_owned()), subject: Some("ada".to_owned()), ..filter() }, 6),
+        (AuditFilter { decision: Some(AuditDecision::Deny), ..filter() }, 2),
+        (AuditFilter { decision: Some(AuditDecision::Allow), subject: Some("ada".to_owned()), ..filter() }, 3),
+        (AuditFilter { decision: Some(AuditDecision::Deny), subject: Some("admin".to_owned()), ..filter() }, 0),
+    ];
+    for (filter, count) in cases {
+        let found = records(&client, &filter).await?;
+        let expected: Vec<_> = whole
+            .iter()
+            .filter(|record| {
+                let body = &record.body;
+                filter.call.as_ref().is_none_or(|call| body.call_id.is_some_and(|id| id.to_string() == *call))
+                    && filter.subject.as_deref().is_none_or(|name| body.subject.as_ref().and_then(|subject| subject.name.as_deref()) == Some(name))
+                    && filter.action.as_ref().is_none_or(|action| body.action == *action)
+                    && filter.decision.is_none_or(|decision| body.decision == Some(decision))
+            })
+            .cloned()
+            .collect();
+        let found: Vec<_> = found.into_iter().filter(|record| record.cursor <= end).collect();
+        assert_eq!((&found, found.len()), (&expected, count), "{filter:?}");
+    }
+    // Times: from the first on, up to the second and without it.
+    let between = records(&client, &AuditFilter { since: Some(early), until: Some(late), ..filter() }).await?;
+    let expected: Vec<_> = whole.iter().filter(|record| record.at >= early && record.at < late).cloned().collect();
+    ensure!(!expected.is_empty() && between == expected, "{between:#?}");
+
+    // Waiting ends with the first record that fits, and when the time is over.
+    let after = whole.last().context("there are records")?.cursor;
+    let waits = |wait: u64| format!("after={after}&action=task.create&wait_ms={wait}");
+    let nothing = page(&waits(400)).await?;
+    assert_eq!((nothing.items.len(), nothing.next_cursor), (0, after));
+    let (started, long, task) = (Instant::now(), waits(50_000), TaskCreate { name: "news".to_owned(), ..Default::default() });
+    let (news, made) = tokio::join!(page(&long), client.create_task(&task));
+    let (news, made) = (news?, made?);
+    ensure!(started.elapsed() < Duration::from_secs(40), "it did not wait to the end: {:?}", started.elapsed());
+    assert_eq!(news.items[0].body.detail["name"], json!("news"), "{made:?}");
+
+    for (query, word) in [
+        ("limit=0", "limit"),
+        ("limit=1001", "limit"),
+        ("after=-1", "after"),
+        ("after=1&tail=1", "tail"),
+        ("wait_ms=60001", "wait_ms"),
+        ("decision=maybe", "decision"),
+        ("since=yesterday", "since"),
+        ("session_id=7", "session_id"),
+        ("colour=red", "colour"),
+    ] {
+        let refused = get(query).await?;
+        assert_eq!(refused.outcome(), (400, "invalid_request".to_owned()), "{query}");
+        ensure!(refused.problem()?.detail.contains(word), "{query}: {}", refused.problem()?.detail);
+    }
+    // It is for administrators, and who else looks is told.
+    for path in ["/v1/audit", "/v1/audit/verify", "/v1/audit/checkpoints"] {
+        let (refused, told) = super::call(&client, request(&orchestrator, &ada, Method::GET, path)?).await?;
+        assert_eq!((refused.outcome(), told.intent.body.decision), ((403, "denied_by_policy".to_owned()), Some(AuditDecision::Deny)), "{path}");
+    }
+    Ok(())
+}

@@ -1,0 +1,388 @@
+//! What must not enter a sandbox: refused wherever it stands, and nowhere to be found afterwards.
+
+use std::{path::Path, process::Command, time::Duration};
+
+use anyhow::{Context as _, Result, ensure};
+use base64::{
+    Engine as _,
+    engine::general_purpose::{STANDARD, URL_SAFE_NO_PAD},
+};
+use bytes::Bytes;
+use cynode_api::{CALL_HEADER, JobId, SessionId};
+use cynode_tests::{Answer, Plane, eventually, postgres_programs};
+use http::Method;
+use reqwest::{Body, RequestBuilder};
+use serde_json::{Value, json};
+
+use super::{
+    policy::{object, refusal},
+    small::{Small, session, text},
+};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Letters that no secret of anybody begins or ends with, the same in every run.
+fn letters(count: usize) -> String {
+    (0..).map(|number: usize| char::from(b"A7q3Zx9LmK2vRt5YwB8nCd4F"[(number * 7 + number / 24) % 24])).take(count).collect()
+}
+
+/// What looks like a token of GitHub's. Put together here, so that this text holds none.
+fn foreign_token() -> String {
+    ["gh", "p_", &letters(36)].concat()
+}
+
+fn private_key() -> String {
+    let mark = |word: &str| format!("-----{word} {} KEY-----", "PRIVATE");
+    format!("{}\n{}\n{}\n", mark("BEGIN"), letters(64), mark("END"))
+}
+
+/// A tar archive of one file.
+fn archive(name: &str, content: &str) -> Result<Vec<u8>> {
+    let mut tar = tar::Builder::new(Vec::new());
+    let mut header = tar::Header::new_gnu();
+    header.set_size(content.len() as u64);
+    header.set_mode(0o644);
+    tar.append_data(&mut header, name, content.as_bytes())?;
+    Ok(tar.into_inner()?)
+}
+
+/// So much that it does not stay in memory, with the secret near its end and over the border of two pieces.
+fn in_pieces(secret: &str) -> Body {
+    let (begin, end) = secret.split_at(secret.len() / 2);
+    let mut pieces = vec![Bytes::from(vec![b'x'; 64 * 1024]); 48];
+    pieces.push(Bytes::from(format!("{} {begin}", "y".repeat(5_000))));
+    pieces.push(Bytes::from(format!("{end} {}", "z".repeat(200))));
+    Body::wrap_stream(futures_util::stream::iter(pieces.into_iter().map(Ok::<_, std::io::Error>)))
+}
+
+fn created(name: &str, content: &str) -> String {
+    let lines: Vec<String> = content.lines().map(|line| format!("+{line}\n")).collect();
+    format!("--- /dev/null\n+++ b/{name}\n@@ -0,0 +1,{} @@\n{}", lines.len(), lines.concat())
+}
+
+/// Where something is put that stands for a secret.
+struct Place {
+    small: Small,
+    task: String,
+    session: String,
+    /// A command that writes what it hears into a file.
+    exec: String,
+}
+
+impl Place {
+    async fn start() -> Result<Self> {
+        let small = Small::start().await?;
+        let admin = small.orchestrator.token()?;
+        let task = text(&small.make(&admin, "/v1/tasks", &json!({"name": "task"})).await?["id"])?;
+        let mut body = session();
+        (body["task_id"], body["pty_allowed"]) = (json!(task), json!(true));
+        let session = small.session(&admin, &body).await?;
+        let hearing = json!({"argv": ["sh", "-c", "cat > heard"], "timeout_ms": 0, "background": true, "stdin_open": true});
+        let exec = text(&small.make(&admin, &format!("/v1/sessions/{session}/exec"), &hearing).await?["exec_id"])?;
+        let place = Self { small, task, session, exec };
+        eventually("it hears", PATIENCE, async || Ok(place.inside("ls heard").await?["exit_code"] == 0)).await?;
+        Ok(place)
+    }
+
+    fn at(&self, below: &str) -> String {
+        format!("/v1/sessions/{}/{below}", self.session)
+    }
+
+    fn post(&self, path: &str, body: &Value) -> Result<RequestBuilder> {
+        Ok(self.small.request(Method::POST, path)?.json(body))
+    }
+
+    fn exec(&self, more: &Value) -> Result<RequestBuilder> {
+        let mut body = json!({"argv": ["touch", "leaked"], "timeout_ms": 10_000});
+        for (name, value) in more.as_object().context("members")? {
+            body[name] = value.clone();
+        }
+        self.post(&self.at("exec"), &body)
+    }
+
+    fn file(&self, name: &str, path: &str, body: impl Into<Body>) -> Result<RequestBuilder> {
+        Ok(self.small.request(Method::PUT, &self.at("files"))?.query(&[(name, path)]).body(body))
+    }
+
+    async fn inside(&self, script: &str) -> Result<Value> {
+        object(&Answer::of(self.exec(&json!({"argv": ["sh", "-c", script]}))?).await?)
+    }
+
+    /// Every way in, with the field that is named when it is refused.
+    fn ways(&self, secret: &str) -> Result<Vec<(&'static str, RequestBuilder)>> {
+        let small = session();
+        let with = |more: Value| -> Value {
+            let mut body = small.clone();
+            body.as_object_mut().into_iter().for_each(|body| body.extend(more.as_object().cloned().unwrap_or_default()));
+            body
+        };
+        let put = |path: &str| -> Result<RequestBuilder> {
+            let mut url = reqwest::Url::parse(&format!("{}/v1/tasks/{}/artifacts/", self.small.orchestrator.url()?, self.task))?;
+            url.path_segments_mut().map_err(|()| anyhow::anyhow!("it has a path"))?.pop_if_empty().push(path);
+            self.small.request(Method::PUT, url.path())
+        };
+        let inside = format!("echo {secret} > leaked");
+        Ok(vec![
+            ("env.KEY", self.post("/v1/sessions", &with(json!({"session_id": SessionId::generate(), "env": {"KEY": secret}})))?),
+            ("env.(name)", self.post("/v1/sessions", &with(json!({"env": {secret: "x"}})))?),
+            ("labels.note", self.post("/v1/sessions", &with(json!({"labels": {"note": secret}})))?),
+            ("env.KEY", self.post("/v1/jobs", &json!({"job_id": JobId::generate(), "command": ["true"], "env": {"KEY": secret}}))?),
+            ("command[2]", self.post("/v1/jobs", &json!({"command": ["sh", "-c", inside]}))?),
+            ("argv[2]", self.exec(&json!({"argv": ["sh", "-c", inside]}))?),
+            ("env.KEY", self.exec(&json!({"env": {"A": "plain", "KEY": format!("a={secret}")}}))?),
+            ("stdin", self.exec(&json!({"stdin": format!("login {secret}\n")}))?),
+            ("stdin_b64", self.exec(&json!({"stdin_b64": STANDARD.encode(format!("\0 {secret}\n"))}))?),
+            ("cwd", self.exec(&json!({"cwd": format!("/tmp/{secret}")}))?),
+            ("data_b64", self.post(&self.at(&format!("execs/{}/stdin", self.exec)), &json!({"data_b64": STANDARD.encode(secret)}))?),
+            ("body", self.file("path", "leaked", secret.to_owned())?),
+            ("body", self.file("path", "leaked", in_pieces(secret))?),
+            ("path", self.file("path", secret, "plain")?),
+            ("path", self.post(&self.at("files:mkdir"), &json!({"path": format!("leaked/{secret}"), "parents": true}))?),
+            ("to", self.post(&self.at("files:move"), &json!({"from": "heard", "to": secret}))?),
+            ("diff", self.post(&self.at("files:patch"), &json!({"diff": created("leaked", secret)}))?),
+            ("body", self.small.request(Method::POST, &self.at("import"))?.query(&[("path", ".")]).body(archive("leaked", secret)?)),
+            ("body", put("leaked")?.body(format!("some\n{secret}\n"))),
+            ("body", put("leaked")?.body(in_pieces(secret))),
+            ("path", put(secret)?.body("plain")),
+            ("argv", self.small.request(Method::GET, &self.at("pty"))?.query(&[("cols", "80"), ("rows", "24"), ("argv", "sh"), ("argv", secret)])),
+        ])
+    }
+
+    /// What callers have made.
+    async fn there(&self) -> Result<String> {
+        let files = self.inside("find / -xdev 2> /dev/null | grep -v '^/proc\\|^/sys\\|^/dev' | sort | sha256sum; find . | sort | xargs ls -ld").await?;
+        let made = "select (select count(*) from sessions), (select count(*) from jobs), (select count(*) from artifacts), (select count(*) from tasks)";
+        Ok(format!("{} {}", files["stdout"], self.small.plane.postgres.ask(made)?))
+    }
+
+    /// All that can be read of the system from outside of a sandbox, by its name.
+    async fn told(&self) -> Result<Vec<(String, Vec<u8>)>> {
+        let world = &self.small.plane.world;
+        let mut told = Vec::new();
+        for log in [self.small.orchestrator.log(), self.small.worker.log(), world.directory().join("pg.log")] {
+            told.push((log.display().to_string(), fs_err::read(&log)?));
+        }
+        let http = reqwest::Client::builder().no_proxy().build()?;
+        for url in [self.small.orchestrator.url()?, self.small.orchestrator.control_url()?, self.small.worker.url()?] {
+            told.push((format!("{url}/metrics"), http.get(format!("{url}/metrics")).send().await?.bytes().await?.to_vec()));
+        }
+        // Whoever reads the trail makes it longer: a page that is not full is the last.
+        let (mut after, mut count) = (0, 200);
+        while count == 200 {
+            let answer = Answer::of(self.small.request(Method::GET, &format!("/v1/audit?after={after}&limit=200"))?).await?;
+            told.push((format!("records after {after}"), answer.body.to_vec()));
+            let page = object(&answer)?;
+            (after, count) = (page["next_cursor"].as_i64().context("a cursor")?, page["items"].as_array().context("records")?.len());
+        }
+        let dump = Command::new(postgres_programs()?.join("pg_dump"))
+            .arg("--host")
+            .arg(world.directory().join("pg"))
+            .args(["--username=cynode", "postgres"])
+            .output()?;
+        ensure!(dump.status.success(), "{}", String::from_utf8_lossy(&dump.stderr));
+        ensure!(dump.stdout.windows(12).any(|part| part == b"audit_events"), "the dump holds the trail");
+        told.push(("the database".to_owned(), dump.stdout));
+        files(&self.small.orchestrator.state_dir().join("orchestrator"), &mut told)?;
+        Ok(told)
+    }
+}
+
+/// Every file below a directory.
+fn files(directory: &Path, found: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
+    for entry in fs_err::read_dir(directory)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            files(&entry.path(), found)?;
+        } else if entry.file_type()?.is_file() {
+            found.push((entry.path().display().to_string(), fs_err::read(entry.path())?));
+        }
+    }
+    Ok(())
+}
+
+/// Where a part of a secret is that nothing else could be, as it is or in base64.
+fn traces(secret: &str, told: &[(String, Vec<u8>)]) -> Vec<String> {
+    let (begin, line) = (secret.find('\n').map_or(6, |at| at + 1), 24);
+    let part = &secret[begin..begin + line];
+    let encoded = [0, 1, 2].map(|before| {
+        let letters = URL_SAFE_NO_PAD.encode(format!("{}{part}", "x".repeat(before)));
+        letters[4..letters.len() - 4].to_owned()
+    });
+    let forms: Vec<Vec<u8>> = [part.to_owned()].into_iter().chain(encoded).map(String::into_bytes).collect();
+    let holds = |bytes: &[u8]| forms.iter().any(|form| bytes.windows(form.len()).any(|found| found == form));
+    told.iter().filter(|(_, bytes)| holds(bytes)).map(|(name, _)| name.clone()).collect()
+}
+
+// proves: ISC-23, REQ-SANDBX-0100
+#[tokio::test]
+async fn no_secret_gets_in_by_any_way_and_none_is_found_anywhere_afterwards() -> Result<()> {
+    let place = Place::start().await?;
+    let admin = place.small.orchestrator.token()?;
+    let token = text(&place.small.make(&admin, "/v1/tokens", &json!({"kind": "user"})).await?["token"])?;
+    let secrets = [("a CyNode token", token), ("a GitHub token", foreign_token()), ("a private key", private_key())];
+    let before = place.there().await?;
+    let (mut wrong, mut refusals) = (Vec::new(), Vec::new());
+    for (what, secret) in &secrets {
+        for (number, (field, request)) in place.ways(secret)?.into_iter().enumerate() {
+            let answer = Answer::of(request).await.with_context(|| format!("{what} in {field}, way {number}"))?;
+            let said = String::from_utf8_lossy(&answer.body).into_owned();
+            if said.contains(secret.trim()) {
+                wrong.push(format!("{what} in {field}, way {number}: the answer repeats it"));
+            }
+            match refusal(&answer, 422, "secret_in_input") {
+                Ok(refused)
+                    if refused["field"] == field && refused["detail"].as_str().is_some_and(|detail| detail.contains(field) && detail.contains(what)) =>
+                {
+                    refusals.push((answer.header(CALL_HEADER).to_owned(), field, *what));
+                }
+                _ => wrong.push(format!("{what} in {field}, way {number}: {} {said}", answer.status)),
+            }
+        }
+    }
+    ensure!(wrong.is_empty(), "{wrong:#?}");
+    assert_eq!(place.there().await?, before, "nothing has come in");
+    // What was refused has not been heard; what comes after it is.
+    let data = json!({"data_b64": STANDARD.encode("plain\n"), "eof": true});
+    object(&Answer::of(place.post(&place.at(&format!("execs/{}/stdin", place.exec)), &data)?).await?)?;
+    eventually("it has heard all", PATIENCE, async || Ok(place.inside("cat heard").await?["stdout"] == "plain\n")).await?;
+
+    // Each refusal is written down, with where and what, and no more.
+    for (call, field, what) in &refusals {
+        let records = object(&Answer::of(place.small.request(Method::GET, &format!("/v1/audit?call_id={call}"))?).await?)?["items"].clone();
+        let (intent, outcome) = (&records[0], &records[1]);
+        assert_eq!(records.as_array().map(Vec::len), Some(2), "{field}: {records}");
+        assert_eq!((&outcome["code"], &outcome["status"]), (&json!("secret_in_input"), &json!(422)), "{field}: {records}");
+        // What is looked through on its way is begun before it is known what it holds.
+        if intent["stage"] == "secrets" {
+            assert_eq!((&intent["decision"], &intent["detail"]), (&json!("deny"), &json!({"field": field, "what": what})), "{records}");
+        } else {
+            assert_eq!(&intent["action"], "artifact.put", "{records}");
+        }
+    }
+    let told = place.told().await?;
+    let counted = format!("cynode_secrets_refused_total {}", refusals.len());
+    ensure!(told.iter().any(|(name, bytes)| name.ends_with("/metrics") && String::from_utf8_lossy(bytes).contains(&counted)), "'{counted}' is not said");
+    for (what, secret) in &secrets {
+        let found = traces(secret, &told);
+        ensure!(found.is_empty(), "{what} is in {found:#?}");
+    }
+    // It would have been found.
+    let planted = vec![("planted".to_owned(), format!("before {} after", foreign_token()).into_bytes())];
+    assert_eq!(traces(&foreign_token(), &planted), ["planted"]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn no_secret_gets_in_as_a_changed_label_or_as_the_bytes_of_a_name() -> Result<()> {
+    let place = Place::start().await?;
+    let secret = foreign_token();
+    let mut passed = Vec::new();
+    let ways = [
+        ("labels.note", place.small.request(Method::PATCH, place.at("").trim_end_matches('/'))?.json(&json!({"labels": {"note": secret}}))),
+        ("path_b64", place.file("path_b64", &STANDARD.encode(&secret), "plain")?),
+        (
+            "path_b64",
+            place
+                .small
+                .request(Method::POST, &place.at("import"))?
+                .query(&[("path_b64", STANDARD.encode(format!("in/{secret}")))])
+                .body(archive("plain", "plain")?),
+        ),
+    ];
+    for (field, request) in ways {
+        let answer = Answer::of(request).await?;
+        if refusal(&answer, 422, "secret_in_input").is_err() {
+            passed.push(format!("{field}: {} {}", answer.status, String::from_utf8_lossy(&answer.body)));
+        }
+    }
+    ensure!(passed.is_empty(), "{passed:#?}");
+    assert_eq!(traces(&secret, &place.told().await?), Vec::<String>::new());
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_keys_and_tokens_that_the_system_has_itself_are_kept_out() -> Result<()> {
+    let place = Place::start().await?;
+    let world = &place.small.plane.world;
+    let mut held = Vec::new();
+    for path in ["state/admin.token", "state/worker.token", "orchestrator.key", "registration.key"] {
+        held.push((path.to_owned(), fs_err::read_to_string(world.directory().join(path))?.trim().to_owned()));
+    }
+    let registration: Value = serde_json::from_slice(&fs_err::read(world.state_dir().join("worker/registration.json"))?)?;
+    for name in ["worker_token", "node_token"] {
+        held.push((name.to_owned(), text(&registration[name])?));
+    }
+    let key = text(&place.small.make(&place.small.orchestrator.token()?, "/v1/nodes/keys", &json!({})).await?["psk"])?;
+    held.push(("a key for nodes".to_owned(), key));
+    for (name, secret) in &held {
+        refusal(&Answer::of(place.exec(&json!({"stdin": secret}))?).await?, 422, "secret_in_input").with_context(|| name.clone())?;
+        // In base64 too, wherever it begins.
+        for before in ["", "x", "xy"] {
+            let encoded = STANDARD.encode(format!("{before}{secret}"));
+            refusal(&Answer::of(place.file("path", "leaked", encoded)?).await?, 422, "secret_in_input").with_context(|| format!("{name} in base64"))?;
+        }
+    }
+    assert_eq!(place.inside("ls").await?["stdout"], "heard\n");
+    // Of what is read from outside only the trail of those who made it is there.
+    let told = place.told().await?;
+    for (name, secret) in &held {
+        let found = traces(secret, &told);
+        ensure!(found.is_empty(), "{name} is in {found:#?}");
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn the_password_of_the_database_is_known_by_itself_though_it_looks_like_nothing() -> Result<()> {
+    let plane = Plane::new().await?;
+    let password = "correct horse battery staple".replace(' ', "-");
+    let url = plane.postgres.url().replace("cynode@", &format!("cynode:{password}@"));
+    let orchestrator = plane.orchestrator("", &[("database_url", url.as_str())]).await?;
+    let http = reqwest::Client::builder().no_proxy().build()?;
+    let (url, token) = (orchestrator.url()?, orchestrator.token()?);
+    let task = http.post(format!("{url}/v1/tasks")).bearer_auth(&token).json(&json!({"name": "t"}));
+    let task = text(&object(&Answer::of(task).await?)?["id"])?;
+    let put = |bytes: String| Answer::of(http.put(format!("{url}/v1/tasks/{task}/artifacts/a")).bearer_auth(&token).body(bytes));
+    for bytes in [password.clone(), format!("PGPASSWORD={password}\n"), format!("glued{password}glued"), STANDARD.encode(format!("x:{password}"))] {
+        let refused = refusal(&put(bytes).await?, 422, "secret_in_input")?;
+        ensure!(text(&refused["detail"])?.contains("the database's password") && !refused.to_string().contains(&password), "{refused}");
+    }
+    object(&put(password[1..].to_owned()).await?)?;
+    let log = fs_err::read_to_string(orchestrator.log())?;
+    ensure!(!log.contains(&password), "the log has it");
+    assert_eq!(plane.postgres.ask("select count(*) from artifacts")?, "1");
+    Ok(())
+}
+
+#[tokio::test]
+async fn what_only_looks_a_little_like_a_secret_goes_in_as_it_is() -> Result<()> {
+    let place = Place::start().await?;
+    let foreign = foreign_token();
+    let key = private_key();
+    let header = key.lines().next().context("a first line")?;
+    let near = [
+        foreign[..foreign.len() - 1].to_owned(),
+        format!("{foreign}A"),
+        format!("x{foreign}"),
+        format!("cyn_{}", letters(42)),
+        "cyn_example and ghp_ and AKIA and sk-".to_owned(),
+        format!("{}\n{}\n", header.replace("PRIVATE", "PUBLIC"), letters(64)),
+        "d2fcf5a3b8c94e3b9e0f7a61c5d4e3f2a1b0c9d8e7f6a5b4c3d2e1f0a9b8c7d6".to_owned(),
+        "550e8400-e29b-41d4-a716-446655440000".to_owned(),
+        // Last: what follows it must not look like a key.
+        format!("if text.starts_with(\"{header}\") {{ return Err(Private); }}"),
+    ];
+    for text in &near {
+        object(&Answer::of(place.file("path", "near", format!("{text}\n"))?).await?).with_context(|| text.clone())?;
+        assert_eq!(place.inside("cat near").await?["stdout"], json!(format!("{text}\n")));
+        let ran = place.exec(&json!({"argv": ["sh", "-c", "printf %s \"$1$KEY\"; cat", "sh", text], "env": {"KEY": text}, "stdin": text}))?;
+        assert_eq!(object(&Answer::of(ran).await?).with_context(|| text.clone())?["stdout"], json!(text.repeat(3)));
+    }
+    // But for the second: cut after a token's length, as it may come in pieces, it would look like one.
+    let large = format!("{}{}\n{}", "plain text\n".repeat(300_000), near[0], near[2..].join("\n"));
+    object(&Answer::of(place.file("path", "large", large.clone())?).await?)?;
+    let read = Answer::of(place.small.request(Method::GET, &place.at("files"))?.query(&[("path", "large")])).await?;
+    ensure!(read.body == large.as_bytes(), "it came as it was: {} of {} bytes", read.body.len(), large.len());
+    object(&Answer::of(place.small.request(Method::POST, &place.at("import"))?.query(&[("path", ".")]).body(archive("near", &near.join("\n"))?)).await?)?;
+    Ok(())
+}
