@@ -351,20 +351,16 @@ impl Writer {
     /// Takes outcomes of calls that somebody else closed out of a batch. Says whether it is worth trying again.
     async fn drop_closed(&mut self, batch: &mut Vec<Entry>) -> bool {
         let calls: Vec<Uuid> = batch.iter().filter(|entry| entry.body.kind == AuditKind::Outcome).filter_map(|entry| entry.body.call_id).collect();
-        match self.db.closed_calls(&calls).await {
-            Ok(closed) => {
-                let (before, mut seen) = (batch.len(), HashSet::new());
-                for id in &closed {
-                    self.open.remove(id);
-                }
-                batch.retain(|entry| entry.body.kind != AuditKind::Outcome || !entry.body.call_id.is_some_and(|id| closed.contains(&id) || !seen.insert(id)));
-                batch.len() < before
-            }
-            Err(_) => {
-                tokio::time::sleep(FIRST_PAUSE).await;
-                true
-            }
+        let Ok(closed) = self.db.closed_calls(&calls).await else {
+            tokio::time::sleep(FIRST_PAUSE).await;
+            return true;
+        };
+        for id in &closed {
+            self.open.remove(id);
         }
+        let (before, mut seen) = (batch.len(), HashSet::new());
+        batch.retain(|entry| entry.body.kind != AuditKind::Outcome || !entry.body.call_id.is_some_and(|id| closed.contains(&id) || !seen.insert(id)));
+        batch.len() < before
     }
 
     /// Somebody took this writer for dead: it begins anew, and leaves what it began to them.

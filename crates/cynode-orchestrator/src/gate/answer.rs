@@ -108,9 +108,8 @@ pub(crate) async fn read(response: Response) -> (Response, Said) {
     let is_short = response.body().size_hint().upper().is_some_and(|size| size <= MAX_READ) || is_problem;
     if code.is_none() && is_short && (is_problem || kind.starts_with("application/json")) {
         let (parts, body) = response.into_parts();
-        let bytes = match axum::body::to_bytes(body, MAX_PROBLEM).await {
-            Ok(bytes) => bytes,
-            Err(_) => return (ApiError::new(ErrorCode::NodeUnreachable, "the answer broke off").into_response(), lost()),
+        let Ok(bytes) = axum::body::to_bytes(body, MAX_PROBLEM).await else {
+            return (ApiError::new(ErrorCode::NodeUnreachable, "the answer broke off").into_response(), lost());
         };
         if let Ok(Value::Object(members)) = serde_json::from_slice(&bytes) {
             if is_problem {

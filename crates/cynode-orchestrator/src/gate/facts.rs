@@ -284,10 +284,14 @@ mod tests {
 
     #[test]
     fn a_record_stays_small_and_holds_no_nul_and_no_fraction() {
-        let body = json!({"argv": vec!["x".repeat(100_000); 5_000], "cwd": "a\u{0}b", "timeout_ms": 0.5});
-        let detail = Value::Object(detail(Action::SessionExec, &body, &[])).to_string();
-        assert!(detail.len() < 64 * 1024, "{}", detail.len());
-        assert!(!detail.contains("\\u0000") && detail.contains("\"0.5\""));
+        let large = json!({"argv": vec!["x".repeat(100_000); 5_000]});
+        let lists = json!({"argv": vec![vec![1; 10_000]; 1_000]});
+        for body in [large, lists] {
+            let size = Value::Object(detail(Action::SessionExec, &body, &[])).to_string().len();
+            assert!(size < 64 * 1024, "{size}");
+        }
+        let odd = Value::Object(detail(Action::SessionExec, &json!({"cwd": "a\u{0}b", "timeout_ms": 0.5}), &[])).to_string();
+        assert!(!odd.contains("\\u0000") && odd.contains("\"0.5\""), "{odd}");
     }
 
     #[test]
