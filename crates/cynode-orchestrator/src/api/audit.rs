@@ -18,6 +18,7 @@ use crate::{Orchestrator, audit, caller::Person, db::Wanted};
 /// How often somebody who waits looks.
 const LOOK: Duration = Duration::from_millis(300);
 const LONGEST_TEXT: usize = 200;
+const LONGEST_TAIL: u32 = 1_000_000;
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -88,6 +89,7 @@ pub(super) async fn list(
     let after = match (query.after, query.tail) {
         (Some(_), Some(_)) => return Err(ApiError::invalid("tail: say after or tail, not both")),
         (Some(after), None) if after < 0 => return Err(ApiError::invalid("after: must not be negative")),
+        (None, Some(tail)) if tail > LONGEST_TAIL => return Err(ApiError::invalid(format!("tail: must be at most {LONGEST_TAIL}"))),
         (None, Some(tail)) => (orchestrator.db.audit_last().await? - i64::from(tail)).max(0),
         (after, None) => after.unwrap_or(0),
     };
