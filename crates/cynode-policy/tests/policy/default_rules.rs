@@ -172,4 +172,7 @@ fn rules_are_listed_by_document_name_and_effect() {
     assert!(names.is_sorted() && names.contains(&"administrators"), "{names:?}");
     let forbidding: Vec<String> = policies.rules().iter().filter(|rule| rule.effect == Effect::Forbid).map(ToString::to_string).collect();
     assert_eq!(forbidding, ["defaults/image-preferences-of-people", "defaults/preferences-of-administrators"]);
+    assert_eq!((Effect::Permit.as_str(), Effect::Forbid.as_str()), ("permit", "forbid"));
+    let printed = format!("{policies:?}");
+    assert!(printed.contains("administrators") && printed.len() < 5_000, "{printed}");
 }
