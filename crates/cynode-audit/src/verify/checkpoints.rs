@@ -30,6 +30,13 @@ impl Default for Newest {
     }
 }
 
+/// What a table begins with that holds no checkpoint before.
+#[derive(Debug)]
+struct FirstFull {
+    truncated: u64,
+    streams: BTreeSet<Uuid>,
+}
+
 #[derive(Debug, Default)]
 struct Said {
     heads: Vec<SignedHead>,
@@ -43,12 +50,15 @@ pub(super) struct Checkpoints {
     table: BTreeMap<u64, Hash>,
     /// Numbers in the table under which nothing good is kept.
     bad: BTreeSet<u64>,
-    /// The number that was fed last, and whether the lowest good one is full.
+    /// The number that was fed last, and what the lowest good one says if it is full.
     last: Option<u64>,
-    first_is_full: bool,
+    first_full: Option<FirstFull>,
     /// Good ones of the file that the table has not shown (yet).
     only_in_file: BTreeMap<u64, Hash>,
     lines: u64,
+    /// The last good one of the file, and those that do not stand on the one before them there.
+    last_in_file: Option<(u64, Hash)>,
+    breaks: Vec<u64>,
     /// A line of the file that can't be read; harmless when none follows, for then it is what a crash left.
     torn: Option<String>,
     newest: Newest,
@@ -83,7 +93,8 @@ impl Checkpoints {
             problems.of_checkpoint(What::CheckpointChanged, Some(number), format!("checkpoint {number} does not stand on the one before it"));
         }
         if self.table.first_key_value().is_none_or(|(first, _)| number <= *first) {
-            self.first_is_full = signed.checkpoint.full;
+            let Checkpoint { full, truncated_records, heads, .. } = &signed.checkpoint;
+            self.first_full = full.then(|| FirstFull { truncated: *truncated_records, streams: heads.keys().copied().collect() });
         }
         if self.table.insert(number, signed.hash).is_some_and(|other| other != signed.hash) {
             problems.of_checkpoint(What::CheckpointChanged, Some(number), format!("there are two checkpoints {number}"));
@@ -129,6 +140,10 @@ impl Checkpoints {
             );
             return;
         }
+        if self.last_in_file.is_some_and(|(last, hash)| last.checked_add(1) == Some(number) && hash != signed.checkpoint.prev) {
+            self.breaks.push(number);
+        }
+        self.last_in_file = Some((number, signed.hash));
         match self.table.get(&number).or_else(|| self.only_in_file.get(&number)) {
             Some(hash) if *hash == signed.hash => {}
             Some(_) => differs(number, problems),
@@ -147,7 +162,8 @@ impl Checkpoints {
             self.full = self.full.max(Some(checkpoint.number));
         }
         for (stream, head) in &checkpoint.heads {
-            self.said.entry(*stream).or_default().heads.push(SignedHead { head: *head, checkpoint: checkpoint.number });
+            let signed = SignedHead { head: *head, checkpoint: checkpoint.number, truncated: checkpoint.truncated_records };
+            self.said.entry(*stream).or_default().heads.push(signed);
         }
         for (stream, head) in &checkpoint.cut {
             let cut = &mut self.said.entry(*stream).or_default().cut;
@@ -162,7 +178,7 @@ impl Checkpoints {
         let first = self.table.first_key_value().map(|(number, _)| *number);
         let mut expected = match first {
             // A full one stands for all that were before it.
-            Some(first) if self.first_is_full => first,
+            Some(first) if self.first_full.is_some() => first,
             _ => 1,
         };
         for number in self.table.keys() {
@@ -174,15 +190,32 @@ impl Checkpoints {
             let from = self.only_in_file.range(expected..).next().map_or(u64::MAX, |(number, _)| *number);
             self.missing(from, last.saturating_add(1), "the file outside the database has what the table lacks:", problems);
         }
+        // Where the table has both, they were held against each other.
+        for number in self.breaks.iter().filter(|number| first.is_some_and(|first| **number <= first)) {
+            problems.of_checkpoint(
+                What::CheckpointChanged,
+                Some(*number),
+                format!("checkpoint {number} does not stand on the one before it in the file outside the database"),
+            );
+        }
         // Where a checkpoint is missing, heads are: then nobody can say which records no checkpoint knows.
         let from = self.full.unwrap_or(1);
         let known = self.table.range(from..).count() + self.only_in_file.range(from..).count();
         if known as u64 <= self.newest.number.saturating_sub(from) {
             self.newest.cursor = i64::MIN;
         }
-        let since = first.filter(|_| self.first_is_full).unwrap_or(0);
-        let streams = self.said.drain().map(|(id, said)| (id, Stream::signed(id, said.cut, said.heads, since))).collect();
-        (self.newest, streams)
+        let since = first.unwrap_or(0);
+        let counts = |id: &Uuid, signed: &SignedHead| match &self.first_full {
+            // What was signed before the table begins speaks from the file, but of what retention removed since.
+            Some(full) => signed.checkpoint >= since || signed.truncated == full.truncated || full.streams.contains(id),
+            None => true,
+        };
+        let said = std::mem::take(&mut self.said);
+        let streams = said.into_iter().map(|(id, said)| {
+            let heads = said.heads.into_iter().filter(|signed| counts(&id, signed)).collect();
+            (id, Stream::signed(id, said.cut, heads))
+        });
+        (self.newest, streams.collect())
     }
 
     /// Names the numbers from `from` until `until` under which the table has nothing, not even something bad.

@@ -35,6 +35,8 @@ pub struct Verifier {
     problems: Problems,
     records: u64,
     last_cursor: Option<i64>,
+    /// The newest cursor that was ever given out.
+    end: Option<i64>,
 }
 
 impl Verifier {
@@ -49,7 +51,13 @@ impl Verifier {
             problems: Problems::default(),
             records: 0,
             last_cursor: None,
+            end: None,
         }
+    }
+
+    /// The newest cursor that was given out: a record beyond it was put there by somebody else.
+    pub const fn ends_at(&mut self, cursor: i64) {
+        self.end = Some(cursor);
     }
 
     /// The next checkpoint of the table.
@@ -82,6 +90,9 @@ impl Verifier {
         let taken = stream.take(cursor, link, newest.cursor, &mut self.problems);
         if taken == Taken::InOrder && self.last_cursor.is_some_and(|last| last >= cursor) {
             self.problems.of_record(What::OrderChanged, cursor, link, "its cursor does not follow the one before it".to_owned());
+        }
+        if taken != Taken::Refused && self.end.is_some_and(|end| end < cursor) {
+            self.problems.of_record(What::RecordInserted, cursor, link, "its cursor was never given out".to_owned());
         }
         self.last_cursor = self.last_cursor.max(Some(cursor));
         if taken != Taken::Refused {

@@ -17,6 +17,8 @@ const MAX_GAPS: usize = 128;
 pub(super) struct SignedHead {
     pub(super) head: Head,
     pub(super) checkpoint: u64,
+    /// How many records retention had removed by then.
+    pub(super) truncated: u64,
 }
 
 /// What became of a record.
@@ -67,13 +69,13 @@ pub(super) struct Stream {
 impl Stream {
     /// A stream that no checkpoint knows.
     pub(super) fn unsigned(id: Uuid) -> Self {
-        Self::signed(id, None, Vec::new(), 0)
+        Self::signed(id, None, Vec::new())
     }
 
-    /// What checkpoints from number `since` on say of a stream.
-    pub(super) fn signed(id: Uuid, cut: Option<Head>, mut signed: Vec<SignedHead>, since: u64) -> Self {
+    /// What checkpoints say of a stream.
+    pub(super) fn signed(id: Uuid, cut: Option<Head>, mut signed: Vec<SignedHead>) -> Self {
         let cut = cut.unwrap_or_else(|| Head { seq: 0, hash: genesis(id) });
-        signed.retain(|signed| signed.checkpoint >= since && signed.head.seq > cut.seq);
+        signed.retain(|signed| signed.head.seq > cut.seq);
         signed.sort_by_key(|signed| (signed.head.seq, signed.checkpoint));
         signed.dedup_by_key(|signed| signed.head);
         Self {

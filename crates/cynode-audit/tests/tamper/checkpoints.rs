@@ -201,3 +201,48 @@ fn a_trail_without_anything_is_intact() {
     let verdict = Trail::default().verify();
     assert!(verdict.intact && verdict.records == 0 && verdict.last_signed_at.is_none());
 }
+
+#[test]
+fn a_checkpoint_that_was_replaced_before_all_were_folded_into_one_is_found_by_the_file() {
+    let mut trail = three();
+    let mut other = trail.table[0].checkpoint.clone();
+    other.at += time::Duration::SECOND;
+    trail.file[0] = other.sign(&key()).to_line();
+    trail.table.drain(..2);
+    assert_eq!((only(&trail.verify()).what.as_str(), only(&trail.verify()).checkpoint), ("checkpoint_changed", Some(2)));
+}
+
+#[test]
+fn what_was_signed_before_the_table_begins_still_speaks_from_the_file() {
+    let write = |n: u32| Step::Write { stream: 0, body: json!({"n": n}) };
+    let sign = |full| Step::Sign { full };
+    let ours = Trail::write(vec![write(1), sign(false), write(2), sign(false)]);
+    // The database was put back to the first checkpoint, went on otherwise, and folded all of it; whoever has this file was away.
+    let mut other = Trail::write(vec![write(1), sign(false), write(7), sign(false), write(8), sign(false), write(9), sign(true)]);
+    other.table.drain(..3);
+    other.file.clone_from(&ours.file);
+    assert!(other.verify().problems.iter().any(|problem| problem.what == "record_changed" && problem.seq == Some(2)), "{:#?}", other.verify().problems);
+    // A stream that is gone altogether.
+    let mut gone = Trail::write(vec![Step::Write { stream: 1, body: json!({}) }, sign(false), Step::Write { stream: 1, body: json!({}) }, sign(true)]);
+    gone.table.drain(..1);
+    gone.file.clone_from(&ours.file);
+    assert!(gone.verify().problems.iter().any(|problem| problem.what == "stream_missing"), "{:#?}", gone.verify().problems);
+}
+
+#[test]
+fn a_record_beyond_all_cursors_that_were_given_out_is_found() {
+    let trail = three();
+    let mut stranger = cynode_audit::Chain::new(uuid::Uuid::from_u128(99));
+    let link = stranger.append(trail.records[0].1.at, json!({"kind": "event"}));
+    let verdict = |end: i64| {
+        let mut verifier = Verifier::new(key().public());
+        verifier.ends_at(end);
+        trail.table.iter().for_each(|signed| verifier.checkpoint(signed));
+        trail.records.iter().for_each(|(cursor, link)| verifier.record(*cursor, link));
+        verifier.record(i64::MAX, &link);
+        verifier.finish()
+    };
+    assert!(verdict(i64::MAX).intact);
+    let last = trail.records.last().expect("records").0;
+    assert_eq!((only(&verdict(last)).what.as_str(), only(&verdict(last)).cursor), ("record_inserted", Some(i64::MAX)));
+}
