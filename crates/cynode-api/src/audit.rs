@@ -74,6 +74,18 @@ words! {
     }
 }
 
+impl AuditResult {
+    /// What an answer with this status says.
+    #[must_use]
+    pub const fn of_status(status: u16) -> Self {
+        match status {
+            100..400 => Self::Done,
+            400..500 => Self::Refused,
+            _ => Self::Failed,
+        }
+    }
+}
+
 /// Who acted.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AuditSubject {

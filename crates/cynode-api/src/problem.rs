@@ -56,6 +56,7 @@ codes! {
     NotAFile = "not_a_file", 409, "The path is not a regular file", "Name a regular file.";
     NotADirectory = "not_a_directory", 409, "The path, or a part of it, is not a directory", "Name a directory.";
     NotEmpty = "not_empty", 409, "The directory is not empty", "Add recursive=true to delete all that is below it.";
+    CallTooLate = "call_too_late", 409, "The call was taken for lost before it came", "Send it again: nothing was done.";
     AlreadyExists = "already_exists", 409, "The target exists", "Choose another target, or allow overwriting.";
     PatchRejected = "patch_rejected", 409, "The patch does not apply; nothing was changed", "Make the diff anew against the present files; 'rejects' names each place.";
     NotARepository = "not_a_repository", 409, "The workspace is not a git repository", "Run 'git init' in the workspace, or export as tar.";

@@ -1,11 +1,12 @@
 //! Calls that are remembered, for whoever lost their answer and has to know what came of them.
 //!
 //! What must stay true: a call that bears an id is known before it does anything, and until it is forgotten; while it is being
-//! answered it is not forgotten; whatever came after [`Call::remembered_since`] is known. Memory is bounded, and in memory only: a
+//! answered it is not forgotten; whatever came after [`Call::remembered_since`] is known; one that was barred, because somebody was told
+//! that it did not come, does not come any more. Memory is bounded, and in memory only: a
 //! worker that starts anew says that it remembers nothing of before.
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     sync::Arc,
 };
 
@@ -15,7 +16,7 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use cynode_api::{
-    CALL_HEADER, Call, CallId, CallState, Problem, RESULT_HEADER, ascii_json,
+    CALL_HEADER, Call, CallId, CallState, ErrorCode, Problem, RESULT_HEADER, ascii_json,
     call_limits::{MAX_RESULT_BYTES, REMEMBERED, REMEMBERED_BYTES},
 };
 use cynode_service::ApiError;
@@ -47,6 +48,9 @@ struct Memory {
     known: HashMap<CallId, Remembered>,
     /// Those that are over, in the order in which they are forgotten.
     over: VecDeque<CallId>,
+    /// Those that may not come any more, and the order in which that is forgotten.
+    barred: HashSet<CallId>,
+    bars: VecDeque<CallId>,
     bytes: usize,
     since: OffsetDateTime,
     most: usize,
@@ -54,6 +58,17 @@ struct Memory {
 }
 
 impl Memory {
+    fn get(&self, id: CallId) -> Call {
+        let nothing = Call { call_id: id, state: CallState::NotFound, status: None, result: None, remembered_since: None, now: None };
+        match self.known.get(&id) {
+            Some(call) => {
+                let result = call.result.as_ref().and_then(|result| serde_json::from_str(result).ok());
+                Call { state: call.state, status: call.status, result, ..nothing }
+            }
+            None => Call { remembered_since: Some(self.since), now: Some(OffsetDateTime::now_utc()), ..nothing },
+        }
+    }
+
     fn change(&mut self, id: CallId, change: impl FnOnce(&mut Remembered)) {
         if let Some(call) = self.known.get_mut(&id) {
             self.bytes -= call.bytes();
@@ -90,38 +105,51 @@ impl Default for Calls {
 
 impl Calls {
     fn bounded(most: usize, most_bytes: usize) -> Self {
-        Self(Mutex::new(Memory { known: HashMap::new(), over: VecDeque::new(), bytes: 0, since: OffsetDateTime::now_utc(), most, most_bytes }))
+        let since = OffsetDateTime::now_utc();
+        let (known, barred, over, bars) = Default::default();
+        Self(Mutex::new(Memory { known, over, barred, bars, bytes: 0, since, most, most_bytes }))
     }
 
     /// What is known of a call.
     #[must_use]
     pub fn get(&self, id: CallId) -> Call {
-        let memory = self.0.lock();
-        let nothing = Call { call_id: id, state: CallState::NotFound, status: None, result: None, remembered_since: None, now: None };
-        match memory.known.get(&id) {
-            Some(call) => {
-                let result = call.result.as_ref().and_then(|result| serde_json::from_str(result).ok());
-                Call { state: call.state, status: call.status, result, ..nothing }
+        self.0.lock().get(id)
+    }
+
+    /// The same; and if it has not come, it does not come any more: whoever is told so goes by it.
+    #[must_use]
+    pub fn bar(&self, id: CallId) -> Call {
+        let mut memory = self.0.lock();
+        let call = memory.get(id);
+        if call.state == CallState::NotFound && memory.barred.insert(id) {
+            memory.bars.push_back(id);
+            if memory.bars.len() > memory.most
+                && let Some(oldest) = memory.bars.pop_front()
+            {
+                memory.barred.remove(&oldest);
             }
-            None => Call { remembered_since: Some(memory.since), now: Some(OffsetDateTime::now_utc()), ..nothing },
         }
+        call
     }
 
     /// Begins to remember a call. `None` when its id is taken, by a call that stays what is known under it, or when so many are being
-    /// answered that there is no room.
-    fn begin(self: &Arc<Self>, id: CallId) -> Option<Answering> {
+    /// answered that there is no room. Refused when somebody was told that it did not come.
+    fn begin(self: &Arc<Self>, id: CallId) -> Result<Option<Answering>, ApiError> {
         let mut memory = self.0.lock();
+        if memory.barred.contains(&id) {
+            return Err(ApiError::new(ErrorCode::CallTooLate, format!("call {id} was taken for lost before it came; nothing was done")));
+        }
         if memory.known.contains_key(&id) {
-            return None;
+            return Ok(None);
         }
         let came_at = OffsetDateTime::now_utc();
         if memory.known.len() >= memory.most && memory.over.is_empty() {
             memory.since = came_at;
-            return None;
+            return Ok(None);
         }
         memory.known.insert(id, Remembered { came_at, state: CallState::Running, status: None, result: None });
         memory.forget();
-        Some(Answering(Noting { calls: Arc::clone(self), id }))
+        Ok(Some(Answering(Noting { calls: Arc::clone(self), id })))
     }
 }
 
@@ -173,8 +201,8 @@ fn call_id(headers: &HeaderMap) -> Result<Option<CallId>, ApiError> {
 
 /// Remembers a call that bears an id, whatever it asks for, and has refusals of what would have changed something say so in the header too.
 pub async fn remember(State(calls): State<Arc<Calls>>, mut request: Request, next: Next) -> Response {
-    let answering = match call_id(request.headers()) {
-        Ok(id) => id.and_then(|id| calls.begin(id)),
+    let answering = match call_id(request.headers()).and_then(|id| id.map_or(Ok(None), |id| calls.begin(id))) {
+        Ok(answering) => answering,
         Err(error) => return error.into_response(),
     };
     if let Some(answering) = &answering {
@@ -214,14 +242,13 @@ fn insert(result: &impl Serialize, answer: &mut Response) {
 
 #[cfg(test)]
 mod tests {
-    use cynode_api::ErrorCode;
     use http::StatusCode;
     use serde_json::json;
 
     use super::*;
 
     fn begin(calls: &Arc<Calls>, id: CallId) -> Answering {
-        calls.begin(id).expect("room")
+        calls.begin(id).expect("in time").expect("room")
     }
 
     fn answer(calls: &Arc<Calls>, result: &Value) -> CallId {
@@ -267,10 +294,30 @@ mod tests {
         let calls = Arc::new(Calls::default());
         let id = CallId::generate();
         let answering = begin(&calls, id);
-        assert!(calls.begin(id).is_none());
+        assert!(calls.begin(id).expect("in time").is_none());
         answering.answered(&told(&json!({ "first": true }), StatusCode::OK));
-        assert!(calls.begin(id).is_none());
+        assert!(calls.begin(id).expect("in time").is_none());
         assert_eq!(calls.get(id).result, Some(json!({ "first": true })));
+    }
+
+    #[test]
+    fn what_was_said_not_to_have_come_does_not_come_any_more() {
+        let calls = Arc::new(Calls::bounded(100, usize::MAX));
+        let (asked, other) = (CallId::generate(), CallId::generate());
+        let first = calls.bar(asked);
+        assert_eq!((first.state, calls.bar(asked).state), (CallState::NotFound, CallState::NotFound));
+        assert_eq!(calls.get(asked).remembered_since, first.remembered_since);
+        assert!(calls.begin(asked).is_err_and(|error| error.0.is(ErrorCode::CallTooLate)));
+        drop(begin(&calls, other));
+        assert_eq!(calls.bar(other).state, CallState::Abandoned);
+        // Asking about many takes a bounded place, and none from what is remembered.
+        for _ in 0..300 {
+            drop(calls.bar(CallId::generate()));
+        }
+        let memory = calls.0.lock();
+        assert_eq!((memory.barred.len(), memory.bars.len(), memory.known.len()), (100, 100, 1));
+        drop(memory);
+        assert_eq!(calls.get(other).state, CallState::Abandoned);
     }
 
     #[test]
@@ -316,7 +363,7 @@ mod tests {
         let calls = Arc::new(Calls::bounded(2, usize::MAX));
         let _held = [begin(&calls, CallId::generate()), begin(&calls, CallId::generate())];
         let (before, id) = (OffsetDateTime::now_utc(), CallId::generate());
-        assert!(calls.begin(id).is_none());
+        assert!(calls.begin(id).expect("in time").is_none());
         assert!(calls.get(id).remembered_since >= Some(before));
     }
 

@@ -26,3 +26,10 @@ impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Id<CallId> {
 pub(super) async fn show(State(api): State<Api>, Id(id): Id<CallId>) -> Json<Call> {
     Json(api.calls.get(id))
 }
+
+/// The same; and if the call has not come, it is refused should it still come.
+#[utoipa::path(post, path = "/v1/worker/calls/{id}/bar", tag = "calls", params(("id" = CallId, Path)),
+    responses((status = 200, body = Call), (status = "default", body = Problem, content_type = "application/problem+json")))]
+pub(super) async fn bar(State(api): State<Api>, Id(id): Id<CallId>) -> Json<Call> {
+    Json(api.calls.bar(id))
+}

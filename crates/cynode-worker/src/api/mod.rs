@@ -92,6 +92,7 @@ fn documented() -> OpenApiRouter<Api> {
         .routes(routes!(jobs::acknowledge))
         .routes(routes!(jobs::stop))
         .routes(routes!(calls::show))
+        .routes(routes!(calls::bar))
         .routes(routes!(shutdown))
         .layer(DefaultBodyLimit::max(edge::MAX_BODY))
         // Files have limits of their own, kept while they stream.

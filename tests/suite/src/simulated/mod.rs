@@ -21,7 +21,7 @@ use axum::{
     extract::{Path, Request, State as FromState},
     middleware::{self, Next},
     response::{IntoResponse as _, Response},
-    routing::get,
+    routing::{get, post},
 };
 use cynode_api::{
     API_VERSION, Call, Capability, ErrorCode, ExecRequest, JobId, JobRun, LABEL_AGENT_COMPATIBLE, LocalImage, NodeConfig, NodeId, Session, SessionCreate,
@@ -324,6 +324,7 @@ fn router(shared: &Arc<Shared>) -> Router {
     sessions::routes()
         .merge(jobs::routes())
         .route("/v1/worker/calls/{id}", get(show_call))
+        .route("/v1/worker/calls/{id}/bar", post(bar_call))
         .layer(middleware::from_fn_with_state(Arc::clone(shared), remember))
         .layer(middleware::from_fn_with_state(shared.tokens.clone(), auth::require))
         .merge(admin::routes(Arc::new(|| Box::pin(std::future::ready(Ok(()))))))
@@ -340,6 +341,10 @@ async fn remember(FromState(shared): FromState<Arc<Shared>>, request: Request, n
 
 async fn show_call(FromState(shared): FromState<Arc<Shared>>, Path(text): Path<String>) -> Result<Json<Call>, ApiError> {
     Ok(Json(shared.remembered().get(id(&text, ErrorCode::NotFound)?)))
+}
+
+async fn bar_call(FromState(shared): FromState<Arc<Shared>>, Path(text): Path<String>) -> Result<Json<Call>, ApiError> {
+    Ok(Json(shared.remembered().bar(id(&text, ErrorCode::NotFound)?)))
 }
 
 async fn serve(listener: TcpListener, shared: Arc<Shared>) {

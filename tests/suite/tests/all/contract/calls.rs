@@ -156,6 +156,15 @@ pub(super) async fn a_call_is_remembered_by_its_id(client: &WorkerClient) -> Res
     assert_eq!(refused(&stranger, Method::GET, &format!("{CALLS}/{unheard}"), &json!({})).await?.0, 401);
     assert_eq!(refused(client, Method::GET, &format!("{CALLS}/nonsense"), &json!({})).await?, (404, "not_found".to_owned()));
 
+    // Who was told that a call did not come can rely on it.
+    let late = CallId::generate();
+    assert_eq!(client.bar_call(late).await?.state, CallState::NotFound);
+    let answer = run(late, &sh("echo thrice >> count")).send().await?;
+    let (status, problem): (_, Value) = (answer.status().as_u16(), answer.json().await?);
+    assert_eq!((status, &problem["code"]), (409, &json!("call_too_late")));
+    assert_eq!((client.call_state(late).await?.state, client.bar_call(late).await?.state), (CallState::NotFound, CallState::NotFound));
+    assert_eq!(client.exec(id, &sh("cat count")).await?.stdout, "once\ntwice\n");
+
     // The caller goes away; the command goes on.
     let call = CallId::generate();
     let waiting = tokio::spawn(run(call, &sh("sleep 600")).send());
