@@ -8,10 +8,10 @@ MAKEFLAGS += --no-print-directory
 # scripts/setup may have installed cargo where this shell does not look yet, and Podman's tools where a user's does not.
 export PATH := $(PATH):$(if $(CARGO_HOME),$(CARGO_HOME),$(HOME)/.cargo)/bin:/usr/local/sbin:/usr/sbin:/sbin
 
-.PHONY: help up down test soak fuzz mutants bench images fmt lint
+.PHONY: help up down test soak fuzz mutants bench bench-audit bench-images images fmt lint
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 up: ## install what is missing, build, start in the background, prove a round (FOREGROUND=1 stays in front)
 	@scripts/setup
@@ -37,11 +37,22 @@ mutants: ## change the code that decides in every small way and see that a test 
 
 bench: ## measure sessions against Podman's own ways into a container, in one run (ARGS=--quick)
 	cargo build --release --locked -p cynode -p cynode-bench
+	@$(MAKE) bench-images
+	@CYNODE_TEST_IMAGE_STORE=$(CURDIR)/target/bench-store/root target/release/cynode-bench $(ARGS)
+
+# The build without a trail first: what is called cynode in the end keeps one.
+bench-audit: ## measure what the audit trail costs, against a build without one (ARGS='--records 100000')
+	cargo build --release --locked -p cynode --features unaudited
+	@mv target/release/cynode target/release/cynode-unaudited
+	cargo build --release --locked -p cynode -p cynode-bench-audit
+	@$(MAKE) bench-images
+	@CYNODE_TEST_IMAGE_STORE=$(CURDIR)/target/bench-store/root target/release/cynode-bench-audit $(ARGS)
+
+bench-images:
 	@cargo xtask sba >/dev/null
 	@mkdir -p target/bench-store/root
 	@run=$$( ((EUID == 0)) && echo /run || echo "$${XDG_RUNTIME_DIR:-/tmp}")/cynode-bench/$$(sha256sum <<<"$(CURDIR)" | cut -c1-8); mkdir -p "$$run"; \
 	images/fixture --into "--root $(CURDIR)/target/bench-store/root --runroot $$run --storage-driver overlay"
-	@CYNODE_TEST_IMAGE_STORE=$(CURDIR)/target/bench-store/root target/release/cynode-bench $(ARGS)
 
 images: ## build the runner image and the tests' images into this user's Podman store
 	@images/build --sba "$$(cargo xtask sba | tail -n 1)"

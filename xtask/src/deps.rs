@@ -25,6 +25,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("xtask", &[]),
     ("cynode-tests", &["cynode-api", "cynode-client", "cynode-orchestrator", "cynode-sba-proto", "cynode-service", "cynode-worker"]),
     ("cynode-bench", &["cynode-api", "cynode-client", "cynode-tests"]),
+    ("cynode-bench-audit", &["cynode-api", "cynode-audit", "cynode-bench", "cynode-client", "cynode-tests"]),
 ];
 
 /// A library, and the crates that alone may use it directly.

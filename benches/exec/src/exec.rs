@@ -7,15 +7,14 @@ use std::{
 
 use anyhow::{Result, ensure};
 use cynode_api::{LimitsRequest, SessionId};
-use cynode_client::WorkerClient;
 use cynode_tests::exec;
 
 use crate::{
     Plan,
     ours::Ours,
-    rivals::{Rivals, run},
+    rivals::{Rivals, run, time_of as of},
     samples::{Samples, timed},
-    through::Stack,
+    through::{Stack, run_true},
 };
 
 /// The rows whose ratio was promised.
@@ -70,18 +69,6 @@ pub(crate) async fn measure(plan: &Plan, stack: &Stack, session: SessionId, riva
         }
     }
     Ok(vec![session_exec, by_orchestrator, spawn, nsenter, runc, rest, podman])
-}
-
-async fn run_true(client: &WorkerClient, session: SessionId) -> Result<()> {
-    let result = client.exec(session, &exec(["true"])).await?;
-    ensure!(result.exit.exit_code == Some(0), "true ended with {:?}", result.exit);
-    Ok(())
-}
-
-fn of(command: &mut Command) -> Result<Duration> {
-    let started = Instant::now();
-    run(command)?;
-    Ok(started.elapsed())
 }
 
 /// Many clients at once in one session: how many execs end in a second, and how long each waits.

@@ -7,7 +7,7 @@ use cynode_tests::World;
 use serde_json::{Value, json};
 
 #[derive(Clone, Debug)]
-pub(crate) struct Facts {
+pub struct Facts {
     cores: usize,
     processor: String,
     kernel: String,
@@ -18,7 +18,7 @@ pub(crate) struct Facts {
 }
 
 impl Facts {
-    pub(crate) fn collect(world: &World) -> Result<Self> {
+    pub fn collect(world: &World) -> Result<Self> {
         let line = |command: &mut Command| -> Result<String> {
             let output = command.output().with_context(|| format!("running {}", command.get_program().display()))?;
             Ok(String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or_default().trim().to_owned())
@@ -35,7 +35,7 @@ impl Facts {
         })
     }
 
-    pub(crate) fn json(&self) -> Value {
+    pub fn json(&self) -> Value {
         json!({
             "cores": self.cores, "processor": self.processor, "kernel": self.kernel, "podman": self.podman, "oci_runtime": self.runtime,
             "load_at_start": self.load, "build": self.build, "cynode": env!("CARGO_PKG_VERSION"),

@@ -9,20 +9,16 @@
 mod bombs;
 mod create;
 mod exec;
-mod machine;
 mod memory;
-mod ours;
 mod report;
-mod rivals;
-mod samples;
-mod through;
 mod throughput;
 
 use anyhow::{Context as _, Result};
 use clap::{Parser, ValueEnum};
+use cynode_bench::{leave, machine, ours, ours::Ours, rivals, rivals::Rivals, samples, say, through, through::Stack};
 use cynode_tests::{Options, World};
 
-use crate::{ours::Ours, report::Report, rivals::Rivals, through::Stack};
+use crate::report::Report;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Output {
@@ -124,15 +120,4 @@ async fn run(plan: Plan) -> Result<Report> {
     ours.shut_down().await?;
     leave(world).await;
     Ok(report)
-}
-
-/// Podman's cleanup of the last containers may still run, and would write into what is being removed.
-async fn leave(world: World) {
-    if let Err(error) = world.assert_clean().await {
-        eprintln!("bench: {error:#}");
-    }
-}
-
-fn say(what: &str) {
-    eprintln!("bench: {what}");
 }

@@ -14,15 +14,15 @@ use serde_json::Value;
 
 /// A session's container, as the worker's journal has it.
 #[derive(Clone, Debug)]
-pub(crate) struct Sandbox {
-    pub(crate) container: String,
+pub struct Sandbox {
+    pub container: String,
     /// Its process 1, on the host.
-    pub(crate) pid: u64,
+    pub pid: u64,
 }
 
 #[derive(Debug)]
-pub(crate) struct Ours {
-    pub(crate) client: WorkerClient,
+pub struct Ours {
+    pub client: WorkerClient,
     /// The worker, or the supervisor that runs it.
     child: Child,
     /// The worker.
@@ -32,8 +32,8 @@ pub(crate) struct Ours {
 
 impl Ours {
     /// A worker that logs as an operator's does: the tests' harness would have it log everything, which costs time.
-    pub(crate) async fn start(world: &World, options: &Options) -> Result<Self> {
-        let child = Self::spawn(world, "worker", &world.config(options)?)?;
+    pub async fn start(world: &World, options: &Options) -> Result<Self> {
+        let child = Self::spawn(world, &program()?, "worker", &world.config(options)?)?;
         let deadline = Instant::now() + Duration::from_mins(1);
         loop {
             if let Some(client) = client(&world.state_dir())
@@ -49,37 +49,39 @@ impl Ours {
     }
 
     /// A worker that is ready, and the supervisor that runs it.
-    pub(crate) fn of(world: &World, child: Child, pid: u32) -> Result<Self> {
+    pub fn of(world: &World, child: Child, pid: u32) -> Result<Self> {
         let client = client(&world.state_dir()).context("the worker's address and token")?;
         Ok(Self { client, child, pid, state_dir: world.state_dir() })
     }
 
-    pub(crate) fn spawn(world: &World, role: &str, config: &Path) -> Result<Child> {
+    pub fn spawn(world: &World, program: &Path, role: &str, config: &Path) -> Result<Child> {
         drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
         let log = fs_err::File::create(world.directory().join("worker.log"))?.into_parts().0;
-        let mut command = Command::new(World::cynode().context("no release build of cynode is beside this program; 'make bench' builds it")?);
+        let mut command = Command::new(program);
         command.arg(role).arg("--state-dir").arg(world.state_dir()).arg("--config").arg(config);
         for name in ["CYNODE_LOG", "CYNODE_LOG_FORMAT", "CYNODE_URL", "CYNODE_TOKEN", "DATABASE_URL"] {
             command.env_remove(name);
         }
+        // For the build that keeps no audit trail; others do not look at it.
+        command.env("CYNODE_UNAUDITED", "to compare");
         let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
         world.remember(child.id())?;
         Ok(child)
     }
 
     /// A cold session with the limits that the tests use.
-    pub(crate) async fn session(&self) -> Result<SessionId> {
+    pub async fn session(&self) -> Result<SessionId> {
         self.create(&cynode_tests::session()).await.context("creating a session; 'make bench' makes the image that it needs")
     }
 
-    pub(crate) async fn create(&self, request: &SessionCreate) -> Result<SessionId> {
+    pub async fn create(&self, request: &SessionCreate) -> Result<SessionId> {
         let session = self.client.create_session(request).await?;
         ensure!(session.state == SessionState::Running && !session.warm, "a session is {} (warm: {}) instead of running and cold", session.state, session.warm);
         Ok(session.session_id)
     }
 
     /// A session on a sandbox that was made ahead.
-    pub(crate) async fn warm_session(&self) -> Result<SessionId> {
+    pub async fn warm_session(&self) -> Result<SessionId> {
         let request = SessionCreate::new(cynode_api::TaskId::generate(), SessionId::generate(), "default");
         let session = self.client.create_session(&request).await?;
         ensure!(session.warm, "the pool had no sandbox ready");
@@ -87,7 +89,7 @@ impl Ours {
     }
 
     /// Waits until so many sandboxes are ready to be claimed.
-    pub(crate) async fn wait_for_spares(&self, count: f64) -> Result<()> {
+    pub async fn wait_for_spares(&self, count: f64) -> Result<()> {
         let deadline = Instant::now() + Duration::from_mins(2);
         loop {
             let text = reqwest::get(format!("{}/metrics", self.client.base())).await?.text().await?;
@@ -100,12 +102,12 @@ impl Ours {
         }
     }
 
-    pub(crate) async fn end(&self, session: SessionId) -> Result<()> {
+    pub async fn end(&self, session: SessionId) -> Result<()> {
         self.client.end_session(session, &SessionEnd::default()).await?;
         Ok(())
     }
 
-    pub(crate) fn sandbox(&self, session: SessionId) -> Result<Sandbox> {
+    pub fn sandbox(&self, session: SessionId) -> Result<Sandbox> {
         let path = self.state_dir.join(format!("worker/sessions/{session}/session.json"));
         let record: Value = serde_json::from_slice(&fs_err::read(path)?)?;
         let sandbox_id = record["sandbox_id"].as_str().context("no sandbox_id in the journal")?;
@@ -113,20 +115,25 @@ impl Ours {
     }
 
     /// The socket of the Podman service that the worker itself uses.
-    pub(crate) fn podman_socket(world: &World) -> PathBuf {
+    pub fn podman_socket(world: &World) -> PathBuf {
         world.state_dir().join("worker/podman/podman.sock")
     }
 
-    pub(crate) fn pid(&self) -> u32 {
+    pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    pub(crate) async fn shut_down(&mut self) -> Result<()> {
+    pub async fn shut_down(&mut self) -> Result<()> {
         self.client.shutdown(Sandboxes::End).await?;
         let status = self.child.wait()?;
         ensure!(status.success(), "the worker ended with {status}");
         Ok(())
     }
+}
+
+/// The build of `cynode` beside this program.
+pub fn program() -> Result<PathBuf> {
+    World::cynode().context("no release build of cynode is beside this program; 'make bench' builds it")
 }
 
 fn client(state_dir: &Path) -> Option<WorkerClient> {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use comfy_table::{CellAlignment, Table, presets::NOTHING};
+use cynode_bench::table::{json_of, latencies, table};
 use serde_json::{Value, json};
 
 use crate::{
@@ -52,12 +52,8 @@ impl Report {
     }
 
     pub(crate) fn json(&self) -> Value {
-        let times = |samples: &Samples| {
-            let percentile = |percent| samples.percentile(percent).map(milliseconds);
-            json!({ "way": samples.way, "rounds": samples.len(), "p50_ms": percentile(50), "p95_ms": percentile(95), "p99_ms": percentile(99) })
-        };
         let latency: Vec<Value> =
-            self.latencies().iter().map(|(what, ways)| json!({ "what": what, "ways": ways.iter().map(times).collect::<Vec<_>>() })).collect();
+            self.latencies().iter().map(|(what, ways)| json!({ "what": what, "ways": ways.iter().map(json_of).collect::<Vec<_>>() })).collect();
         let transfer = |transfer: &Transfer| {
             let rate = |ways: &Samples| json!({ "way": ways.way, "rounds": ways.len(), "p50_ms": milliseconds(ways.p50()), "mib_per_second": rate(transfer.bytes, ways) });
             json!({ "what": transfer.what, "bytes": transfer.bytes, "ways": transfer.ways.iter().map(rate).collect::<Vec<_>>() })
@@ -66,9 +62,9 @@ impl Report {
         json!({
             "machine": self.facts.json(),
             "latency": latency,
-            "parallel": { "clients": self.parallel.clients, "execs_per_second": self.parallel.per_second, "times": times(&self.parallel.samples) },
+            "parallel": { "clients": self.parallel.clients, "execs_per_second": self.parallel.per_second, "times": json_of(&self.parallel.samples) },
             "burst": { "sessions": self.burst.sessions, "ready_ms": milliseconds(self.burst.ready), "gone_ms": milliseconds(self.burst.gone) },
-            "neighbour_of_ten_bombs": { "seconds": self.neighbour.seconds, "failed": self.neighbour.failed, "idle": self.neighbour.idle.as_ref().map(times), "beside": self.neighbour.beside.as_ref().map(times) },
+            "neighbour_of_ten_bombs": { "seconds": self.neighbour.seconds, "failed": self.neighbour.failed, "idle": self.neighbour.idle.as_ref().map(json_of), "beside": self.neighbour.beside.as_ref().map(json_of) },
             "through_the_orchestrator": {
                 "bytes": self.passed.bytes, "ms": milliseconds(self.passed.time), "rss_before_bytes": self.passed.before, "rss_peak_bytes": self.passed.peak,
             },
@@ -104,29 +100,12 @@ fn rate(bytes: usize, samples: &Samples) -> f64 {
     bytes as f64 / f64::from(1 << 20) / samples.p50().as_secs_f64()
 }
 
-fn table(header: &[&str]) -> Table {
-    let mut table = Table::new();
-    table.load_style(NOTHING).set_header(header);
-    for column in table.column_iter_mut().skip(1) {
-        column.set_cell_alignment(CellAlignment::Right);
-    }
-    table
-}
-
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{}\n", self.facts)?;
-        let shown = |samples: &Samples, percent| samples.percentile(percent).map_or_else(|| "-".to_owned(), |time| format!("{:.2}", milliseconds(time)));
         for (what, ways) in self.latencies() {
-            let mut rows = table(&[what, "p50 ms", "p95 ms", "p99 ms", "rounds"]);
-            for samples in ways {
-                rows.add_row([samples.way.to_owned(), shown(samples, 50), shown(samples, 95), shown(samples, 99), samples.len().to_string()]);
-            }
-            if what.starts_with("exec") {
-                let samples = &self.parallel.samples;
-                rows.add_row([samples.way.to_owned(), shown(samples, 50), shown(samples, 95), shown(samples, 99), samples.len().to_string()]);
-            }
-            writeln!(f, "{rows}\n")?;
+            let parallel = what.starts_with("exec").then_some(&self.parallel.samples);
+            writeln!(f, "{}\n", latencies(what, ways.iter().chain(parallel)))?;
         }
         writeln!(f, " {} clients at once: {:.0} execs a second\n", self.parallel.clients, self.parallel.per_second)?;
 
@@ -134,10 +113,7 @@ impl fmt::Display for Report {
         writeln!(f, " {sessions} sessions at once: all run after {:.1} s, all gone {:.1} s after their end\n", ready.as_secs_f64(), gone.as_secs_f64())?;
 
         if let Neighbour { seconds, idle: Some(idle), beside: Some(beside), failed } = &self.neighbour {
-            let mut rows = table(&["beside ten bombs", "p50 ms", "p95 ms", "p99 ms", "rounds"]);
-            for samples in [idle, beside] {
-                rows.add_row([samples.way.to_owned(), shown(samples, 50), shown(samples, 95), shown(samples, 99), samples.len().to_string()]);
-            }
+            let rows = latencies("beside ten bombs", [idle, beside]);
             let ratio = beside.p50().as_secs_f64() / idle.p50().as_secs_f64();
             writeln!(f, "{rows}\n p50 beside the bombs, {seconds} s long: {ratio:.1} times that of an idle machine; {failed} calls failed\n")?;
         }

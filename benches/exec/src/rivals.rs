@@ -4,7 +4,7 @@ use std::{
     io::Read as _,
     path::PathBuf,
     process::{Command, Output, Stdio},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -20,18 +20,18 @@ const CALL: Duration = Duration::from_mins(1);
 const BLOCK: u64 = 65_536;
 
 #[derive(Debug)]
-pub(crate) struct Rivals {
+pub struct Rivals {
     podman: Vec<String>,
     service: Client,
     sandbox: Sandbox,
     id: String,
     runc_root: Option<PathBuf>,
     /// The first id of a block that no session has.
-    pub(crate) id_block: u64,
+    pub id_block: u64,
 }
 
 impl Rivals {
-    pub(crate) async fn of(world: &World, sandbox: &Sandbox) -> Result<Self> {
+    pub async fn of(world: &World, sandbox: &Sandbox) -> Result<Self> {
         let command = world.podman();
         let podman = std::iter::once(command.get_program()).chain(command.get_args()).map(|part| part.to_string_lossy().into_owned()).collect();
         let service = Client::builder().unix_socket(Ours::podman_socket(world)).timeout(CALL).build()?;
@@ -49,25 +49,25 @@ impl Rivals {
         Ok(Self { podman, service, sandbox: sandbox.clone(), id, runc_root, id_block: first + 256 * BLOCK })
     }
 
-    pub(crate) fn podman(&self) -> Command {
+    pub fn podman(&self) -> Command {
         let mut command = Command::new(&self.podman[0]);
         command.args(&self.podman[1..]).stdin(Stdio::null());
         command
     }
 
-    pub(crate) fn container(&self) -> &str {
+    pub fn container(&self) -> &str {
         &self.sandbox.container
     }
 
     /// `podman exec CONTAINER ARGV`.
-    pub(crate) fn podman_exec(&self, argv: &[&str]) -> Command {
+    pub fn podman_exec(&self, argv: &[&str]) -> Command {
         let mut command = self.podman();
         command.args(["exec", self.container()]).args(argv);
         command
     }
 
     /// Create, start attached and inspect over the socket of a service that runs already.
-    pub(crate) async fn rest_exec(&self, argv: &[&str]) -> Result<()> {
+    pub async fn rest_exec(&self, argv: &[&str]) -> Result<()> {
         let base = "http://podman/v1.41";
         let body = json!({ "AttachStdout": true, "AttachStderr": true, "Cmd": argv });
         let created: Value = self.service.post(format!("{base}/containers/{}/exec", self.id)).json(&body).send().await?.error_for_status()?.json().await?;
@@ -86,21 +86,21 @@ impl Rivals {
     }
 
     /// `None` when Podman's runtime is not runc, or keeps its state elsewhere.
-    pub(crate) fn runc_exec(&self, argv: &[&str]) -> Option<Command> {
+    pub fn runc_exec(&self, argv: &[&str]) -> Option<Command> {
         let mut command = Command::new("runc");
         command.arg("--root").arg(self.runc_root.as_ref()?).args(["exec", &self.id]).args(argv).stdin(Stdio::null());
         Some(command)
     }
 
     /// Into every namespace of the container's process 1, as its user.
-    pub(crate) fn nsenter(&self, argv: &[&str]) -> Command {
+    pub fn nsenter(&self, argv: &[&str]) -> Command {
         let mut command = Command::new("nsenter");
         command.args(["--all", "--setuid", "1000", "--setgid", "1000", "--target", &self.sandbox.pid.to_string()]).args(argv).stdin(Stdio::null());
         command
     }
 
     /// `podman run -d` of a container with a sandbox's image, limits, mounts and an id map of the same size.
-    pub(crate) fn podman_run(&self, name: &str, workspace: &str) -> Command {
+    pub fn podman_run(&self, name: &str, workspace: &str) -> Command {
         let map = format!("0:{}:{BLOCK}", self.id_block);
         let mut command = self.podman();
         command.args(["run", "--detach", "--name", name, "--uidmap", &map, "--gidmap", &map, "--network", "none", "--ipc", "none", "--cgroupns", "private"]);
@@ -116,7 +116,7 @@ impl Rivals {
 }
 
 /// Runs a command that must succeed.
-pub(crate) fn run(command: &mut Command) -> Result<Output> {
+pub fn run(command: &mut Command) -> Result<Output> {
     let output = command.output().with_context(|| format!("starting {}", command.get_program().display()))?;
     if !output.status.success() {
         bail!("{:?} ended with {}: {}", command, output.status, String::from_utf8_lossy(&output.stderr));
@@ -124,8 +124,15 @@ pub(crate) fn run(command: &mut Command) -> Result<Output> {
     Ok(output)
 }
 
+/// How long a command takes that must succeed.
+pub fn time_of(command: &mut Command) -> Result<Duration> {
+    let started = Instant::now();
+    run(command)?;
+    Ok(started.elapsed())
+}
+
 /// Runs a command and reads its output to the end, keeping none of it; says how much there was.
-pub(crate) fn drain(command: &mut Command) -> Result<u64> {
+pub fn drain(command: &mut Command) -> Result<u64> {
     let mut child = command.stdout(Stdio::piped()).spawn()?;
     let mut output = child.stdout.take().context("a pipe")?;
     let mut buffer = vec![0; 128 * 1024];

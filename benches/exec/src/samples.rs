@@ -4,44 +4,44 @@ use std::time::{Duration, Instant};
 
 /// One way of doing a thing, with the time that each round took.
 #[derive(Clone, Debug)]
-pub(crate) struct Samples {
-    pub(crate) way: &'static str,
+pub struct Samples {
+    pub way: &'static str,
     times: Vec<Duration>,
 }
 
 impl Samples {
-    pub(crate) const fn new(way: &'static str) -> Self {
+    pub const fn new(way: &'static str) -> Self {
         Self { way, times: Vec::new() }
     }
 
-    pub(crate) fn push(&mut self, time: Duration) {
+    pub fn push(&mut self, time: Duration) {
         self.times.push(time);
     }
 
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.times.len()
     }
 
     /// Nearest rank: a time that was really measured. `None` without any.
-    pub(crate) fn percentile(&self, percent: usize) -> Option<Duration> {
+    pub fn percentile(&self, percent: usize) -> Option<Duration> {
         let mut sorted = self.times.clone();
         sorted.sort_unstable();
         sorted.get((sorted.len() * percent).div_ceil(100).saturating_sub(1)).copied()
     }
 
-    pub(crate) fn p50(&self) -> Duration {
+    pub fn p50(&self) -> Duration {
         self.percentile(50).unwrap_or_default()
     }
 }
 
 /// Runs something and says how long it took.
-pub(crate) async fn timed<T>(work: impl Future<Output = T>) -> (Duration, T) {
+pub async fn timed<T>(work: impl Future<Output = T>) -> (Duration, T) {
     let started = Instant::now();
     let result = work.await;
     (started.elapsed(), result)
 }
 
-pub(crate) fn milliseconds(time: Duration) -> f64 {
+pub fn milliseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1_000.0
 }
 

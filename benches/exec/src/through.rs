@@ -2,44 +2,56 @@
 
 use std::{
     fmt::Write as _,
+    path::Path,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{ExecRequest, SessionId, UserSessionCreate};
 use cynode_client::{ExecEvent, UserClient, WorkerClient};
-use cynode_tests::{IMAGE, Options, World, forget_memory_peak, memory, sh};
+use cynode_tests::{IMAGE, Options, World, exec, forget_memory_peak, memory, sh};
 use serde_json::Value;
 
-use crate::{ours::Ours, samples::timed};
+use crate::{
+    ours::{Ours, program},
+    samples::timed,
+};
 
 /// A stack as `up` runs it: PostgreSQL, an orchestrator, a worker.
 #[derive(Debug)]
-pub(crate) struct Stack {
+pub struct Stack {
     /// The worker, called directly.
-    pub(crate) ours: Ours,
+    pub ours: Ours,
     /// The same sessions by way of the orchestrator.
-    pub(crate) through: WorkerClient,
+    pub through: WorkerClient,
+    /// The orchestrator, as an administrator.
+    pub user: UserClient,
     orchestrator: u32,
+    database: String,
 }
 
 /// How much went through, and what the orchestrator took meanwhile.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Passed {
-    pub(crate) bytes: u64,
-    pub(crate) time: Duration,
+pub struct Passed {
+    pub bytes: u64,
+    pub time: Duration,
     /// The orchestrator's resident memory before, and the most that it had.
-    pub(crate) before: u64,
-    pub(crate) peak: u64,
+    pub before: u64,
+    pub peak: u64,
 }
 
 impl Stack {
-    pub(crate) async fn start(world: &World) -> Result<Self> {
+    pub async fn start(world: &World) -> Result<Self> {
+        Self::of(world, &program()?).await
+    }
+
+    /// With another build of `cynode`.
+    pub async fn of(world: &World, program: &Path) -> Result<Self> {
         let config = world.config(&Options::default())?;
         let mut text = fs_err::read_to_string(&config)?;
         write!(text, "[orchestrator]\nlisten = \"127.0.0.1:0\"\ncontrol_listen = \"127.0.0.1:0\"\ndefault_image = {IMAGE:?}\nseed_images = [{IMAGE:?}]\n")?;
         fs_err::write(&config, text)?;
-        let up = Ours::spawn(world, "up", &config)?;
+        let up = Ours::spawn(world, program, "up", &config)?;
         let endpoints = world.state_dir().join("endpoints.json");
         let deadline = Instant::now() + Duration::from_mins(2);
         while !endpoints.exists() {
@@ -49,13 +61,24 @@ impl Stack {
         }
         let endpoints: Value = serde_json::from_slice(&fs_err::read(endpoints)?)?;
         let token = fs_err::read_to_string(world.state_dir().join("admin.token"))?;
-        let through = UserClient::new(endpoints["api"].as_str().context("no address of the API")?, &token)?.sessions().clone();
+        let user = UserClient::new(endpoints["api"].as_str().context("no address of the API")?, &token)?;
+        let through = user.sessions().clone();
+        // The server says in its own file where its socket is.
+        let server = fs_err::read_to_string(world.state_dir().join("postgres/data/postmaster.pid"))?;
+        let socket = server.lines().nth(4).context("no directory of the database's socket")?;
+        let database = format!("postgres://cynode@localhost/cynode?host={socket}");
         let (worker, orchestrator) = (child(up.id(), "worker")?, child(up.id(), "orchestrator")?);
-        Ok(Self { ours: Ours::of(world, up, worker)?, through, orchestrator })
+        Ok(Self { ours: Ours::of(world, up, worker)?, through, user, orchestrator, database })
+    }
+
+    /// The address of its database.
+    #[must_use]
+    pub fn database(&self) -> &str {
+        &self.database
     }
 
     /// A session that both know.
-    pub(crate) async fn session(&self) -> Result<SessionId> {
+    pub async fn session(&self) -> Result<SessionId> {
         let request = UserSessionCreate { limits: cynode_tests::session().limits, ..UserSessionCreate::default() };
         let session = self.through.create_user_session(&request).await.context("creating a session through the orchestrator")?;
         ensure!(session.state == cynode_api::SessionState::Running, "a session is {}", session.state);
@@ -63,7 +86,7 @@ impl Stack {
     }
 
     /// A gibibyte of output, read as it comes.
-    pub(crate) async fn pass(&self, session: SessionId) -> Result<Passed> {
+    pub async fn pass(&self, session: SessionId) -> Result<Passed> {
         let bytes = 1 << 30;
         let request = ExecRequest { timeout_ms: 600_000, ..sh(&format!("yes 'a line of output, as programs write them' | head -c {bytes}")) };
         forget_memory_peak(self.orchestrator)?;
@@ -83,6 +106,13 @@ impl Stack {
         let (_, peak) = memory(self.orchestrator)?;
         Ok(Passed { bytes, time, before, peak })
     }
+}
+
+/// One short command, to its end.
+pub async fn run_true(client: &WorkerClient, session: SessionId) -> Result<()> {
+    let result = client.exec(session, &exec(["true"])).await?;
+    ensure!(result.exit.exit_code == Some(0), "true ended with {:?}", result.exit);
+    Ok(())
 }
 
 /// The child of the supervisor that runs a role.

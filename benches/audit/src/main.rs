@@ -1,0 +1,87 @@
+//! `make bench-audit`: what the audit trail costs, beside a build that keeps none, and what a long one costs.
+//!
+//! One run, stacks of their own, rounds interleaved: whatever disturbs the machine disturbs all sides alike. Nothing here asserts
+//! a time; `benches/README.md` says how to read it.
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stdout, clippy::disallowed_methods, reason = "a command-line tool that starts programs as people do")]
+#![allow(clippy::cast_precision_loss, reason = "times and rates as people read them")]
+
+mod cost;
+mod fill;
+mod growth;
+mod load;
+mod report;
+
+use anyhow::{Context as _, Result, ensure};
+use clap::{Parser, ValueEnum};
+use cynode_bench::{leave, machine::Facts, ours, say, through::Stack};
+use cynode_tests::World;
+
+use crate::report::Report;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Output {
+    Table,
+    Json,
+}
+
+/// Measures the audit trail: what it adds to an exec, how many it sustains, how fast it is verified, whether it slows down as it grows.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Rounds of each kind of exec.
+    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u32).range(20..=100_000))]
+    rounds: u32,
+    /// How many records the long trail has.
+    #[arg(long, default_value_t = 10_000_000, value_parser = clap::value_parser!(u64).range(1_000..=1_000_000_000))]
+    records: u64,
+    /// Seconds of load by twenty sessions at once.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..=3_600))]
+    seconds: u64,
+    #[arg(long, value_enum, default_value = "table")]
+    output: Output,
+}
+
+fn main() -> Result<()> {
+    let arguments = Arguments::parse();
+    // One thread for the client: what it waits for is elsewhere, and a hop between threads would count as latency.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let report = runtime.block_on(run(&arguments))?;
+    match arguments.output {
+        Output::Table => println!("{report}"),
+        Output::Json => println!("{}", serde_json::to_string_pretty(&report.json())?),
+    }
+    Ok(())
+}
+
+async fn run(arguments: &Arguments) -> Result<Report> {
+    let program = ours::program()?;
+    let unaudited = program.with_file_name("cynode-unaudited");
+    ensure!(unaudited.is_file(), "{} is missing; 'make bench-audit' builds it", unaudited.display());
+    let (world, beside) = (World::new()?, World::new()?);
+    let facts = Facts::collect(&world)?;
+    let mut audited = Stack::start(&world).await.context("starting a stack")?;
+    let mut without = Stack::of(&beside, &unaudited).await.context("starting a stack that keeps no audit trail")?;
+
+    say("what the trail adds to an exec");
+    let cost = cost::measure(arguments.rounds, &world, &audited, &without).await?;
+    say("twenty sessions at once");
+    let load = load::measure(arguments.seconds, &audited).await?;
+    let load_without = load::measure(arguments.seconds, &without).await?;
+    without.ours.shut_down().await?;
+    leave(beside).await;
+
+    say(&format!("filling a trail with {} records", arguments.records));
+    let filled = fill::fill(&audited, arguments.records).await?;
+    let beside = World::new()?;
+    let mut empty = Stack::start(&beside).await.context("starting a stack whose trail is empty")?;
+    say("exec beside a long trail and an empty one");
+    let growth = growth::measure(arguments.rounds, &audited, &empty).await?;
+    empty.ours.shut_down().await?;
+    leave(beside).await;
+    let read = growth::read(&audited).await?;
+    say("verifying it");
+    let verified = growth::verify(&audited).await?;
+    audited.ours.shut_down().await?;
+    leave(world).await;
+    Ok(Report { facts, cost, load, load_without, filled, growth, read, verified })
+}

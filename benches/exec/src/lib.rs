@@ -1,0 +1,24 @@
+//! What every measurement needs: a stack of its own, Podman's ways into the same container, times and tables.
+#![forbid(unsafe_code)]
+#![allow(clippy::print_stderr, clippy::disallowed_methods, reason = "command-line tools that start programs as people do")]
+#![allow(clippy::cast_precision_loss, reason = "sizes and times as people read them")]
+
+pub mod machine;
+pub mod ours;
+pub mod rivals;
+pub mod samples;
+pub mod table;
+pub mod through;
+
+use cynode_tests::World;
+
+/// Podman's cleanup of the last containers may still run, and would write into what is being removed.
+pub async fn leave(world: World) {
+    if let Err(error) = world.assert_clean().await {
+        eprintln!("bench: {error:#}");
+    }
+}
+
+pub fn say(what: &str) {
+    eprintln!("bench: {what}");
+}
