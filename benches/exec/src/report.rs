@@ -79,14 +79,14 @@ impl Report {
         let groups = self.latencies().into_iter().chain(self.transfers.iter().map(|transfer| (transfer.what, transfer.ways.as_slice())));
         for (what, ways) in groups {
             let Some((ours, others)) = ways.split_first() else { continue };
-            for other in others.iter().filter(|other| other.len() > 0) {
+            for other in others.iter().filter(|other| !other.is_empty()) {
                 let ratio = other.p50().as_secs_f64() / ours.p50().as_secs_f64();
                 let (factor, word) = if ratio >= 1.0 { (ratio, "faster") } else { (1.0 / ratio, "slower") };
                 let digits = usize::from(factor < 10.0);
                 lines.push(format!("{what}: {factor:.digits$}x {word} than {}", other.way));
             }
         }
-        let way = |name| self.exec.iter().find(|samples| samples.way == name && samples.len() > 0);
+        let way = |name| self.exec.iter().find(|samples| samples.way == name && !samples.is_empty());
         if let (Some(ours), Some(podman)) = (way(BY_ORCHESTRATOR), way(PODMAN_EXEC)) {
             let ratio = podman.p50().as_secs_f64() / ours.p50().as_secs_f64();
             lines.push(format!("{BY_ORCHESTRATOR}: {ratio:.0}x faster than {PODMAN_EXEC}"));

@@ -18,8 +18,14 @@ impl Samples {
         self.times.push(time);
     }
 
+    #[must_use]
     pub fn len(&self) -> usize {
         self.times.len()
+    }
+
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.times.is_empty()
     }
 
     /// Nearest rank: a time that was really measured. `None` without any.

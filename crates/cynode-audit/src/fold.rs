@@ -13,11 +13,14 @@ pub enum NotWhole {
     Gap(u64),
 }
 
+/// A checkpoint to be signed, and the number and hash of the newest that it is made of.
+pub type Folded = (Checkpoint, (u64, Hash));
+
 /// The full checkpoint that says what all of these say together, to be signed as the next one; and the number and hash of the newest
 /// of them. `None` when there are not two of them.
 ///
 /// Nothing comes from anywhere else than from what was signed: whoever changed a stream since is found as before.
-pub fn fold<'a>(lines: impl IntoIterator<Item = (u64, &'a str)>, key: &PublicKey) -> Result<Option<(Checkpoint, (u64, Hash))>, NotWhole> {
+pub fn fold<'a>(lines: impl IntoIterator<Item = (u64, &'a str)>, key: &PublicKey) -> Result<Option<Folded>, NotWhole> {
     let (mut heads, mut cut) = (BTreeMap::new(), BTreeMap::new());
     let mut newest: Option<Signed> = None;
     let mut count = 0;
@@ -57,8 +60,11 @@ mod tests {
         Head { seq, hash: [u8::try_from(seq).expect("small"); 32] }
     }
 
-    fn chain(key: &SigningKey, all: &[(bool, &[(u128, u64)], &[(u128, u64)])]) -> Vec<(u64, String)> {
-        let of = |pairs: &[(u128, u64)]| pairs.iter().map(|(stream, seq)| (Uuid::from_u128(*stream), head(*seq))).collect();
+    /// Streams and their numbers.
+    type Places<'a> = &'a [(u128, u64)];
+
+    fn chain(key: &SigningKey, all: &[(bool, Places<'_>, Places<'_>)]) -> Vec<(u64, String)> {
+        let of = |pairs: Places<'_>| pairs.iter().map(|(stream, seq)| (Uuid::from_u128(*stream), head(*seq))).collect();
         let (mut prev, mut lines) = (Checkpoint::FIRST, Vec::new());
         for (number, (full, heads, cut)) in (1..).zip(all) {
             let checkpoint = Checkpoint {
@@ -78,7 +84,7 @@ mod tests {
         lines
     }
 
-    fn folded(lines: &[(u64, String)], key: &SigningKey) -> Result<Option<(Checkpoint, (u64, Hash))>, NotWhole> {
+    fn folded(lines: &[(u64, String)], key: &SigningKey) -> Result<Option<Folded>, NotWhole> {
         fold(lines.iter().map(|(number, line)| (*number, line.as_str())), &key.public())
     }
 

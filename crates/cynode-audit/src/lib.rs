@@ -28,7 +28,7 @@ mod verify;
 pub use canonical::{NotChainable, canonical};
 pub use chain::{Chain, Hash, Head, Link, MalformedRecord, genesis, hash};
 pub use checkpoint::{Checkpoint, MalformedCheckpoint, Signed};
-pub use fold::{NotWhole, fold};
+pub use fold::{Folded, NotWhole, fold};
 pub use key::{MalformedKey, PublicKey, SigningKey};
 pub use ocsf::ocsf;
 pub use story::{Story, StoryCommands, StoryLine, StorySummary, headline, story};

@@ -1,13 +1,13 @@
 //! Who calls: found out by the token, at every call.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::{
     extract::{FromRequestParts, Request, State},
     middleware::Next,
     response::{IntoResponse as _, Response},
 };
-use cynode_api::{AuditSubject, ErrorCode, NodeId, ProjectId, Task, TaskId, TokenId, TokenKind, UserId};
+use cynode_api::{AuditSubject, ErrorCode, NodeId, ProjectId, SessionId, Task, TaskId, TokenId, TokenKind, UserId};
 use cynode_policy::{Principal, Role};
 use cynode_service::{ApiError, auth};
 use http::request::Parts;
@@ -17,7 +17,7 @@ use uuid::Uuid;
 
 use crate::{
     Orchestrator,
-    db::{Authenticated, Of},
+    db::{self, Authenticated, Of, PlacedSession},
 };
 
 /// What a caller may see.
@@ -59,7 +59,7 @@ impl Caller {
 
     /// Whether the token is still good. While the database can't say, it is.
     pub(crate) async fn is_good(&self, orchestrator: &Orchestrator) -> bool {
-        !matches!(orchestrator.db.authenticate(&self.token_hash).await, Ok(None))
+        !matches!(orchestrator.db.authenticate(&self.token_hash, None).await, Ok(None))
     }
 
     /// Comes when the token is no longer good: what was begun with it ends then.
@@ -143,6 +143,8 @@ impl<S: Send + Sync> FromRequestParts<S> for Agent {
 const LOOK: Duration = Duration::from_secs(2);
 /// And whether the node that it waits for is still there.
 const LOOK_FOR_NODE: Duration = Duration::from_secs(5);
+/// What was read with the token counts for so long.
+const MOMENT: Duration = Duration::from_millis(100);
 /// How long somebody waits who shows a token that is not good.
 const PENALTY: Duration = Duration::from_millis(300);
 /// So many wait at once; more are refused at once with 429, and learn nothing.
@@ -154,13 +156,38 @@ pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut r
         Ok(offered) => hash(offered),
         Err(error) => return error.into_response(),
     };
-    match orchestrator.db.authenticate(&offered).await {
-        Ok(Some(found)) => {
+    let session = session_of(request.uri().path());
+    let at = Instant::now();
+    match db::soon(orchestrator.db.authenticate(&offered, session)).await {
+        Ok(Some((found, placed))) => {
             request.extensions_mut().insert(Caller::new(found, offered));
+            if let Some((session_id, placed)) = session.zip(placed) {
+                request.extensions_mut().insert(Seen { session_id, placed, at });
+            }
             next.run(request).await
         }
         Ok(None) => refused(&orchestrator, "nobody", &offered).await.into_response(),
         Err(error) => error.into_response(),
+    }
+}
+
+/// The session that a path is about.
+fn session_of(path: &str) -> Option<SessionId> {
+    path.strip_prefix("/v1/sessions/")?.split('/').next()?.parse().ok()
+}
+
+/// A session as it was when the caller was found out.
+#[derive(Clone, Debug)]
+pub(crate) struct Seen {
+    session_id: SessionId,
+    placed: PlacedSession,
+    at: Instant,
+}
+
+impl Seen {
+    /// As long as that was a moment ago.
+    pub(crate) fn of(self, id: SessionId) -> Option<PlacedSession> {
+        (self.session_id == id && self.at.elapsed() < MOMENT).then_some(self.placed)
     }
 }
 

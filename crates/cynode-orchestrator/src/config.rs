@@ -47,6 +47,8 @@ pub struct Config {
     pub secret_shapes: bool,
     /// How long records of the audit trail are kept. Without it, for ever.
     pub audit_days: Option<u32>,
+    /// So many checkpoints of the audit trail are replaced by one that says what they say together.
+    pub audit_checkpoints: u32,
     /// Where artifacts are: a directory below the state directory, or `s3://bucket/prefix`.
     pub artifact_store: Option<String>,
 }
@@ -86,6 +88,7 @@ impl Default for Config {
             min_free_bytes: 1 << 30,
             secret_shapes: true,
             audit_days: None,
+            audit_checkpoints: 3_600,
             artifact_store: None,
         }
     }
@@ -118,6 +121,7 @@ impl Config {
             ("heartbeat_seconds", config.heartbeat_seconds, 1..=300),
             ("node_lost_after", config.node_lost_after, 1..=604_800),
             ("database_connections", config.database_connections.into(), 2..=1_000),
+            ("audit_checkpoints", config.audit_checkpoints.into(), 2..=100_000),
         ] {
             if !range.contains(&value) {
                 let message = format!("must lie between {} and {}", range.start(), range.end());

@@ -32,6 +32,9 @@ const NOT_PASSED: &[HeaderName] = &[
     header::UPGRADE,
 ];
 
+/// A body of known size up to this is sent with its length.
+const WHOLE: u64 = 256 * 1024;
+
 fn passed(headers: &HeaderMap) -> HeaderMap {
     // What `Connection` names is between neighbours too.
     let named: Vec<String> = headers
@@ -57,8 +60,14 @@ pub(crate) async fn forward(
 ) -> Result<Response, ApiError> {
     let (parts, body) = request.into_parts();
     let mut sent = client.request(parts.method.clone(), path).headers(passed(&parts.headers));
-    if body.size_hint().exact() != Some(0) {
-        sent = sent.body(reqwest::Body::wrap_stream(body.into_data_stream()));
+    match body.size_hint().exact() {
+        Some(0) => {}
+        // What is here already goes in one piece.
+        Some(size) if size <= WHOLE => {
+            let bytes = axum::body::to_bytes(body, usize::MAX).await.map_err(|error| ApiError::invalid(format!("the body broke off: {error}")))?;
+            sent = sent.body(bytes);
+        }
+        _ => sent = sent.body(reqwest::Body::wrap_stream(body.into_data_stream())),
     }
     let mut over = Box::pin(over);
     let answer = tokio::select! {

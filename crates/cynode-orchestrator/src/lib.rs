@@ -81,7 +81,18 @@ fn start(what: &'static str) -> impl FnOnce(cynode_service::ApiError) -> Error {
 
 /// What every part of it has. Cheap to clone.
 #[derive(Clone, Debug)]
-pub(crate) struct Orchestrator {
+pub(crate) struct Orchestrator(Arc<Parts>);
+
+impl std::ops::Deref for Orchestrator {
+    type Target = Parts;
+
+    fn deref(&self) -> &Parts {
+        &self.0
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Parts {
     pub(crate) db: Db,
     pub(crate) keys: Keys,
     pub(crate) fleet: Arc<Fleet>,
@@ -140,10 +151,11 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let writer = format!("{}:{}", hostname(), std::process::id());
     let (audit, written) = Audit::open(&db, writer.clone(), closing.clone()).await.map_err(start("opening the audit trail"))?;
     let signing = cynode_audit::SigningKey::from_seed(keys.audit_seed());
-    let checkpoints = Checkpoints::open(signing, directory.join("audit-checkpoints.jsonl")).map_err(state("reading the checkpoints of the audit trail"))?;
+    let lines = directory.join("audit-checkpoints.jsonl");
+    let checkpoints = Checkpoints::open(signing, lines, config.audit_checkpoints).map_err(state("reading the checkpoints of the audit trail"))?;
     let (abandoned, left) = Abandoned::new();
     let scanner = Arc::new(Scanner::new(held(&keys, &config), config.secret_shapes));
-    let orchestrator = Orchestrator {
+    let orchestrator = Orchestrator(Arc::new(Parts {
         job_lanes: Lanes::new(128, 16, Arc::clone(&jobs_wait)),
         session_lanes: Lanes::new(128, 32, Arc::clone(&sessions_wait)),
         observer_lanes: Lanes::new(128, 1, Arc::default()),
@@ -165,7 +177,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
         pump: Pump::new(),
         stop: stop.clone(),
         closing: closing.clone(),
-    };
+    }));
     let last = orchestrator.clone();
     let closers = vec![
         tokio::spawn(audit::keep_checkpoints(orchestrator.clone())),

@@ -73,7 +73,7 @@ impl Policies {
 
 async fn load(db: &Db) -> Result<Loaded, ApiError> {
     let (revision, rows) = db.policies().await?;
-    let set = parse(&rows).map_err(|flaws| invalid(&flaws))?;
+    let set = tokio::task::block_in_place(|| parse(&rows)).map_err(|flaws| invalid(&flaws))?;
     Ok(Loaded { revision, set })
 }
 

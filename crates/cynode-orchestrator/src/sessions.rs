@@ -19,6 +19,7 @@ use crate::{
     db::{NewSession, SessionRow, to_json},
     fleet::{Failed, answer_for},
     placement::{NodeLabels, Work, check_node_labels, missing_label},
+    reconcile::settle_execs,
 };
 
 /// A node answers a create within a minute, with how far it is.
@@ -266,6 +267,9 @@ impl Orchestrator {
     /// Tells the node to end a session, and writes down what it says.
     pub(crate) async fn tell_end(&self, row: &SessionRow, end: &SessionEnd) -> Result<Session, Failed> {
         let client = self.fleet.client(&self.db, row.node_id).await.map_err(Failed::Refused)?;
+        if let Err(error) = settle_execs(self, row.session_id).await {
+            tracing::debug!(session_id = %row.session_id, error = %error.0, "How its commands ended is not known.");
+        }
         let session = answer_for(row.session_id, self.fleet.call(row.node_id, END, client.end_session(row.session_id, end)).await)?;
         // An end is the node's last word on it: nothing that was written meanwhile is newer.
         self.db.observe_session(&session, OffsetDateTime::now_utc() + time::Duration::days(1)).await.map_err(Failed::Refused)?;

@@ -46,7 +46,11 @@ fn main() -> ExitCode {
 
 fn run(cli: Cli) -> Result<ExitCode, Failure> {
     let mut builder = match cli.command {
-        Command::Worker(_) | Command::Orchestrator(_) => tokio::runtime::Builder::new_multi_thread(),
+        Command::Worker(_) | Command::Orchestrator(_) => {
+            let mut builder = tokio::runtime::Builder::new_multi_thread();
+            builder.worker_threads(threads());
+            builder
+        }
         // The rest waits for others. `up` also needs its children started by the main thread: they end with that thread.
         _ => tokio::runtime::Builder::new_current_thread(),
     };
@@ -55,6 +59,14 @@ fn run(cli: Cli) -> Result<ExitCode, Failure> {
     // A read of the terminal can't be cancelled; don't wait for it.
     runtime.shutdown_background();
     result
+}
+
+/// Half of the processors: a call goes from one process to the next, and a thread that is woken for each step of it takes the processor
+/// from the one that the call waits for. On two cores an exec takes a fifth less with one thread than with two.
+fn threads() -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let wanted = std::env::var("TOKIO_WORKER_THREADS").ok().and_then(|text| text.parse().ok());
+    wanted.unwrap_or(cores / 2).max(1)
 }
 
 async fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {

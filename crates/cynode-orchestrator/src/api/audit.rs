@@ -36,7 +36,7 @@ pub(super) struct AuditQuery {
     session_id: Option<SessionId>,
     job_id: Option<JobId>,
     call_id: Option<Uuid>,
-    /// The name of a user.
+    /// The name of a user, or the id of a user or a token.
     subject: Option<String>,
     #[param(value_type = Option<AuditDecision>)]
     decision: Option<String>,
@@ -93,9 +93,10 @@ pub(super) async fn list(
         (None, Some(tail)) => (orchestrator.db.audit_last().await? - i64::from(tail)).max(0),
         (after, None) => after.unwrap_or(0),
     };
+    let between = orchestrator.db.audit_between(&wanted).await?;
     let deadline = Instant::now() + Duration::from_millis(query.wait_ms.unwrap_or(0));
     loop {
-        let page = orchestrator.db.audit_page(&wanted, after, limit).await?;
+        let page = orchestrator.db.audit_page(&wanted, after, between, limit).await?;
         if !page.items.is_empty() || Instant::now() >= deadline || orchestrator.stop.is_cancelled() {
             return Ok(Json(page));
         }

@@ -2,9 +2,10 @@
 
 use axum::{Json, extract::State};
 use cynode_api::{ErrorCode, Page, Policy, PolicyPut, PolicyRule, PolicyTest, PolicyVerdict, Problem, file_limits};
-use cynode_policy::{Action, Call, Policies as Set, Principal, Resource, within_workspace};
+use cynode_policy::{Action, Call, MAX_DOCUMENT_BYTES, Policies as Set, Principal, Resource, within_workspace};
 use cynode_service::ApiError;
 use http::StatusCode;
+use tokio::task::block_in_place;
 
 use super::{Body, Path, check_version};
 use crate::{
@@ -14,9 +15,7 @@ use crate::{
     policies,
 };
 
-/// The longest document.
-const MAX_TEXT: usize = 256 * 1024;
-/// And how many there are at most.
+/// So many documents there are at most.
 const MAX_POLICIES: usize = 200;
 
 fn object(row: PolicyRow) -> Policy {
@@ -36,7 +35,8 @@ fn check_id(id: &str) -> Result<(), ApiError> {
     responses((status = 200, body = Page<Policy>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(State(orchestrator): State<Orchestrator>, Person(_): Person) -> Result<Json<Page<Policy>>, ApiError> {
     let (_, rows) = orchestrator.db.policies().await?;
-    Ok(Json(Page { items: rows.into_iter().map(object).collect(), next_cursor: None }))
+    let items = block_in_place(|| rows.into_iter().map(object).collect());
+    Ok(Json(Page { items, next_cursor: None }))
 }
 
 /// Show a policy.
@@ -45,7 +45,7 @@ pub(super) async fn list(State(orchestrator): State<Orchestrator>, Person(_): Pe
 pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(_): Person, Path(id): Path<String>) -> Result<Json<Policy>, ApiError> {
     let (_, rows) = orchestrator.db.policies().await?;
     let found = rows.into_iter().find(|row| row.id == id);
-    found.map(object).map(Json).ok_or_else(|| ApiError::new(ErrorCode::NotFound, "there is no such policy"))
+    found.map(|row| block_in_place(|| object(row))).map(Json).ok_or_else(|| ApiError::new(ErrorCode::NotFound, "there is no such policy"))
 }
 
 /// Change a policy, or make one. It is checked with all others, and counts everywhere within a second.
@@ -59,19 +59,19 @@ pub(super) async fn put(
 ) -> Result<Json<Policy>, ApiError> {
     check_version(body.version)?;
     check_id(&id)?;
-    if body.text.len() > MAX_TEXT {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("text: is longer than {MAX_TEXT} bytes")));
+    if body.text.len() > MAX_DOCUMENT_BYTES {
+        return Err(ApiError::new(ErrorCode::TooLarge, format!("text: is longer than {MAX_DOCUMENT_BYTES} bytes; make more documents of it")));
     }
     let is_default = id == policies::DEFAULT && body.text == cynode_policy::DEFAULTS;
     let check = |rows: &[PolicyRow]| {
         if rows.len() > MAX_POLICIES {
             return Err(ApiError::new(ErrorCode::TooLarge, format!("there may be at most {MAX_POLICIES} policies")));
         }
-        policies::check(rows, &caller.principal())
+        block_in_place(|| policies::check(rows, &caller.principal()))
     };
     let row = orchestrator.db.put_policy(&id, Some(&body.text), body.if_revision, is_default, &caller.user_name, check).await?;
     orchestrator.policies.refresh(&orchestrator.db).await?;
-    Ok(Json(object(row)))
+    Ok(Json(block_in_place(|| object(row))))
 }
 
 /// Remove a policy. What only it allowed is refused then.
@@ -81,7 +81,7 @@ pub(super) async fn delete(State(orchestrator): State<Orchestrator>, Person(call
     if check_id(&id).is_err() {
         return Err(ApiError::new(ErrorCode::NotFound, "there is no such policy"));
     }
-    orchestrator.db.put_policy(&id, None, None, false, &caller.user_name, |rows| policies::check(rows, &caller.principal())).await?;
+    orchestrator.db.put_policy(&id, None, None, false, &caller.user_name, |rows| block_in_place(|| policies::check(rows, &caller.principal()))).await?;
     orchestrator.policies.refresh(&orchestrator.db).await?;
     Ok(StatusCode::NO_CONTENT)
 }
@@ -97,16 +97,31 @@ pub(super) async fn test(
     check_version(body.version)?;
     let action: Action =
         body.action.parse().map_err(|_| ApiError::invalid(format!("action: '{}' is not an action", body.action.chars().take(100).collect::<String>())))?;
-    for (field, text) in [("user", &body.user), ("image", &body.image), ("path", &body.path), ("program", &body.program)] {
+    let texts = [("user", &body.user), ("image", &body.image), ("path", &body.path), ("program", &body.program), ("network", &body.network)];
+    for (field, text) in texts {
         if text.as_ref().is_some_and(|text| text.len() > file_limits::MAX_PATH_BYTES) {
             return Err(ApiError::new(ErrorCode::TooLarge, format!("{field}: is longer than {} bytes", file_limits::MAX_PATH_BYTES)));
         }
     }
     let principal = principal(&orchestrator, &caller, &body).await?;
-    let resource = resource(&orchestrator, &caller, &body).await?;
-    let call = Call { path: body.path.as_deref().map(within_workspace), program: body.program.clone(), ..Call::default() };
+    let resource = resource(&orchestrator, &caller, action, &body).await?;
+    let call = call(action, body);
     let decision = orchestrator.policies.decide(&principal, action, &resource, &call);
     Ok(Json(PolicyVerdict { allowed: decision.allowed, rules: decision.rules, errors: decision.errors }))
+}
+
+/// What rules see of such a call: the same as the gate shows them.
+fn call(action: Action, body: PolicyTest) -> Call {
+    let none = Call::default();
+    match action {
+        Action::SessionExec => Call { program: body.program, ..none },
+        Action::SessionPty => Call { program: body.program, pty: true, ..none },
+        Action::SessionCreate => Call { image: body.image, network: body.network, pty: body.pty, ..none },
+        Action::JobCreate => Call { program: body.program, image: body.image, network: body.network, ..none },
+        Action::TokenCreate => Call { token_kind: body.token_kind.map(|kind| kind.as_str().to_owned()), ..none },
+        _ if action.as_str().starts_with("file.") => Call { path: body.path.as_deref().map(within_workspace), ..none },
+        _ => none,
+    }
 }
 
 async fn principal(orchestrator: &Orchestrator, caller: &Caller, body: &PolicyTest) -> Result<Principal, ApiError> {
@@ -127,8 +142,10 @@ async fn principal(orchestrator: &Orchestrator, caller: &Caller, body: &PolicyTe
     }
 }
 
-async fn resource(orchestrator: &Orchestrator, caller: &Caller, body: &PolicyTest) -> Result<Resource, ApiError> {
-    let named = [body.project_id.is_some(), body.task_id.is_some(), body.session_id.is_some(), body.job_id.is_some(), body.image.is_some()];
+async fn resource(orchestrator: &Orchestrator, caller: &Caller, action: Action, body: &PolicyTest) -> Result<Resource, ApiError> {
+    // Whoever creates a session says in which image; whoever uses one does something to it.
+    let image = body.image.as_ref().filter(|_| matches!(action, Action::ImageUse | Action::ImageShow | Action::ImageUpdate));
+    let named = [body.project_id.is_some(), body.task_id.is_some(), body.session_id.is_some(), body.job_id.is_some(), image.is_some()];
     if named.iter().filter(|named| **named).count() > 1 {
         return Err(ApiError::invalid("session_id: name one thing, or none"));
     }
@@ -140,7 +157,7 @@ async fn resource(orchestrator: &Orchestrator, caller: &Caller, body: &PolicyTes
         orchestrator.about_task(caller, id).await?
     } else if let Some(id) = body.project_id {
         orchestrator.about_project(caller, id).await?
-    } else if let Some(reference) = &body.image {
+    } else if let Some(reference) = image {
         let chosen = orchestrator.db.allowed_image(reference).await?;
         let (agent_compatible, pinned) = chosen.map_or((false, false), |chosen| (chosen.agent_compatible, chosen.image_digest.is_some()));
         return Ok(Resource::Image { reference: reference.clone(), agent_compatible, pinned });

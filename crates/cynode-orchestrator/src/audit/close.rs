@@ -1,13 +1,17 @@
 //! Closes calls whose outcome nobody wrote: by asking the node what became of them, or by looking whether what they were to make
 //! is there. Done, failed, not started; where nobody can know any more: unknown.
 
-use std::{collections::HashSet, time::Duration};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditResult, CallId, CallState, ErrorCode, ExecState, NodeId};
 use cynode_service::ApiError;
 use serde_json::{Map, Value, json};
 use time::OffsetDateTime;
-use tokio::sync::mpsc;
+use tokio::sync::{Semaphore, mpsc};
 
 use crate::{
     Orchestrator,
@@ -22,6 +26,8 @@ const FIRST_LOOK: Duration = Duration::from_millis(100);
 const LONGEST_LOOK: Duration = Duration::from_secs(5);
 /// A call that came to a node this long after its intent would be a wonder; clocks differ.
 const CLOCKS: time::Duration = time::Duration::seconds(5);
+/// So many answers of a node are waited for at once.
+const ASKED_AT_ONCE: usize = 32;
 /// So many are looked at together.
 const BATCH: i64 = 1_000;
 
@@ -42,12 +48,22 @@ impl Abandoned {
 
 /// Follows calls that were left until they are closed. What is open when the process ends is closed by another one.
 pub(crate) async fn follow_abandoned(orchestrator: Orchestrator, mut left: mpsc::UnboundedReceiver<OpenCall>) {
+    let mut rooms: HashMap<NodeId, Arc<Semaphore>> = HashMap::new();
     while let Some(Some(call)) = orchestrator.closing.run_until_cancelled(left.recv()).await {
-        let orchestrator = orchestrator.clone();
+        // A node that does not answer keeps nobody from asking the others.
+        let node = match call.intent.session_id {
+            Some(id) => orchestrator.db.any_session(id).await.ok().flatten().map(|row| row.node_id),
+            None => None,
+        };
+        let room = rooms.entry(node.unwrap_or(NodeId::from_uuid(uuid::Uuid::nil()))).or_insert_with(|| Arc::new(Semaphore::new(ASKED_AT_ONCE)));
+        let (orchestrator, room) = (orchestrator.clone(), Arc::clone(room));
         tokio::spawn(async move {
             let mut pause = FIRST_LOOK;
             loop {
-                if let Ok(Some(outcome)) = settle(&orchestrator, &call).await {
+                let permit = room.acquire().await;
+                let settled = settle(&orchestrator, &call).await;
+                drop(permit);
+                if let Ok(Some(outcome)) = settled {
                     // One that can't be waited for is written later.
                     if orchestrator.audit.outcome(outcome).await.is_err() {
                         tracing::debug!("An outcome waits for the database.");
@@ -137,7 +153,7 @@ async fn ask(orchestrator: &Orchestrator, call: &OpenCall, node_id: NodeId) -> R
     let intent = &call.intent;
     let (Some(call_id), Some(session_id)) = (intent.call_id, intent.session_id) else { return Ok(Some(said(AuditResult::Unknown, "nothing tells"))) };
     let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
-    let Ok(known) = orchestrator.fleet.call(node_id, ASK, client.call_state(CallId::from_uuid(call_id))).await else { return Ok(None) };
+    let Ok(known) = orchestrator.fleet.call(node_id, ASK, client.bar_call(CallId::from_uuid(call_id))).await else { return Ok(None) };
     if known.state == CallState::Answered {
         let status = known.status.unwrap_or_default();
         let mut detail = known.result.and_then(|result| result.as_object().cloned()).unwrap_or_default();
@@ -145,7 +161,7 @@ async fn ask(orchestrator: &Orchestrator, call: &OpenCall, node_id: NodeId) -> R
         if status == 202 {
             orchestrator.follow_exec(intent).await;
         }
-        return Ok(Some((result_of(status), Some(status), detail)));
+        return Ok(Some((AuditResult::of_status(status), Some(status), detail)));
     }
     // A command outlives the memory of the call that began it.
     if intent.action == "session.exec"
@@ -182,17 +198,8 @@ async fn ask(orchestrator: &Orchestrator, call: &OpenCall, node_id: NodeId) -> R
 /// Whether a command is the one that was asked for.
 fn is_same(exec: &cynode_api::Exec, call: &OpenCall) -> bool {
     let asked = call.intent.detail.get("argv").and_then(Value::as_array);
-    // A long one is in the record by its beginning only.
-    let is_argv = asked.is_none_or(|asked| {
-        asked.first().and_then(Value::as_str).is_none_or(|program| exec.argv.first().is_some_and(|first| first == program || program.len() > 255))
-    });
+    // A long word is in the record by its beginning only, and so is a long list.
+    let is_word = |asked: &Value, word: &String| asked.as_str().is_none_or(|asked| asked == word || asked.contains('…'));
+    let is_argv = asked.is_none_or(|asked| asked.iter().zip(&exec.argv).all(|(asked, word)| is_word(asked, word)));
     is_argv && exec.started_at >= call.at - CLOCKS
-}
-
-const fn result_of(status: u16) -> AuditResult {
-    match status {
-        100..400 => AuditResult::Done,
-        400..500 => AuditResult::Refused,
-        _ => AuditResult::Failed,
-    }
 }

@@ -3,7 +3,7 @@
 use cynode_api::{AuditVerdict, ErrorCode};
 use cynode_audit::Verifier;
 use cynode_service::ApiError;
-use tokio::sync::mpsc;
+use tokio::{sync::mpsc, task::block_in_place};
 
 use crate::Orchestrator;
 
@@ -20,21 +20,27 @@ pub(crate) async fn verify(orchestrator: &Orchestrator, told: mpsc::Sender<(u64,
     })?;
     let mut trail = orchestrator.db.audit_snapshot().await?;
     let mut verifier = Verifier::new(orchestrator.checkpoints.key.public());
-    for (number, line) in &trail.checkpoints {
-        verifier.checkpoint_line(*number, line);
-    }
-    for line in &witness {
-        verifier.witness(line);
-    }
+    verifier.ends_at(trail.last);
+    // Others' calls do not wait for that.
+    block_in_place(|| {
+        for (number, line) in &trail.checkpoints {
+            verifier.checkpoint_line(*number, line);
+        }
+        for line in &witness {
+            verifier.witness(line);
+        }
+    });
     let (mut checked, mut told_at) = (0_u64, 0);
     loop {
         let records = trail.next().await?;
         if records.is_empty() {
             break;
         }
-        for (cursor, link) in &records {
-            verifier.record(*cursor, link);
-        }
+        block_in_place(|| {
+            for (cursor, link) in &records {
+                verifier.record(*cursor, link);
+            }
+        });
         checked += records.len() as u64;
         if checked - told_at >= TELL {
             told_at = checked;

@@ -1,10 +1,9 @@
 //! The audit trail: records are added, never changed; read in the order in which they were committed.
 
-use cynode_api::{AuditPage, AuditRecord, JobId, SessionId, TaskId};
 use cynode_audit::{Chain, Checkpoint, Hash, Head, Link, Signed, SigningKey};
 use cynode_service::ApiError;
 use serde_json::{Map, Value};
-use sqlx::{PgExecutor, Row as _, postgres::PgRow};
+use sqlx::{PgConnection, PgExecutor, Row as _, postgres::PgRow};
 use std::collections::BTreeMap;
 use time::OffsetDateTime;
 use uuid::Uuid;
@@ -32,20 +31,6 @@ pub(crate) enum Added {
     Refused,
 }
 
-/// Which records somebody asks for.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Wanted {
-    pub(crate) task_id: Option<TaskId>,
-    pub(crate) session_id: Option<SessionId>,
-    pub(crate) job_id: Option<JobId>,
-    pub(crate) call_id: Option<Uuid>,
-    pub(crate) subject: Option<String>,
-    pub(crate) decision: Option<String>,
-    pub(crate) action: Option<String>,
-    pub(crate) since: Option<OffsetDateTime>,
-    pub(crate) until: Option<OffsetDateTime>,
-}
-
 /// A call whose outcome nobody wrote.
 #[derive(Clone, Debug)]
 pub(crate) struct OpenCall {
@@ -63,6 +48,8 @@ pub(crate) struct Snapshot {
     pub(crate) checkpoints: Vec<(u64, String)>,
     /// About how many records there are.
     pub(crate) count: u64,
+    /// The newest cursor that was given out.
+    pub(crate) last: i64,
     after: i64,
 }
 
@@ -94,7 +81,7 @@ fn unsigned64(number: i64) -> u64 {
     u64::try_from(number).unwrap_or(0)
 }
 
-fn link(row: &PgRow) -> Result<(i64, Link), sqlx::Error> {
+pub(super) fn link(row: &PgRow) -> Result<(i64, Link), sqlx::Error> {
     let hash: Vec<u8> = row.try_get("hash")?;
     let link = Link {
         stream: row.try_get("stream")?,
@@ -107,19 +94,15 @@ fn link(row: &PgRow) -> Result<(i64, Link), sqlx::Error> {
     Ok((row.try_get("cursor")?, link))
 }
 
-fn record(row: &PgRow) -> Result<AuditRecord, ApiError> {
-    let (cursor, link) = link(row).map_err(problem)?;
-    Ok(AuditRecord { cursor, stream: link.stream, seq: link.seq, at: link.at, body: stored(link.body)?, hash: crate::blobs::hex(&link.hash) })
-}
-
 /// Adds records to a stream, in one statement: they and where the stream stands then are there together, or not at all.
 async fn append(executor: impl PgExecutor<'_>, stream: Uuid, before: u64, open_from: u64, links: &[Link]) -> Result<u64, ApiError> {
     let Some(last) = links.last() else { return Ok(0) };
     let (seqs, times): (Vec<i64>, Vec<OffsetDateTime>) = links.iter().map(|link| (signed64(link.seq), link.at)).unzip();
     let bodies: Vec<&Value> = links.iter().map(|link| &link.body).collect();
     let hashes: Vec<&[u8]> = links.iter().map(|link| link.hash.as_slice()).collect();
+    // No column of an index changes in the two rows: their new versions stay on their page.
     let added = sqlx::query(
-        "with own as (update audit_streams set seq = $3, hash = $4, open_from = $5, seen_at = now()
+        "with own as (update audit_streams set seq = $3, hash = $4, open_from = $5
                       where stream = $1 and seq = $2 and closed_at is null returning stream),
               head as (update audit_head set last = last + $6 where exists (select from own) returning last - $6 as base)
          insert into audit_events (cursor, stream, seq, at, body, hash)
@@ -155,14 +138,14 @@ impl Db {
     }
 
     /// Adds records. When it is not known whether they came, it is tried again with the same ones: they are there once.
-    pub(crate) async fn append_audit(&self, stream: Uuid, open_from: u64, links: &[Link]) -> Result<Added, ApiError> {
+    pub(crate) async fn append_audit(connection: &mut PgConnection, stream: Uuid, open_from: u64, links: &[Link]) -> Result<Added, ApiError> {
         let Some((first, last)) = links.first().zip(links.last()) else { return Ok(Added::Written) };
-        if append(&self.pool, stream, first.seq - 1, open_from, links).await? > 0 {
+        if append(&mut *connection, stream, first.seq - 1, open_from, links).await? > 0 {
             return Ok(Added::Written);
         }
         let row = sqlx::query("select seq, hash, closed_at is not null as is_closed from audit_streams where stream = $1")
             .bind(stream)
-            .fetch_optional(&self.pool)
+            .fetch_optional(connection)
             .await
             .map_err(problem)?;
         let Some(row) = row else { return Ok(Added::Closed) };
@@ -175,10 +158,10 @@ impl Db {
     }
 
     /// Says that the writers of these streams are alive.
-    pub(crate) async fn seen_streams(&self, streams: &[Uuid]) -> Result<(), ApiError> {
+    pub(crate) async fn seen_streams(connection: &mut PgConnection, streams: &[Uuid]) -> Result<(), ApiError> {
         sqlx::query("update audit_streams set seen_at = now() where stream = any($1) and closed_at is null")
             .bind(streams)
-            .execute(&self.pool)
+            .execute(connection)
             .await
             .map(drop)
             .map_err(problem)
@@ -305,50 +288,15 @@ impl Db {
         Ok(Some(told.len()))
     }
 
-    /// The records after a cursor, and the cursor to go on from.
-    pub(crate) async fn audit_page(&self, wanted: &Wanted, after: i64, limit: u32) -> Result<AuditPage, ApiError> {
-        let rows = sqlx::query(
-            "select cursor, stream, seq, at, body, hash from audit_events
-             where cursor > $1 and ($2::uuid is null or task_id = $2) and ($3::uuid is null or session_id = $3) and ($4::uuid is null or job_id = $4)
-               and ($5::uuid is null or call_id = $5) and ($6::text is null or subject = $6 or body #>> '{subject,user_id}' = $6 or body #>> '{subject,token_id}' = $6) and ($7::text is null or decision = $7)
-               and ($8::text is null or action = $8) and ($9::timestamptz is null or at >= $9) and ($10::timestamptz is null or at < $10)
-             order by cursor limit $11",
-        )
-        .bind(after)
-        .bind(wanted.task_id.map(|id| *id.as_uuid()))
-        .bind(wanted.session_id.map(|id| *id.as_uuid()))
-        .bind(wanted.job_id.map(|id| *id.as_uuid()))
-        .bind(wanted.call_id)
-        .bind(&wanted.subject)
-        .bind(&wanted.decision)
-        .bind(&wanted.action)
-        .bind(wanted.since)
-        .bind(wanted.until)
-        .bind(i64::from(limit))
-        // Planned anew each time: which of the conditions count decides which index does.
-        .persistent(false)
-        .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
-        let items = rows.iter().map(record).collect::<Result<Vec<_>, _>>()?;
-        let next_cursor = items.last().map_or(after, |record| record.cursor);
-        Ok(AuditPage { items, next_cursor })
-    }
-
-    /// The newest cursor.
-    pub(crate) async fn audit_last(&self) -> Result<i64, ApiError> {
-        sqlx::query_scalar("select last from audit_head").fetch_one(&self.pool).await.map_err(problem)
-    }
-
     /// The trail as it is at this moment, whatever is added or removed meanwhile.
     pub(crate) async fn audit_snapshot(&self) -> Result<Snapshot, ApiError> {
         let mut transaction = self.begin().await?;
         sqlx::query("set transaction isolation level repeatable read read only").execute(&mut *transaction).await.map_err(problem)?;
         let checkpoints: Vec<(i64, String)> =
             sqlx::query_as("select number, line from audit_checkpoints order by number").fetch_all(&mut *transaction).await.map_err(problem)?;
-        let count: i64 = sqlx::query_scalar("select last - truncated from audit_head").fetch_one(&mut *transaction).await.map_err(problem)?;
+        let (last, truncated): (i64, i64) = sqlx::query_as("select last, truncated from audit_head").fetch_one(&mut *transaction).await.map_err(problem)?;
         let checkpoints = checkpoints.into_iter().map(|(number, line)| (unsigned64(number), line)).collect();
-        Ok(Snapshot { transaction, checkpoints, count: unsigned64(count), after: i64::MIN })
+        Ok(Snapshot { transaction, checkpoints, count: unsigned64(last.saturating_sub(truncated)), last, after: i64::MIN })
     }
 
     /// The checkpoints after a number, in order, each with its number.
@@ -406,6 +354,45 @@ impl Db {
 }
 
 impl Db {
+    /// Makes one checkpoint that says what all say together, and removes those below the full one before it: a line a second would be
+    /// there for ever. Only if they are whole, and end with the one that the file outside has last: else they are evidence, and stay.
+    /// One generation stays too, for orchestrators that have not copied it yet.
+    pub(crate) async fn fold_checkpoints(&self, key: &SigningKey, last: (u64, Hash)) -> Result<(), ApiError> {
+        let lines = self.checkpoints(0).await?;
+        let public = key.public();
+        let folded = tokio::task::block_in_place(|| cynode_audit::fold(lines.iter().map(|(number, line)| (*number, line.as_str())), &public));
+        let (folded, newest) = match folded {
+            Ok(Some(folded)) => folded,
+            Ok(None) => return Ok(()),
+            Err(error) => {
+                tracing::error!(%error, "The checkpoints of the audit trail are not whole, so they stay as they are: 'cynode audit verify' says what is wrong.");
+                return Ok(());
+            }
+        };
+        if newest != last {
+            return Ok(());
+        }
+        let is_full = |line: &str| Signed::parse(line).is_ok_and(|signed| signed.checkpoint.full);
+        let before = lines.iter().rev().find(|(_, line)| is_full(line)).map_or(0, |(number, _)| *number);
+        let mut transaction = self.begin().await?;
+        sqlx::query("select pg_advisory_xact_lock($1)").bind(SIGNING).execute(&mut *transaction).await.map_err(problem)?;
+        if last_checkpoint(&mut transaction).await? != newest {
+            return Ok(());
+        }
+        let removed: Vec<(i64, String)> = sqlx::query_as("delete from audit_checkpoints where number < $1 returning number, line")
+            .bind(signed64(before))
+            .fetch_all(&mut *transaction)
+            .await
+            .map_err(problem)?;
+        // What goes is what was read: a line that somebody changed in between stays.
+        let known: BTreeMap<i64, &str> = lines.iter().map(|(number, line)| (signed64(*number), line.as_str())).collect();
+        if removed.iter().any(|(number, line)| known.get(number) != Some(&line.as_str())) {
+            return Ok(());
+        }
+        write_checkpoint(&mut transaction, Checkpoint { at: OffsetDateTime::now_utc(), ..folded }, key).await?;
+        commit(transaction).await
+    }
+
     /// Whether there are records that are older than so many days, and a day more: so it is done about once a day.
     pub(crate) async fn has_old_records(&self, days: u32) -> Result<bool, ApiError> {
         sqlx::query_scalar(
@@ -487,7 +474,7 @@ impl Db {
 }
 
 /// How jobs ended: code, node, image, and of the output size and hash as it is kept.
-async fn ends_of(connection: &mut sqlx::PgConnection, told: &[Told]) -> Result<BTreeMap<Uuid, Map<String, Value>>, ApiError> {
+async fn ends_of(connection: &mut PgConnection, told: &[Told]) -> Result<BTreeMap<Uuid, Map<String, Value>>, ApiError> {
     let ids: Vec<Uuid> = told.iter().filter_map(|event| event.job_id).map(|id| *id.as_uuid()).collect();
     if ids.is_empty() {
         return Ok(BTreeMap::new());
@@ -516,7 +503,7 @@ fn heads_of(rows: &[PgRow]) -> Result<BTreeMap<Uuid, Head>, ApiError> {
 }
 
 /// The number and hash of the newest checkpoint.
-async fn last_checkpoint(connection: &mut sqlx::PgConnection) -> Result<(u64, Hash), ApiError> {
+async fn last_checkpoint(connection: &mut PgConnection) -> Result<(u64, Hash), ApiError> {
     let last: Option<(i64, String)> =
         sqlx::query_as("select number, line from audit_checkpoints order by number desc limit 1").fetch_optional(connection).await.map_err(problem)?;
     let Some((number, line)) = last else { return Ok((0, Checkpoint::FIRST)) };
@@ -525,7 +512,7 @@ async fn last_checkpoint(connection: &mut sqlx::PgConnection) -> Result<(u64, Ha
     Ok((unsigned64(number), signed.map_or([0; 32], |signed| signed.hash)))
 }
 
-async fn write_checkpoint(connection: &mut sqlx::PgConnection, checkpoint: Checkpoint, key: &SigningKey) -> Result<String, ApiError> {
+async fn write_checkpoint(connection: &mut PgConnection, checkpoint: Checkpoint, key: &SigningKey) -> Result<String, ApiError> {
     let (streams, seqs): (Vec<Uuid>, Vec<i64>) = checkpoint.heads.iter().map(|(stream, head)| (*stream, signed64(head.seq))).unzip();
     let number = signed64(checkpoint.number);
     let line = checkpoint.sign(key).to_line();

@@ -3,7 +3,7 @@
 use cynode_api::{ExecId, NodeId, SessionId};
 use cynode_service::ApiError;
 use serde_json::Value;
-use sqlx::Row as _;
+use sqlx::{Row as _, postgres::PgRow};
 use uuid::Uuid;
 
 use super::{Db, problem};
@@ -16,6 +16,16 @@ pub(crate) struct RunningExec {
     pub(crate) call_id: Uuid,
     /// The session has ended, or its node is lost: nobody says any more how it ended.
     pub(crate) is_gone: bool,
+}
+
+fn running(row: &PgRow) -> Result<RunningExec, sqlx::Error> {
+    Ok(RunningExec {
+        exec_id: ExecId::from_uuid(row.try_get("exec_id")?),
+        session_id: SessionId::from_uuid(row.try_get("session_id")?),
+        node_id: NodeId::from_uuid(row.try_get("node_id")?),
+        call_id: row.try_get("call_id")?,
+        is_gone: row.try_get("is_gone")?,
+    })
 }
 
 impl Db {
@@ -43,16 +53,20 @@ impl Db {
         .fetch_all(&self.pool)
         .await
         .map_err(problem)?;
-        let exec = |row: &sqlx::postgres::PgRow| -> Result<RunningExec, sqlx::Error> {
-            Ok(RunningExec {
-                exec_id: ExecId::from_uuid(row.try_get("exec_id")?),
-                session_id: SessionId::from_uuid(row.try_get("session_id")?),
-                node_id: NodeId::from_uuid(row.try_get("node_id")?),
-                call_id: row.try_get("call_id")?,
-                is_gone: row.try_get("is_gone")?,
-            })
-        };
-        rows.iter().map(exec).collect::<Result<_, _>>().map_err(problem)
+        rows.iter().map(running).collect::<Result<_, _>>().map_err(problem)
+    }
+
+    /// Those of a session.
+    pub(crate) async fn running_execs(&self, session_id: SessionId) -> Result<Vec<RunningExec>, ApiError> {
+        let rows = sqlx::query(
+            "select e.exec_id, e.session_id, e.call_id, s.node_id, false as is_gone
+             from execs e join sessions s on s.session_id = e.session_id where e.session_id = $1 and e.state = 'running'",
+        )
+        .bind(session_id.as_uuid())
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        rows.iter().map(running).collect::<Result<_, _>>().map_err(problem)
     }
 
     /// Writes down how a command ended. Says whether that is news.

@@ -2,11 +2,11 @@
 
 use cynode_api::{ErrorCode, Group, GroupId, JobId, Page, ProjectId, SessionId, TaskId, Token, TokenId, TokenKind, User, UserId};
 use cynode_service::ApiError;
-use sqlx::{Row as _, postgres::PgRow};
+use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, page, problem};
+use super::{Db, Found, PlacedSession, own::Asked, page, places, problem};
 use crate::caller::Scope;
 
 /// Whom a token speaks for.
@@ -39,10 +39,16 @@ pub(crate) struct NewToken {
 
 /// Whom tokens speak for.
 macro_rules! authenticated {
-    () => {
-        "select t.id, t.kind, t.user_id, u.name as user_name, u.is_admin, t.project_id, t.task_ids,
-                array(select g.name from group_members m join groups g on g.id = m.group_id where m.user_id = t.user_id) as groups
-         from api_tokens t join users u on u.id = t.user_id"
+    ($more:literal, $from:literal) => {
+        concat!(
+            "select ",
+            $more,
+            " t.id, t.kind, t.user_id, u.name as user_name, u.is_admin, t.project_id, t.task_ids,
+                     array(select g.name from group_members m join groups g on g.id = m.group_id where m.user_id = t.user_id) as groups
+              from ",
+            $from,
+            " join users u on u.id = t.user_id"
+        )
     };
 }
 
@@ -57,6 +63,12 @@ fn authenticated(row: &PgRow) -> Result<Authenticated, sqlx::Error> {
         project_id: row.try_get::<Option<Uuid>, _>("project_id")?.map(ProjectId::from_uuid),
         task_ids: tasks(row)?,
     })
+}
+
+fn answer(row: &PgRow) -> Result<(Authenticated, Option<PlacedSession>), ApiError> {
+    let is_there = row.try_get::<Option<Uuid>, _>("session_id").map_err(problem)?.is_some();
+    let placed = if is_there { Some(places::placed_session(row)?) } else { None };
+    Ok((authenticated(row).map_err(problem)?, placed))
 }
 
 fn user(row: &PgRow) -> Result<User, sqlx::Error> {
@@ -94,19 +106,43 @@ fn tasks(row: &PgRow) -> Result<Vec<TaskId>, sqlx::Error> {
 }
 
 impl Db {
-    /// Asked at every call: a token that was revoked a moment ago is good no more.
-    pub(crate) async fn authenticate(&self, hash: &[u8; 32]) -> Result<Option<Authenticated>, ApiError> {
-        let row = sqlx::query(concat!(authenticated!(), " where t.hash = $1 and t.revoked_at is null and t.expires_at > now()"))
-            .bind(hash.as_slice())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
-        row.as_ref().map(authenticated).transpose().map_err(problem)
+    /// Asked at every call: a token that was revoked a moment ago is good no more. With the token, where the session belongs that
+    /// the call is about: most are about one, and each way to the database and back counts.
+    pub(crate) async fn authenticate(&self, hash: &[u8; 32], session: Option<SessionId>) -> Result<Found, ApiError> {
+        self.lookups.ask(*hash, session).await
+    }
+
+    /// Many such questions at once.
+    pub(super) async fn authenticate_all(connection: &mut PgConnection, asked: &[Asked]) -> Result<Vec<Result<Found, ApiError>>, ApiError> {
+        let (hashes, sessions): (Vec<&[u8]>, Vec<Option<Uuid>>) =
+            asked.iter().map(|asked| (asked.hash.as_slice(), asked.session.map(|id| *id.as_uuid()))).unzip();
+        let rows = sqlx::query(concat!(
+            authenticated!(
+                "asked.number, s.session_id, s.task_id, st.project_id as session_project_id, s.owner_id, sp.owner_id as project_owner_id, s.node_id, s.state,",
+                "unnest($1::bytea[], $2::uuid[]) with ordinality as asked (hash, session_id, number) join api_tokens t on t.hash = asked.hash"
+            ),
+            " left join sessions s on s.session_id = asked.session_id left join tasks st on st.id = s.task_id left join projects sp on sp.id = st.project_id
+              where t.revoked_at is null and t.expires_at > now()"
+        ))
+        .bind(hashes)
+        .bind(sessions)
+        .fetch_all(connection)
+        .await
+        .map_err(problem)?;
+        let mut found: Vec<Result<Found, ApiError>> = asked.iter().map(|_| Ok(None)).collect();
+        for row in rows {
+            let number = usize::try_from(row.try_get::<i64, _>("number").map_err(problem)?).unwrap_or_default();
+            if let Some(found) = number.checked_sub(1).and_then(|at| found.get_mut(at)) {
+                // A row that can't be read is the answer to one question, not to all.
+                *found = answer(&row).map(Some);
+            }
+        }
+        Ok(found)
     }
 
     /// Whom a token that is good speaks for.
     pub(crate) async fn authenticated(&self, id: TokenId) -> Result<Option<Authenticated>, ApiError> {
-        let row = sqlx::query(concat!(authenticated!(), " where t.id = $1 and t.revoked_at is null and t.expires_at > now()"))
+        let row = sqlx::query(concat!(authenticated!("", "api_tokens t"), " where t.id = $1 and t.revoked_at is null and t.expires_at > now()"))
             .bind(id.as_uuid())
             .fetch_optional(&self.pool)
             .await

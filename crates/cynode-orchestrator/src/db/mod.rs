@@ -22,12 +22,14 @@ macro_rules! visible_by_task {
 
 mod artifacts;
 mod audit;
+mod audit_pages;
 mod events;
 mod execs;
 mod identity;
 mod images;
 mod jobs;
 mod nodes;
+mod own;
 mod places;
 mod policies;
 mod quotas;
@@ -35,7 +37,7 @@ mod sessions;
 mod settings;
 mod work;
 
-use std::{borrow::Cow, str::FromStr as _, time::Duration};
+use std::{borrow::Cow, str::FromStr as _, sync::Arc, time::Duration};
 
 use cynode_api::ErrorCode;
 use cynode_service::ApiError;
@@ -46,14 +48,17 @@ use sqlx::{
 };
 
 pub(crate) use artifacts::NewArtifact;
-pub(crate) use audit::{Added, OpenCall, Wanted};
+pub(crate) use audit::{Added, OpenCall};
+pub(crate) use audit_pages::Wanted;
 pub(crate) use events::{NewEvent, Readable};
 pub(crate) use execs::RunningExec;
 pub(crate) use identity::{Authenticated, NewToken};
 pub(crate) use images::{Chosen, NewImage, name_and_tag};
 pub(crate) use jobs::{JobRow, LeftBehind, NewJob};
 pub(crate) use nodes::{NodeRow, Registration};
-pub(crate) use places::SessionAt;
+use own::Lookups;
+pub(crate) use own::{Found, Own};
+pub(crate) use places::{PlacedSession, SessionAt};
 pub(crate) use policies::{CHANNEL as POLICY_CHANNEL, PolicyRow};
 pub(crate) use sessions::{NewSession, SessionRow, is_over};
 pub(crate) use settings::Of;
@@ -63,10 +68,13 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (1, "initial", include_str!("../../migrations/0001_initial.sql")),
     (2, "nodes that hang", include_str!("../../migrations/0002_nodes_that_hang.sql")),
     (3, "policy and audit", include_str!("../../migrations/0003_policy_and_audit.sql")),
+    (4, "reading a long trail", include_str!("../../migrations/0004_reading_a_long_trail.sql")),
 ];
 
 /// How long a call waits for a free connection before it is refused.
 const ACQUIRE: Duration = Duration::from_secs(5);
+/// And how long for what it is about.
+const SOON: Duration = Duration::from_secs(10);
 /// No statement of ours takes longer; one that does waits for a lock that will not come.
 const STATEMENT: &str = "30000";
 
@@ -84,6 +92,8 @@ pub enum Error {
 #[derive(Clone, Debug)]
 pub(crate) struct Db {
     pool: PgPool,
+    options: Arc<PgConnectOptions>,
+    lookups: Lookups,
 }
 
 impl Db {
@@ -93,7 +103,8 @@ impl Db {
             .map_err(Error::Url)?
             .application_name("cynode")
             .disable_statement_logging()
-            .options([("statement_timeout", STATEMENT), ("idle_in_transaction_session_timeout", STATEMENT)]);
+            // Statements of ours take microseconds; compiling one takes a tenth of a second.
+            .options([("statement_timeout", STATEMENT), ("idle_in_transaction_session_timeout", STATEMENT), ("jit", "off")]);
         // Whoever comes second waits for the first, and an index of a large table takes its time.
         let patient = options.clone().options([("statement_timeout", "0"), ("idle_in_transaction_session_timeout", "0")]);
         let mut connection = PgConnection::connect_with(&patient).await.map_err(Error::Connect)?;
@@ -102,7 +113,13 @@ impl Db {
         // A lost connection is found out by the statement that fails, and the pool makes a new one: asking before each costs a
         // round trip.
         let pool = PgPoolOptions::new().max_connections(connections).min_connections(2).acquire_timeout(ACQUIRE).test_before_acquire(false);
-        Ok(Self { pool: pool.connect_lazy_with(options) })
+        let lookups = Lookups::spawn(Own::new(&options));
+        Ok(Self { pool: pool.connect_lazy_with(options.clone()), options: Arc::new(options), lookups })
+    }
+
+    /// A connection for somebody alone.
+    pub(crate) fn own(&self) -> Own {
+        Own::new(&self.options)
     }
 
     /// Whether the orchestrators of this database have that key. The first one's counts.
@@ -118,7 +135,9 @@ impl Db {
 
     /// Whether it answers.
     pub(crate) async fn ping(&self) -> Result<(), String> {
-        sqlx::query("select 1").execute(&self.pool).await.map(drop).map_err(|error| format!("the database does not answer: {error}"))
+        sqlx::query("select 1").execute(&self.pool).await.map_err(|error| format!("the database does not answer: {error}"))?;
+        // And so it does to those who ask who calls.
+        self.lookups.ask([0; 32], None).await.map(drop).map_err(|error| error.0.detail)
     }
 }
 
@@ -128,6 +147,12 @@ async fn migrate(connection: &mut PgConnection) -> Result<(), sqlx::migrate::Mig
         .map(|(version, name, sql)| Migration::new(*version, Cow::Borrowed(*name), MigrationType::Simple, sqlx::SqlStr::from_static(sql), false))
         .collect();
     Migrator::with_migrations(migrations).run_direct(None, connection, false).await
+}
+
+/// What a call needs to know before anything is decided: a database that hangs is one that does not answer.
+pub(crate) async fn soon<T>(read: impl Future<Output = Result<T, ApiError>>) -> Result<T, ApiError> {
+    let late = |_| ApiError::new(ErrorCode::StoreUnavailable, "the database does not answer");
+    tokio::time::timeout(SOON, read).await.map_err(late)?
 }
 
 /// Commits. When the answer does not come, nobody knows whether it was: the caller is told to ask again.
@@ -143,7 +168,7 @@ pub(crate) fn problem(error: sqlx::Error) -> ApiError {
         sqlx::Error::Database(database) if database.is_foreign_key_violation() => ApiError::invalid("it names something that does not exist"),
         sqlx::Error::Database(database) if database.is_unique_violation() => ApiError::new(ErrorCode::AlreadyExists, "that name or id is taken"),
         // A server that stops or starts says so in these classes.
-        sqlx::Error::Database(database) if !database.code().is_some_and(|code| ["57", "53", "08", "40"].iter().any(|class| code.starts_with(class))) => {
+        sqlx::Error::Database(database) if !database.code().is_some_and(|code| ["57", "53", "08", "40", "25"].iter().any(|class| code.starts_with(class))) => {
             tracing::error!(error = %error, "A statement failed.");
             ApiError::new(ErrorCode::Internal, "a statement of the database failed")
         }

@@ -16,11 +16,24 @@ pub(crate) struct SessionAt {
 }
 
 fn place(row: &PgRow) -> Result<Place, sqlx::Error> {
+    Ok(Place { project: row.try_get("project_id")?, ..owned(row)? })
+}
+
+fn owned(row: &PgRow) -> Result<Place, sqlx::Error> {
     let mut owners: Vec<Uuid> = Vec::with_capacity(2);
     owners.extend(row.try_get::<Option<Uuid>, _>("owner_id")?);
     owners.extend(row.try_get::<Option<Uuid>, _>("project_owner_id")?);
     owners.dedup();
-    Ok(Place { task: row.try_get("task_id")?, project: row.try_get("project_id")?, owners })
+    Ok(Place { task: row.try_get("task_id")?, project: None, owners })
+}
+
+/// Where a session belongs, and where it is.
+pub(crate) type PlacedSession = (Place, SessionAt);
+
+/// From a row in which a project belongs to whoever asks, and `session_project_id` is the session's.
+pub(super) fn placed_session(row: &PgRow) -> Result<PlacedSession, ApiError> {
+    let place = Place { project: row.try_get("session_project_id").map_err(problem)?, ..owned(row).map_err(problem)? };
+    Ok((place, SessionAt { node_id: NodeId::from_uuid(row.try_get("node_id").map_err(problem)?), state: super::sessions::parsed(row)? }))
 }
 
 impl Db {
@@ -40,18 +53,16 @@ impl Db {
         self.place(query, id.as_uuid()).await
     }
 
-    pub(crate) async fn session_place(&self, id: SessionId) -> Result<Option<(Place, SessionAt)>, ApiError> {
+    pub(crate) async fn session_place(&self, id: SessionId) -> Result<Option<PlacedSession>, ApiError> {
         let row = sqlx::query(
-            "select s.task_id, t.project_id, s.owner_id, p.owner_id as project_owner_id, s.node_id, s.state
+            "select s.task_id, t.project_id as session_project_id, s.owner_id, p.owner_id as project_owner_id, s.node_id, s.state
              from sessions s join tasks t on t.id = s.task_id left join projects p on p.id = t.project_id where s.session_id = $1",
         )
         .bind(id.as_uuid())
         .fetch_optional(&self.pool)
         .await
         .map_err(problem)?;
-        let Some(row) = row else { return Ok(None) };
-        let at = SessionAt { node_id: NodeId::from_uuid(row.try_get("node_id").map_err(problem)?), state: super::sessions::parsed(&row)? };
-        Ok(Some((place(&row).map_err(problem)?, at)))
+        row.as_ref().map(placed_session).transpose()
     }
 
     pub(crate) async fn job_place(&self, id: JobId) -> Result<Option<Place>, ApiError> {

@@ -65,16 +65,11 @@ pub(crate) struct Said {
 
 impl Said {
     pub(crate) fn outcome(self, intent: AuditBody) -> AuditBody {
-        let result = match self.status {
-            100..400 => AuditResult::Done,
-            400..500 => AuditResult::Refused,
-            _ => AuditResult::Failed,
-        };
         // Some of it is decided only while a call is carried out, such as which image it may use.
         let denied = self.code.as_deref() == Some(ErrorCode::DeniedByPolicy.as_str());
         AuditBody {
             kind: AuditKind::Outcome,
-            result: Some(result),
+            result: Some(AuditResult::of_status(self.status)),
             status: Some(self.status),
             code: self.code,
             detail: facts::bounded(self.detail),

@@ -84,7 +84,9 @@ impl Brought {
                 let found = Found::default();
                 Ok(Self::Passing(watched(orchestrator.scanner.watch(), body, found.clone()), found))
             }
-            Takes::Stream | Takes::Nothing => Ok(Self::Nothing(body)),
+            Takes::Stream => Ok(Self::Nothing(body)),
+            // Whoever sends something with a call that takes nothing does not make it wait for that.
+            Takes::Nothing => Ok(Self::Nothing(Body::empty())),
         }
     }
 

@@ -39,7 +39,7 @@ fn repeated(action: Action) -> &'static [&'static str] {
         Action::UserCreate => &["name", "is_admin"],
         Action::GroupCreate => &["name", "members"],
         Action::TokenCreate => &["kind", "user", "project_id", "task_ids", "job_id", "session_id", "expires_in_seconds"],
-        Action::ImageAdd | Action::ImageUpdate => &["name", "image_ref", "image_digest", "version", "is_allowed", "allowed", "description"],
+        Action::ImageAdd | Action::ImageUpdate => &["name", "image_ref", "image_digest", "image_version", "is_allowed", "description"],
         Action::NodeDrain => &["drain"],
         Action::NodeKey => &["reusable", "expires_in_seconds"],
         Action::PolicyTest => &["user", "token_id", "action"],

@@ -27,7 +27,11 @@ use uuid::Uuid;
 
 pub(crate) use rules::runs_on_node;
 
-use crate::{Orchestrator, caller::Caller, db::SessionAt};
+use crate::{
+    Orchestrator,
+    caller::{Caller, Seen},
+    db::{self, SessionAt},
+};
 use answer::{Begun, Said};
 use brought::{Brought, Found};
 use resources::{About, Named};
@@ -93,16 +97,18 @@ async fn admit(orchestrator: &Orchestrator, rule: &Rule, caller: &Caller, intent
     let (mut parts, body) = request.into_parts();
     let path = path_of(&mut parts).await.map_err(at("arguments"))?;
     let query = query_of(&parts.uri);
+    let mut seen = parts.extensions.remove::<Seen>();
     // Bytes of any size are taken only from somebody who may send them there.
     if matches!(rule.takes, Takes::File | Takes::Archive | Takes::Stream) {
-        let about = orchestrator.about(rule.on, caller, &Named { path: &path, query: &query, body: &Value::Null }).await.map_err(at("resource"))?;
+        let named = Named { path: &path, query: &query, body: &Value::Null, seen: seen.take() };
+        let about = db::soon(orchestrator.about(rule.on, caller, &named)).await.map_err(at("resource"))?;
         place(intent, &about);
         decide(orchestrator, rule, caller, &about, &facts::calls(rule.action, &Value::Null, &query, &[]), intent)?;
     }
     let mut brought = Brought::take(orchestrator, rule.takes, rule.enters, body).await.map_err(at("arguments"))?;
     identify(rule, &mut brought, intent, &path);
-    let named = Named { path: &path, query: &query, body: brought.json() };
-    let about = orchestrator.about(rule.on, caller, &named).await.map_err(at("resource"))?;
+    let named = Named { path: &path, query: &query, body: brought.json(), seen };
+    let about = db::soon(orchestrator.about(rule.on, caller, &named)).await.map_err(at("resource"))?;
     place(intent, &about);
     let mut detail = facts::detail(rule.action, brought.json(), &query);
     brought.tell(&mut detail);

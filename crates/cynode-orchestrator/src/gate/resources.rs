@@ -9,7 +9,11 @@ use serde_json::Value;
 use uuid::Uuid;
 
 use super::rules::On;
-use crate::{Orchestrator, caller::Caller, db::SessionAt};
+use crate::{
+    Orchestrator,
+    caller::{Caller, Seen},
+    db::{PlacedSession, SessionAt},
+};
 
 /// A thing, and whether the caller may know of it.
 #[derive(Debug)]
@@ -37,6 +41,10 @@ impl About {
             task_id: place.task.map(TaskId::from_uuid),
             ..Self::everybody(make(place))
         }
+    }
+
+    fn session(caller: &Caller, id: SessionId, (place, at): PlacedSession) -> Self {
+        Self { session: Some(at), session_id: Some(id), ..Self::placed(caller, place, |place| Resource::Session { id: *id.as_uuid(), place }) }
     }
 
     fn named(self, name: String) -> Self {
@@ -72,6 +80,8 @@ pub(crate) struct Named<'a> {
     pub(crate) path: &'a HashMap<String, String>,
     pub(crate) query: &'a [(String, String)],
     pub(crate) body: &'a Value,
+    /// What was read of its session already.
+    pub(crate) seen: Option<Seen>,
 }
 
 impl Named<'_> {
@@ -107,7 +117,13 @@ impl Orchestrator {
                 Some(id) => self.about_task(caller, id).await,
                 None => Ok(About::everybody(Resource::System)),
             },
-            On::Session => self.about_session(caller, named.id("id", ErrorCode::SessionNotFound)?).await,
+            On::Session => {
+                let id = named.id("id", ErrorCode::SessionNotFound)?;
+                match named.seen.clone().and_then(|seen| seen.of(id)) {
+                    Some(placed) => Ok(About::session(caller, id, placed)),
+                    None => self.about_session(caller, id).await,
+                }
+            }
             On::Job => self.about_job(caller, named.id("id", ErrorCode::NotFound)?).await,
             On::Artifact => {
                 let id: ArtifactId = named.id("id", ErrorCode::NotFound)?;
@@ -180,9 +196,8 @@ impl Orchestrator {
     }
 
     pub(crate) async fn about_session(&self, caller: &Caller, id: SessionId) -> Result<About, ApiError> {
-        let (place, at) = self.db.session_place(id).await?.ok_or_else(|| missing(ErrorCode::SessionNotFound, "session", id))?;
-        let about = About::placed(caller, place, |place| Resource::Session { id: *id.as_uuid(), place });
-        Ok(About { session: Some(at), session_id: Some(id), ..about })
+        let placed = self.db.session_place(id).await?.ok_or_else(|| missing(ErrorCode::SessionNotFound, "session", id))?;
+        Ok(About::session(caller, id, placed))
     }
 
     pub(crate) async fn about_job(&self, caller: &Caller, id: JobId) -> Result<About, ApiError> {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use cynode_api::{AuditBody, AuditKind, AuditResult, ErrorCode, ExecState};
+use cynode_api::{AuditBody, AuditKind, AuditResult, ErrorCode, ExecState, SessionId};
 use cynode_service::ApiError;
 use futures_util::{StreamExt as _, stream};
 use serde_json::{Map, Value, json};
@@ -26,6 +26,14 @@ pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
             }
         })
         .await;
+    Ok(())
+}
+
+/// Before a session ends: its node forgets then what became of its commands.
+pub(crate) async fn settle(orchestrator: &Orchestrator, session_id: SessionId) -> Result<(), ApiError> {
+    for exec in orchestrator.db.running_execs(session_id).await? {
+        look(orchestrator, &exec).await?;
+    }
     Ok(())
 }
 

@@ -17,6 +17,7 @@ use cynode_service::ApiError;
 use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 use tokio::{sync::Notify, task::JoinHandle};
 
+pub(crate) use execs::settle as settle_execs;
 pub(crate) use lanes::Lanes;
 
 use crate::Orchestrator;

@@ -59,7 +59,7 @@ async fn truncate_audit(orchestrator: &Orchestrator, days: u32) -> Result<(), Ap
     let mut removed = 0;
     while let Some((count, line)) = orchestrator.db.truncate_audit(days, &orchestrator.checkpoints.key).await? {
         removed += count;
-        if let Err(error) = orchestrator.checkpoints.restart(&line) {
+        if let Err(error) = tokio::task::block_in_place(|| orchestrator.checkpoints.restart(&line)) {
             tracing::error!(%error, "The file of checkpoints could not be begun anew.");
         }
     }

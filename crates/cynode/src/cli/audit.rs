@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
-use cynode_api::{AuditDecision, JobId, ProjectId, SessionId, TaskId, TokenId};
+use cynode_api::{AuditDecision, JobId, ProjectId, SessionId, TaskId, TokenId, TokenKind};
 use cynode_audit::PublicKey;
 use cynode_client::AuditFilter;
 use time::OffsetDateTime;
@@ -190,6 +190,15 @@ pub struct PolicyTestArgs {
     /// The program that is run
     #[arg(long)]
     pub program: Option<String>,
+    /// The network policy that a session or a job asks for
+    #[arg(long, value_name = "POLICY")]
+    pub network: Option<String>,
+    /// The session asks for terminals
+    #[arg(long)]
+    pub pty: bool,
+    /// What kind of token is to be made
+    #[arg(long, value_name = "KIND")]
+    pub token_kind: Option<TokenKind>,
 }
 
 #[cfg(test)]

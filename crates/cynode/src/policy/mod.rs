@@ -34,7 +34,7 @@ pub async fn run(globals: &Globals, command: Policy) -> Outcome {
         Policy::Put { id, file, if_revision } => {
             let put = PolicyPut { version: Some(API_VERSION), text: text_of(&file)?, if_revision };
             let policy = client.put_policy(&id, &put).await?;
-            done(globals, &policy, &format!("policy {} has {} rules at revision {}", policy.id, policy.rules.len(), policy.revision))
+            done(globals, &policy, &format!("policy {} has {} at revision {}", policy.id, rules(policy.rules.len()), policy.revision))
         }
         Policy::Delete { id } => {
             client.delete_policy(&id).await?;
@@ -42,6 +42,10 @@ pub async fn run(globals: &Globals, command: Policy) -> Outcome {
         }
         Policy::Test(args) => test(&client, globals, args).await,
     }
+}
+
+fn rules(count: usize) -> String {
+    if count == 1 { "1 rule".to_owned() } else { format!("{count} rules") }
 }
 
 fn text_of(file: &Path) -> Result<String, Failure> {
@@ -81,6 +85,9 @@ async fn test(client: &UserClient, globals: &Globals, args: PolicyTestArgs) -> O
         image: args.image,
         path: args.path,
         program: args.program,
+        network: args.network,
+        pty: args.pty,
+        token_kind: args.token_kind,
     };
     let verdict = client.test_policy(&question).await?;
     match globals.output {

@@ -131,3 +131,56 @@ async fn the_trail_is_read_page_by_page_by_filters_from_the_end_and_as_it_comes(
     }
     Ok(())
 }
+
+// proves: ISC-22
+#[tokio::test]
+async fn a_time_in_a_long_trail_is_found_and_nothing_of_it_is_missed() -> Result<()> {
+    let plane = Plane::new().await?;
+    let orchestrator = plane.orchestrator("", &[]).await?;
+    let client = orchestrator.client()?;
+    // Four minutes apart, over a fortnight; some were written late, as after an outage, and some by a clock that is ahead.
+    plane.postgres.ask(
+        "with head as (update audit_head set last = last + 5000 returning last - 5000 as base)
+         insert into audit_events (cursor, stream, seq, at, body, hash)
+         select head.base + n, '0190a3b0-0000-7000-8000-000000000001', n,
+                timestamptz '2026-01-01 00:00:00Z' + n * interval '4 minutes' + case when n % 997 < 60 then interval '-50 minutes' when n % 1009 < 5 then interval '55 minutes' else interval '0' end,
+                jsonb_build_object('version', 1, 'kind', 'event', 'action', 'node.seen'), decode(repeat('00', 32), 'hex')
+         from head, generate_series(1, 5000) as n",
+    )?;
+    let time = |text: &str| time::OffsetDateTime::parse(text, &time::format_description::well_known::Rfc3339);
+    for (since, until) in [
+        (Some("2026-01-03T07:00:00Z"), Some("2026-01-03T09:00:00Z")),
+        (Some("2026-01-14T20:00:00Z"), None),
+        (None, Some("2026-01-01T03:30:00Z")),
+        (Some("2026-01-03T17:30:00Z"), Some("2026-01-04T03:00:00Z")),
+        (Some("2025-01-01T00:00:00Z"), Some("2025-06-01T00:00:00Z")),
+        (Some("2027-06-01T00:00:00Z"), None),
+        (Some("0001-01-01T00:00:00Z"), Some("9999-12-31T23:59:59Z")),
+    ] {
+        let filter = AuditFilter {
+            since: since.map(time).transpose()?,
+            until: until.map(time).transpose()?,
+            action: Some("node.seen".to_owned()),
+            ..Default::default()
+        };
+        let found: Vec<i64> = records(&client, &filter).await?.iter().map(|record| record.cursor).collect();
+        let (since, until) = (since.unwrap_or("-infinity"), until.unwrap_or("infinity"));
+        let expected = plane
+            .postgres
+            .ask(&format!("select cursor from audit_events where action = 'node.seen' and at >= '{since}' and at < '{until}' order by cursor"))?;
+        let expected = expected.lines().map(str::parse).collect::<Result<Vec<i64>, _>>()?;
+        assert_eq!(found, expected, "{since} {until}");
+    }
+    // By the id of a user or a token as by name.
+    client.create_task(&TaskCreate { name: "mine".to_owned(), ..Default::default() }).await?;
+    let of_me = records(&client, &AuditFilter { action: Some("task.create".to_owned()), ..Default::default() }).await?;
+    assert_eq!(of_me.len(), 2);
+    let subject = of_me.first().and_then(|record| record.body.subject.clone()).context("somebody")?;
+    for id in [subject.user_id.map(|id| id.to_string()), subject.token_id.map(|id| id.to_string())] {
+        let found = records(&client, &AuditFilter { subject: id.clone(), ..Default::default() }).await?;
+        ensure!(of_me.iter().all(|record| found.contains(record)) && found.iter().all(|record| record.body.subject.is_some()), "{id:?}");
+    }
+    let nobody = records(&client, &AuditFilter { subject: Some(uuid::Uuid::now_v7().to_string()), ..Default::default() }).await?;
+    assert_eq!(nobody.len(), 0);
+    Ok(())
+}

@@ -79,6 +79,21 @@ async fn a_command_is_told_with_how_it_was_called_how_it_ended_and_the_hashes_of
     for hidden in ["ultramarine-7", "rhombus-7", "hidden input 93"] {
         assert_eq!(small.plane.postgres.ask(&format!("select count(*) from audit_events where body::text like '%{hidden}%'"))?, "0", "{hidden}");
     }
+
+    // One of which nobody has asked before its session ends.
+    let background = json!({"argv": ["sh", "-c", "exit 6"], "timeout_ms": 60_000, "background": true});
+    let (answer, Told { intent, .. }) = done(&client, exec(&background)?).await?;
+    small.plane.postgres.ask("update execs set lease_until = now() + interval '1 hour' where state = 'running'")?;
+    let path = format!("/v1/sessions/{id}/execs/{}", body(&answer)?["exec_id"].as_str().context("an id")?);
+    eventually("it has ended", PATIENCE, async || {
+        let shown = cynode_tests::Answer::of(small.request(Method::GET, &path)?).await?;
+        Ok(body(&shown)?["state"] == "exited")
+    })
+    .await?;
+    done(&client, small.request(Method::POST, &format!("/v1/sessions/{id}/end"))?.json(&json!({}))).await?;
+    let ended = of_action(&client, "exec.ended").await?;
+    let last = ended.last().context("its end is told")?;
+    assert_eq!((last.body.exec_id, &last.body.detail["exit_code"]), (intent.body.exec_id, &json!(6)), "{ended:?}");
     intact(&client).await?;
     small.worker.shut_down().await
 }

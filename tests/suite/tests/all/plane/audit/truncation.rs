@@ -137,3 +137,82 @@ async fn what_somebody_cut_off_before_retention_came_is_found_after_it() -> Resu
     ensure!(!found.intact && found.problems.iter().any(|problem| problem.stream.is_some_and(|id| id.to_string() == old)), "{found:#?}");
     Ok(())
 }
+
+#[tokio::test]
+async fn many_checkpoints_become_one_and_hide_nothing() -> Result<()> {
+    const FOLDED: (&str, &str) = ("audit_checkpoints", "3");
+    let plane = Plane::new().await?;
+    let orchestrator = plane.orchestrator("", &[FOLDED]).await?;
+    let client = orchestrator.client()?;
+    let file = orchestrator.state_dir().join("orchestrator/audit-checkpoints.jsonl");
+    let first = |plane: &Plane| number(plane, "select min(number) from audit_checkpoints");
+    let until_folded = async |after: u64| {
+        eventually("they are folded", PATIENCE, async || {
+            tasks(&plane, &orchestrator, 1).await?;
+            Ok(first(&plane)? > after)
+        })
+        .await
+    };
+    until_folded(1).await?;
+    let folded = first(&plane)?;
+    until_folded(folded).await?;
+    signed(&plane, &orchestrator).await?;
+    let lines = fs_err::read_to_string(&file)?;
+    assert!(lines.lines().count() < 10 && lines.lines().next().context("a line")?.contains(r#"\"full\":true"#), "{lines}");
+    let whole = intact(&client).await?;
+    assert_eq!((whole.truncated, whole.checkpoints <= 12), (0, true), "{whole:?}");
+
+    // What lies under lines that are gone is found as before.
+    let stream = stream(&plane)?;
+    let changed =
+        |value: &str| plane.postgres.ask(&format!("update audit_events set at = at {value} interval '1 second' where stream = '{stream}' and seq = 2"));
+    changed("+")?;
+    let found = verdict(&client).await?;
+    ensure!(found.problems.iter().any(|problem| problem.what == "record_changed" && problem.seq == Some(2)), "{found:#?}");
+    changed("-")?;
+
+    // One that was changed is evidence: nothing is folded over it.
+    // They may be folded at that very moment.
+    let until_done = async |statement: &str| {
+        let mut done = None;
+        eventually("it is done to one", PATIENCE, async || {
+            tasks(&plane, &orchestrator, 1).await?;
+            done = plane.postgres.ask(statement)?.lines().next().and_then(|number| number.parse::<u64>().ok());
+            Ok(done.is_some())
+        })
+        .await?;
+        done.context("a number")
+    };
+    let swap = |from: &str, to: &str, which: &str| {
+        format!("update audit_checkpoints set line = replace(line, 'signature\":\"{from}', 'signature\":\"{to}') where {which} returning number")
+    };
+    let newest = until_done(&swap("", "AAAA", "number = (select max(number) from audit_checkpoints)")).await?;
+    let start = first(&plane)?;
+    let lines_before = fs_err::read_to_string(&file)?.lines().count();
+    eventually("many more come", PATIENCE, async || {
+        client.create_task(&cynode_api::TaskCreate { name: "one more".to_owned(), ..Default::default() }).await?;
+        Ok(fs_err::read_to_string(&file)?.lines().count() > lines_before + 4)
+    })
+    .await?;
+    assert_eq!(first(&plane)?, start);
+    let found = verdict(&client).await?;
+    ensure!(found.problems.iter().any(|problem| problem.checkpoint == Some(newest)), "{found:#?}");
+    plane.postgres.ask(&swap("AAAA", "", &format!("number = {newest}")))?;
+    until_folded(start).await?;
+    signed(&plane, &orchestrator).await?;
+    intact(&client).await?;
+
+    // An end that was cut off in the database is not folded away either: the file has it.
+    until_done("delete from audit_checkpoints where number = (select max(number) from audit_checkpoints) and (select count(*) from audit_checkpoints) > 1 returning number").await?;
+    let start = first(&plane)?;
+    let lines_before = fs_err::read_to_string(&file)?.lines().count();
+    eventually("many more come", PATIENCE, async || {
+        client.create_task(&cynode_api::TaskCreate { name: "one more".to_owned(), ..Default::default() }).await?;
+        Ok(fs_err::read_to_string(&file)?.lines().count() > lines_before + 4)
+    })
+    .await?;
+    let found = verdict(&client).await?;
+    ensure!(!found.intact && found.problems.iter().any(|problem| problem.what.starts_with("checkpoint")), "{found:#?}");
+    assert_eq!(first(&plane)?, start);
+    Ok(())
+}
