@@ -13,17 +13,11 @@ mod load;
 mod report;
 
 use anyhow::{Context as _, Result, ensure};
-use clap::{Parser, ValueEnum};
-use cynode_bench::{leave, machine::Facts, ours, say, through::Stack};
+use clap::Parser;
+use cynode_bench::{Output, leave, machine::Facts, ours, say, through::Stack};
 use cynode_tests::World;
 
 use crate::report::Report;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Output {
-    Table,
-    Json,
-}
 
 /// Measures the audit trail: what it adds to an exec, how many it sustains, how fast it is verified, whether it slows down as it grows.
 #[derive(Debug, Parser)]

@@ -10,7 +10,15 @@ pub mod samples;
 pub mod table;
 pub mod through;
 
+use clap::ValueEnum;
 use cynode_tests::World;
+
+/// How figures are shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Output {
+    Table,
+    Json,
+}
 
 /// Podman's cleanup of the last containers may still run, and would write into what is being removed.
 pub async fn leave(world: World) {

@@ -14,17 +14,11 @@ mod report;
 mod throughput;
 
 use anyhow::{Context as _, Result};
-use clap::{Parser, ValueEnum};
-use cynode_bench::{leave, machine, ours, ours::Ours, rivals, rivals::Rivals, samples, say, through, through::Stack};
+use clap::Parser;
+use cynode_bench::{Output, leave, machine, ours, ours::Ours, rivals, rivals::Rivals, samples, say, through, through::Stack};
 use cynode_tests::{Options, World};
 
 use crate::report::Report;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Output {
-    Table,
-    Json,
-}
 
 /// Measures sessions against Podman, in one run on this machine.
 #[derive(Debug, Parser)]

@@ -171,6 +171,14 @@ async fn a_time_in_a_long_trail_is_found_and_nothing_of_it_is_missed() -> Result
         let expected = expected.lines().map(str::parse).collect::<Result<Vec<i64>, _>>()?;
         assert_eq!(found, expected, "{since} {until}");
     }
+    // A record that somebody puts far away hides none of the others.
+    plane.postgres.ask(
+        "insert into audit_events (cursor, stream, seq, at, body, hash) select 4000000000000000000, '0190a3b0-0000-7000-8000-000000000002', 1, '2000-01-01',
+                jsonb_build_object('version', 1, 'kind', 'event', 'action', 'node.far'), decode(repeat('00', 32), 'hex')",
+    )?;
+    let filter = AuditFilter { since: Some(time("2026-01-14T20:00:00Z")?), action: Some("node.seen".to_owned()), ..Default::default() };
+    ensure!(!records(&client, &filter).await?.is_empty(), "they are still there");
+    plane.postgres.ask("delete from audit_events where cursor = 4000000000000000000")?;
     // By the id of a user or a token as by name.
     client.create_task(&TaskCreate { name: "mine".to_owned(), ..Default::default() }).await?;
     let of_me = records(&client, &AuditFilter { action: Some("task.create".to_owned()), ..Default::default() }).await?;

@@ -186,14 +186,17 @@ async fn many_checkpoints_become_one_and_hide_nothing() -> Result<()> {
     let swap = |from: &str, to: &str, which: &str| {
         format!("update audit_checkpoints set line = replace(line, 'signature\":\"{from}', 'signature\":\"{to}') where {which} returning number")
     };
+    let many_more = async || {
+        let before = fs_err::read_to_string(&file)?.lines().count();
+        eventually("many more come", PATIENCE, async || {
+            client.create_task(&cynode_api::TaskCreate { name: "one more".to_owned(), ..Default::default() }).await?;
+            Ok(fs_err::read_to_string(&file)?.lines().count() > before + 4)
+        })
+        .await
+    };
     let newest = until_done(&swap("", "AAAA", "number = (select max(number) from audit_checkpoints)")).await?;
     let start = first(&plane)?;
-    let lines_before = fs_err::read_to_string(&file)?.lines().count();
-    eventually("many more come", PATIENCE, async || {
-        client.create_task(&cynode_api::TaskCreate { name: "one more".to_owned(), ..Default::default() }).await?;
-        Ok(fs_err::read_to_string(&file)?.lines().count() > lines_before + 4)
-    })
-    .await?;
+    many_more().await?;
     assert_eq!(first(&plane)?, start);
     let found = verdict(&client).await?;
     ensure!(found.problems.iter().any(|problem| problem.checkpoint == Some(newest)), "{found:#?}");
@@ -205,12 +208,7 @@ async fn many_checkpoints_become_one_and_hide_nothing() -> Result<()> {
     // An end that was cut off in the database is not folded away either: the file has it.
     until_done("delete from audit_checkpoints where number = (select max(number) from audit_checkpoints) and (select count(*) from audit_checkpoints) > 1 returning number").await?;
     let start = first(&plane)?;
-    let lines_before = fs_err::read_to_string(&file)?.lines().count();
-    eventually("many more come", PATIENCE, async || {
-        client.create_task(&cynode_api::TaskCreate { name: "one more".to_owned(), ..Default::default() }).await?;
-        Ok(fs_err::read_to_string(&file)?.lines().count() > lines_before + 4)
-    })
-    .await?;
+    many_more().await?;
     let found = verdict(&client).await?;
     ensure!(!found.intact && found.problems.iter().any(|problem| problem.what.starts_with("checkpoint")), "{found:#?}");
     assert_eq!(first(&plane)?, start);
