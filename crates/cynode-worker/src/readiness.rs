@@ -34,7 +34,7 @@ impl Readiness {
         }
         self.sessions.check_room().map_err(|error| error.0.detail)?;
         let runtime = Arc::clone(&self.sessions.runtime);
-        self.runtime.answers(async move || runtime.version().await.map(drop).map_err(|error| error.to_string())).await
+        self.runtime.answers(async move || runtime.ping().await.map_err(|error| error.to_string())).await
     }
 }
 

@@ -41,11 +41,8 @@ pub(super) async fn connect(socket: &std::path::Path, limit: Duration) -> Result
     tokio::time::timeout(limit, docker.negotiate_version()).await.map_err(|_| Error::Timeout { call: "version", limit })?.map_err(unavailable)
 }
 
-pub(super) async fn version(docker: Docker) -> Result<String, Error> {
-    let version = docker.version().await.map_err(translate("version", "version"))?;
-    let name =
-        version.components.and_then(|components| components.into_iter().next()).map_or_else(|| "container engine".to_owned(), |component| component.name);
-    Ok(format!("{name} {}", version.version.unwrap_or_default()))
+pub(super) async fn ping(docker: Docker) -> Result<(), Error> {
+    docker.ping().await.map(drop).map_err(translate("ping", "ping"))
 }
 
 pub(super) fn image(found: ImageInspect, reference: &str) -> Image {

@@ -242,8 +242,8 @@ pub(crate) fn id_space(info: &SystemInfo) -> Result<IdSpace, String> {
 
 #[async_trait]
 impl Runtime for Docker {
-    async fn version(&self) -> Result<String, Error> {
-        self.call("version", self.options.call_limit, compat::version).await
+    async fn ping(&self) -> Result<(), Error> {
+        self.call("ping", self.options.call_limit, compat::ping).await
     }
 
     async fn ids(&self) -> Result<IdSpace, Error> {

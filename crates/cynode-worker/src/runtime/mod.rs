@@ -158,8 +158,9 @@ pub struct RuntimeExecState {
 
 #[async_trait]
 pub trait Runtime: Send + Sync + std::fmt::Debug {
-    /// Name and version, for people. Fails when the runtime does not answer.
-    async fn version(&self) -> Result<String, Error>;
+    /// Fails when the runtime does not answer. Cheap, as it is asked for ever: Podman's own version costs it a search in the
+    /// package database.
+    async fn ping(&self) -> Result<(), Error>;
     /// The ids that sandboxes get; those of a `Spec` must lie within.
     async fn ids(&self) -> Result<IdSpace, Error>;
     async fn image(&self, reference: &str) -> Result<Image, Error>;

@@ -149,8 +149,8 @@ pub(crate) fn id_space(info: &Value) -> IdSpace {
 
 #[async_trait]
 impl Runtime for Podman {
-    async fn version(&self) -> Result<String, Error> {
-        self.call("version", self.call_limit, true, |clients| compat::version(clients.docker.clone())).await
+    async fn ping(&self) -> Result<(), Error> {
+        self.call("ping", self.call_limit, true, |clients| compat::ping(clients.docker.clone())).await
     }
 
     async fn ids(&self) -> Result<IdSpace, Error> {
