@@ -43,8 +43,47 @@ impl Cost {
     }
 
     pub(crate) fn against_podman(&self) -> f64 {
-        self.podman.p50().as_secs_f64() / self.audited.p50().as_secs_f64()
+        times_faster(&self.audited, &self.podman)
     }
+}
+
+/// Commands one after the other, as an agent has them run, in a stack that has the machine for itself.
+#[derive(Debug)]
+pub(crate) struct Alone {
+    pub(crate) audited: Samples,
+    pub(crate) podman: Samples,
+}
+
+impl Alone {
+    pub(crate) fn ways(&self) -> [&Samples; 2] {
+        [&self.audited, &self.podman]
+    }
+
+    pub(crate) fn against_podman(&self) -> f64 {
+        times_faster(&self.audited, &self.podman)
+    }
+}
+
+fn times_faster(ours: &Samples, theirs: &Samples) -> f64 {
+    theirs.p50().as_secs_f64() / ours.p50().as_secs_f64()
+}
+
+pub(crate) async fn alone(rounds: u32, world: &World, audited: &Stack) -> Result<Alone> {
+    let session = audited.session().await?;
+    let rivals = Rivals::of(world, &audited.ours.sandbox(session)?).await?;
+    let mut alone = Alone { audited: Samples::new("exec by the orchestrator, audited"), podman: Samples::new("podman exec") };
+    run(&mut rivals.podman_exec(TRUE))?;
+    for round in 0..rounds {
+        if round % SLOW_EVERY == 0 {
+            alone.podman.push(time_of(&mut rivals.podman_exec(TRUE))?);
+            tokio::time::sleep(SETTLE).await;
+            for _ in 0..WARM {
+                run_true(&audited.through, session).await?;
+            }
+        }
+        push(&mut alone.audited, run_true(&audited.through, session)).await?;
+    }
+    Ok(alone)
 }
 
 pub(crate) async fn measure(rounds: u32, world: &World, audited: &Stack, without: &Stack) -> Result<Cost> {

@@ -54,6 +54,8 @@ async fn run(arguments: &Arguments) -> Result<Report> {
     let (world, beside) = (World::new()?, World::new()?);
     let facts = Facts::collect(&world)?;
     let mut audited = Stack::start(&world).await.context("starting a stack")?;
+    say("exec, one after the other");
+    let alone = cost::alone(arguments.rounds, &world, &audited).await?;
     let mut without = Stack::of(&beside, &unaudited).await.context("starting a stack that keeps no audit trail")?;
 
     say("what the trail adds to an exec");
@@ -77,5 +79,5 @@ async fn run(arguments: &Arguments) -> Result<Report> {
     let verified = growth::verify(&audited).await?;
     audited.ours.shut_down().await?;
     leave(world).await;
-    Ok(Report { facts, cost, load, load_without, filled, growth, read, verified })
+    Ok(Report { facts, alone, cost, load, load_without, filled, growth, read, verified })
 }

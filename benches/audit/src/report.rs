@@ -10,7 +10,7 @@ use cynode_bench::{
 use serde_json::{Value, json};
 
 use crate::{
-    cost::Cost,
+    cost::{Alone, Cost},
     fill::Filled,
     growth::{Growth, Verified},
     load::Load,
@@ -19,6 +19,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Report {
     pub(crate) facts: Facts,
+    pub(crate) alone: Alone,
     pub(crate) cost: Cost,
     pub(crate) load: Load,
     pub(crate) load_without: Load,
@@ -30,10 +31,11 @@ pub(crate) struct Report {
 
 impl Report {
     pub(crate) fn json(&self) -> Value {
-        let Self { facts, cost, load: audited, load_without, filled, growth, read, verified } = self;
+        let Self { facts, alone, cost, load: audited, load_without, filled, growth, read, verified } = self;
         let load = |load: &Load| json!({ "sessions": load.sessions, "execs_per_second": load.per_second, "times": json_of(&load.times) });
         json!({
             "machine": facts.json(),
+            "alone": { "exec": alone.ways().map(json_of), "times_faster_than_podman_exec": alone.against_podman() },
             "exec": cost.ways().map(json_of),
             "added_ms": cost.added() * 1_000.0,
             "added_in_bare_commits": cost.in_commits(),
@@ -49,9 +51,11 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { facts, cost, load, load_without, filled, growth, read, verified } = self;
+        let Self { facts, alone, cost, load, load_without, filled, growth, read, verified } = self;
         writeln!(f, "{facts}\n")?;
-        writeln!(f, "{}\n", latencies("exec of true", cost.ways()))?;
+        writeln!(f, "{}\n", latencies("one after the other", alone.ways()))?;
+        writeln!(f, " audited: {:.0}x faster than podman exec\n", alone.against_podman())?;
+        writeln!(f, "{}\n", latencies("in turn with a second stack", cost.ways()))?;
         writeln!(f, " the trail adds {:.2} ms at the median: {:.1} bare commits", cost.added() * 1_000.0, cost.in_commits())?;
         writeln!(f, " audited: {:.0}x faster than podman exec\n", cost.against_podman())?;
         writeln!(f, "{}\n", latencies("at once, audited", [&load.times]))?;
