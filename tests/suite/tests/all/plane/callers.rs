@@ -234,3 +234,25 @@ async fn no_path_leads_from_ones_own_session_to_anothers() -> Result<()> {
     }
     Ok(())
 }
+
+/// Whoever promises a body and keeps it back does not make a call wait that takes none.
+#[tokio::test]
+async fn a_call_that_takes_no_body_does_not_wait_for_one() -> Result<()> {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let plane = Plane::new().await?;
+    let orchestrator = plane.orchestrator("", &[]).await?;
+    let address = orchestrator.url()?.trim_start_matches("http://").to_owned();
+    let token = orchestrator.token()?;
+    for (request, status) in [("GET /v1/tasks".to_owned(), 200), (format!("DELETE /v1/tokens/{SOME_ID}"), 404), (format!("POST /v1/jobs/{SOME_ID}/stop"), 404)]
+    {
+        let mut stream = tokio::net::TcpStream::connect(&address).await?;
+        let head = format!("{request} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 9\r\nConnection: close\r\n\r\nnot yet,");
+        stream.write_all(head.as_bytes()).await?;
+        let expected = format!("HTTP/1.1 {status} ");
+        let mut answer = vec![0; expected.len()];
+        let read = tokio::time::timeout(std::time::Duration::from_secs(10), stream.read_exact(&mut answer)).await;
+        read.with_context(|| format!("{request}: no answer"))??;
+        assert_eq!(String::from_utf8_lossy(&answer), expected, "{request}");
+    }
+    Ok(())
+}

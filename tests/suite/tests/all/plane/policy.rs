@@ -177,6 +177,45 @@ async fn what_can_not_be_understood_is_refused_with_its_place_and_changes_nothin
     Ok(())
 }
 
+const LOOKS: &str = r#"
+@id("no-shells")
+forbid (principal, action == CyNode::Action::"session.exec", resource) when { context has program && context.program == "bash" };
+@id("no-pty")
+forbid (principal, action == CyNode::Action::"session.create", resource) when { context.pty };
+@id("no-two")
+forbid (principal, action == CyNode::Action::"session.create", resource) when { context has image && context.image like "*two*" };
+@id("no-net")
+forbid (principal, action == CyNode::Action::"job.create", resource) when { context has network && context.network == "open" };
+@id("no-managers")
+forbid (principal, action == CyNode::Action::"token.create", resource) when { context has token_kind && context.token_kind == "project_manager" };
+"#;
+
+#[tokio::test]
+async fn a_test_shows_rules_what_a_call_would_show_them() -> Result<()> {
+    let ruled = Ruled::start().await?;
+    ruled.put_good("looks", LOOKS).await?;
+    let session = ruled.session(&ruled.admin, &ruled.task(&ruled.admin).await?).await?;
+    for (ask, rule) in [
+        (json!({"action": "session.exec", "session_id": session, "program": "bash"}), Some("looks/no-shells")),
+        (json!({"action": "session.exec", "session_id": session, "program": "sh"}), None),
+        (json!({"action": "session.create", "pty": true}), Some("looks/no-pty")),
+        (json!({"action": "session.create", "pty": false, "image": ONE}), None),
+        (json!({"action": "session.create", "image": TWO}), Some("looks/no-two")),
+        (json!({"action": "job.create", "network": "open"}), Some("looks/no-net")),
+        (json!({"action": "job.create", "network": "none", "program": "bash"}), None),
+        (json!({"action": "token.create", "token_kind": "project_manager"}), Some("looks/no-managers")),
+        (json!({"action": "token.create", "token_kind": "user"}), None),
+    ] {
+        let verdict = ruled.make(&ruled.admin, "/v1/policies:test", &ask).await?;
+        assert_eq!(verdict["errors"], json!([]), "{ask}: {verdict}");
+        match rule {
+            Some(rule) => assert_eq!((&verdict["allowed"], &verdict["rules"]), (&json!(false), &json!([rule])), "{ask}"),
+            None => assert_eq!(verdict["allowed"], json!(true), "{ask}: {verdict}"),
+        }
+    }
+    Ok(())
+}
+
 const ADMINISTRATORS: &str = "@id(\"all\")\npermit (principal is CyNode::User, action, resource) when { principal.admin };";
 
 #[tokio::test]

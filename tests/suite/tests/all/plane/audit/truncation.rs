@@ -138,9 +138,37 @@ async fn what_somebody_cut_off_before_retention_came_is_found_after_it() -> Resu
     Ok(())
 }
 
+/// With so few checkpoints they are folded every few seconds.
+const FOLDED: (&str, &str) = ("audit_checkpoints", "3");
+
+#[tokio::test]
+async fn two_orchestrators_fold_the_checkpoints_of_both() -> Result<()> {
+    let plane = Plane::new().await?;
+    let one = plane.orchestrator("", &[FOLDED]).await?;
+    let state_dir = plane.world.directory().join("orchestrator-two");
+    fs_err::create_dir_all(&state_dir)?;
+    fs_err::copy(one.state_dir().join("admin.token"), state_dir.join("admin.token"))?;
+    let two = plane.orchestrator("two", &[FOLDED]).await?;
+    let first = || number(&plane, "select min(number) from audit_checkpoints");
+    for _ in 0..3 {
+        let before = first()?;
+        eventually("they are folded", PATIENCE, async || {
+            for orchestrator in [&one, &two] {
+                orchestrator.client()?.create_task(&cynode_api::TaskCreate { name: "one more".to_owned(), ..Default::default() }).await?;
+            }
+            Ok(first()? > before)
+        })
+        .await?;
+        for orchestrator in [&one, &two] {
+            let whole = intact(&orchestrator.client()?).await?;
+            assert_eq!((whole.truncated, whole.streams >= 2), (0, true), "{whole:?}");
+        }
+    }
+    Ok(())
+}
+
 #[tokio::test]
 async fn many_checkpoints_become_one_and_hide_nothing() -> Result<()> {
-    const FOLDED: (&str, &str) = ("audit_checkpoints", "3");
     let plane = Plane::new().await?;
     let orchestrator = plane.orchestrator("", &[FOLDED]).await?;
     let client = orchestrator.client()?;
