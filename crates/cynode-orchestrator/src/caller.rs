@@ -18,6 +18,7 @@ use uuid::Uuid;
 use crate::{
     Orchestrator,
     db::{self, Authenticated, Of, PlacedSession},
+    gate,
 };
 
 /// What a caller may see.
@@ -157,18 +158,45 @@ pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut r
         Err(error) => return error.into_response(),
     };
     let session = session_of(request.uri().path());
+    let makes_sure = session.filter(|_| gate::makes_sure(&request));
+    if let Some(guess) = makes_sure.and_then(|id| orchestrator.known.guess(offered, id)) {
+        introduce(request.extensions_mut(), offered, session, guess.facts.clone(), Instant::now());
+        request.extensions_mut().insert(guess);
+        return next.run(request).await;
+    }
     let at = Instant::now();
     match db::soon(orchestrator.db.authenticate(&offered, session)).await {
-        Ok(Some((found, placed))) => {
-            request.extensions_mut().insert(Caller::new(found, offered));
-            if let Some((session_id, placed)) = session.zip(placed) {
-                request.extensions_mut().insert(Seen { session_id, placed, at });
+        Ok(found) => {
+            if let Some(session_id) = makes_sure {
+                orchestrator.known.learn(offered, session_id, &found);
             }
-            next.run(request).await
+            match found {
+                Some(facts) => {
+                    introduce(request.extensions_mut(), offered, session, facts, at);
+                    next.run(request).await
+                }
+                None => refused(&orchestrator, "nobody", &offered).await.into_response(),
+            }
         }
-        Ok(None) => refused(&orchestrator, "nobody", &offered).await.into_response(),
         Err(error) => error.into_response(),
     }
+}
+
+/// Tells whoever takes a call who calls, and where the session was that it is about.
+pub(crate) fn introduce(
+    extensions: &mut http::Extensions,
+    token_hash: [u8; 32],
+    session: Option<SessionId>,
+    (found, placed): (Authenticated, Option<PlacedSession>),
+    at: Instant,
+) -> Caller {
+    let caller = Caller::new(found, token_hash);
+    extensions.insert(caller.clone());
+    extensions.remove::<Seen>();
+    if let Some((session_id, placed)) = session.zip(placed) {
+        extensions.insert(Seen { session_id, placed, at });
+    }
+    caller
 }
 
 /// The session that a path is about.

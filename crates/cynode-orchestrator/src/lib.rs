@@ -17,6 +17,7 @@ mod forward;
 mod gate;
 mod jobs;
 mod keys;
+mod known;
 mod output;
 mod placement;
 mod policies;
@@ -94,6 +95,7 @@ impl std::ops::Deref for Orchestrator {
 #[derive(Debug)]
 pub(crate) struct Parts {
     pub(crate) db: Db,
+    pub(crate) known: known::Known,
     pub(crate) keys: Keys,
     pub(crate) fleet: Arc<Fleet>,
     pub(crate) blobs: Blobs,
@@ -156,6 +158,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let (abandoned, left) = Abandoned::new();
     let scanner = Arc::new(Scanner::new(held(&keys, &config), config.secret_shapes));
     let orchestrator = Orchestrator(Arc::new(Parts {
+        known: known::Known::default(),
         job_lanes: Lanes::new(128, 16, Arc::clone(&jobs_wait)),
         session_lanes: Lanes::new(128, 32, Arc::clone(&sessions_wait)),
         observer_lanes: Lanes::new(128, 1, Arc::default()),

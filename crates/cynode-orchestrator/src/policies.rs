@@ -1,11 +1,11 @@
 //! The policies that count now, in memory: compiled once, the same on every orchestrator within a second of a change.
 
-use std::{sync::Arc, time::Duration};
+use std::{collections::HashMap, sync::Arc, time::Duration};
 
 use cynode_api::ErrorCode;
 use cynode_policy::{Action, Call, DEFAULTS, Decision, Flaw, Policies as Set, Principal, Resource};
 use cynode_service::ApiError;
-use parking_lot::RwLock;
+use parking_lot::{Mutex, RwLock};
 use uuid::Uuid;
 
 use crate::{
@@ -18,10 +18,53 @@ pub(crate) const DEFAULT: &str = "default";
 /// How often, at the least, it is looked whether something changed.
 const LOOK: Duration = Duration::from_millis(500);
 
+/// So many decisions are remembered; then all are forgotten.
+const REMEMBERED: usize = 4_096;
+/// Of calls that name more than so much, none is.
+const LONG: usize = 512;
+
+/// All that a decision depends on, beside the rules.
+#[derive(Debug, PartialEq, Eq, Hash)]
+struct Question {
+    principal: Principal,
+    action: Action,
+    resource: Resource,
+    call: Call,
+}
+
+impl Question {
+    /// What agents do is in sessions. And what is remembered has a size.
+    fn is_worth_it(&self) -> bool {
+        let Call { path, program, image, token_kind, network, pty: _ } = &self.call;
+        let named: usize = [path, program, image, token_kind, network].into_iter().flatten().map(String::len).sum();
+        matches!(self.resource, Resource::Session { .. }) && named <= LONG
+    }
+}
+
+/// A set of rules, and what it was found to say: an agent asks the same again and again.
 #[derive(Debug)]
 struct Loaded {
     revision: i64,
     set: Set,
+    decided: Mutex<HashMap<Question, Decision>>,
+}
+
+impl Loaded {
+    fn decide(&self, question: Question) -> Decision {
+        if let Some(decision) = self.decided.lock().get(&question) {
+            return decision.clone();
+        }
+        let Question { principal, action, resource, call } = &question;
+        let decision = self.set.decide(principal, *action, resource, call);
+        if question.is_worth_it() {
+            let mut decided = self.decided.lock();
+            if decided.len() >= REMEMBERED {
+                decided.clear();
+            }
+            decided.insert(question, decision.clone());
+        }
+        decision
+    }
 }
 
 /// Cheap to clone.
@@ -37,7 +80,7 @@ impl Policies {
 
     pub(crate) fn decide(&self, principal: &Principal, action: Action, resource: &Resource, call: &Call) -> Decision {
         let loaded = Arc::clone(&self.0.read());
-        loaded.set.decide(principal, action, resource, call)
+        loaded.decide(Question { principal: principal.clone(), action, resource: resource.clone(), call: call.clone() })
     }
 
     /// The rules of a document.
@@ -74,7 +117,7 @@ impl Policies {
 async fn load(db: &Db) -> Result<Loaded, ApiError> {
     let (revision, rows) = db.policies().await?;
     let set = tokio::task::block_in_place(|| parse(&rows)).map_err(|flaws| invalid(&flaws))?;
-    Ok(Loaded { revision, set })
+    Ok(Loaded { revision, set, decided: Mutex::default() })
 }
 
 fn parse(rows: &[PolicyRow]) -> Result<Set, Vec<Flaw>> {

@@ -17,7 +17,7 @@ use uuid::Uuid;
 use crate::Action;
 
 /// What an agent's token lets it be.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
     ProjectManager,
     ProjectAnalyst,
@@ -34,7 +34,7 @@ impl Role {
 }
 
 /// Who calls.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Principal {
     /// Groups by their names.
     User {
@@ -58,7 +58,7 @@ pub enum Principal {
 }
 
 /// Where a thing belongs, and whose it is: its owner's and its project's owner's.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Place {
     pub task: Option<Uuid>,
     pub project: Option<Uuid>,
@@ -66,7 +66,7 @@ pub struct Place {
 }
 
 /// What a call is about.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Resource {
     System,
     Project { id: Uuid, place: Place },
@@ -85,7 +85,7 @@ pub enum Resource {
 }
 
 /// How something is asked for, as far as rules look at it. What is not part of a call is absent.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Call {
     /// As [`crate::within_workspace`] gives it.
     pub path: Option<String>,

@@ -19,7 +19,7 @@ pub(crate) use checkpoints::{Checkpoints, keep as keep_checkpoints, sign_last};
 pub(crate) use close::{Abandoned, follow_abandoned, round as close_round};
 pub(crate) use events::Pump;
 pub(crate) use verify::verify;
-pub(crate) use writer::Audit;
+pub(crate) use writer::{Audit, not_started};
 
 /// How long the end of the process waits for a database that does not answer.
 const LAST_WAIT: Duration = Duration::from_secs(3);

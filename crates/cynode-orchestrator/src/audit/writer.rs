@@ -198,7 +198,7 @@ fn unavailable() -> ApiError {
     ApiError::new(ErrorCode::StoreUnavailable, "the audit trail can't take a record now; nothing was done")
 }
 
-fn not_started(intent: AuditBody) -> AuditBody {
+pub(crate) fn not_started(intent: AuditBody) -> AuditBody {
     AuditBody { kind: AuditKind::Outcome, result: Some(AuditResult::NotStarted), detail: serde_json::Map::new(), ..intent }
 }
 

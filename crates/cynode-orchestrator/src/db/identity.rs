@@ -10,7 +10,7 @@ use super::{Db, Found, PlacedSession, own::Asked, page, places, problem};
 use crate::caller::Scope;
 
 /// Whom a token speaks for.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Authenticated {
     pub(crate) token_id: TokenId,
     /// Names of the user's groups.

@@ -9,7 +9,7 @@ use uuid::Uuid;
 use super::{Db, problem};
 
 /// The node of a session, and how the session was then.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SessionAt {
     pub(crate) node_id: NodeId,
     pub(crate) state: SessionState,

@@ -17,7 +17,7 @@ use super::{
     facts,
     rules::{Effect, Rule},
 };
-use crate::{Orchestrator, audit::Abandoned};
+use crate::{Orchestrator, audit::not_started};
 
 /// An answer that is read for its record is at most so long.
 const MAX_READ: u64 = 64 * 1024;
@@ -31,12 +31,22 @@ const MAX_EVENT: usize = 4 * 1024 * 1024;
 pub(crate) struct Begun {
     intent: Option<AuditBody>,
     at: OffsetDateTime,
-    abandoned: Abandoned,
+    orchestrator: Orchestrator,
 }
 
 impl Begun {
     pub(crate) fn new(orchestrator: &Orchestrator, intent: AuditBody) -> Self {
-        Self { intent: Some(intent), at: OffsetDateTime::now_utc(), abandoned: orchestrator.abandoned.clone() }
+        Self { intent: Some(intent), at: OffsetDateTime::now_utc(), orchestrator: orchestrator.clone() }
+    }
+
+    /// It was not gone on with: nothing was done.
+    pub(crate) async fn never(self) {
+        let audit = self.orchestrator.audit.clone();
+        if let Some(intent) = self.ended() {
+            let outcome = AuditBody { decision: None, stage: Some("authenticate".to_owned()), ..not_started(intent) };
+            // When that can't be waited for, it is written later.
+            let _later = audit.outcome(outcome).await;
+        }
     }
 
     /// The intent; its outcome is known now.
@@ -48,7 +58,7 @@ impl Begun {
 impl Drop for Begun {
     fn drop(&mut self) {
         if let Some(intent) = self.intent.take() {
-            self.abandoned.leave(intent, self.at);
+            self.orchestrator.abandoned.leave(intent, self.at);
         }
     }
 }

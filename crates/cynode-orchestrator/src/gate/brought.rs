@@ -146,7 +146,7 @@ impl Brought {
     }
 }
 
-async fn json_bytes(body: Body) -> Result<Bytes, ApiError> {
+pub(crate) async fn json_bytes(body: Body) -> Result<Bytes, ApiError> {
     let mut pieces = body.into_data_stream();
     let mut bytes = BytesMut::new();
     while let Some(piece) = pieces.next().await {

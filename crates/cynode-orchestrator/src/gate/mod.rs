@@ -10,7 +10,7 @@ mod facts;
 mod resources;
 mod rules;
 
-use std::collections::HashMap;
+use std::{collections::HashMap, time::Instant};
 
 use axum::{
     extract::{FromRequestParts as _, MatchedPath, Query, RawPathParams, Request, State},
@@ -21,7 +21,7 @@ use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditSubject, CALL_HEADER, ErrorCode, ExecId, JobId, SessionId, TokenKind};
 use cynode_policy::{Action, Decision, Resource};
 use cynode_service::{ApiError, edge};
-use http::{HeaderName, HeaderValue};
+use http::{HeaderName, HeaderValue, request::Parts};
 use serde_json::{Map, Value, json};
 use uuid::Uuid;
 
@@ -29,8 +29,9 @@ pub(crate) use rules::runs_on_node;
 
 use crate::{
     Orchestrator,
-    caller::{Caller, Seen},
+    caller::{self, Caller, Seen},
     db::{self, SessionAt},
+    known::{Guess, Wrong},
 };
 use answer::{Begun, Said};
 use brought::{Brought, Found};
@@ -68,21 +69,72 @@ pub(crate) async fn pass(State(orchestrator): State<Orchestrator>, request: Requ
         return ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent").into_response();
     };
     let Some(rule) = rules::find(request.method(), matched.as_str()) else { return edge::method_not_allowed().await.into_response() };
-    let mut intent = intent(rule, &caller, &request, &orchestrator);
+    let (mut parts, body) = request.into_parts();
+    let Some(guess) = parts.extensions.remove::<Guess>() else {
+        return attempt(&orchestrator, rule, &caller, Request::from_parts(parts, body), None, next).await.unwrap_or_else(|Wrong(_)| unsure());
+    };
+    let bytes = match brought::json_bytes(body).await {
+        Ok(bytes) => bytes,
+        // It is refused by whom it would be refused by anyway.
+        Err(error) => {
+            let intent = intent(rule, &caller, &parts, &orchestrator);
+            return refuse(&orchestrator, intent, at("arguments")(error)).await;
+        }
+    };
+    let request = Request::from_parts(parts.clone(), bytes.clone().into());
+    match attempt(&orchestrator, rule, &caller, request, Some(&guess), next.clone()).await {
+        Ok(response) => response,
+        Err(Wrong(Ok(Some(facts)))) => {
+            let caller = caller::introduce(&mut parts.extensions, guess.token_hash, Some(guess.session_id), facts, Instant::now());
+            let request = Request::from_parts(parts, bytes.into());
+            attempt(&orchestrator, rule, &caller, request, None, next).await.unwrap_or_else(|Wrong(_)| unsure())
+        }
+        Err(Wrong(Ok(None))) => caller::refused(&orchestrator, "nobody", &guess.token_hash).await.into_response(),
+        Err(Wrong(Err(error))) => error.into_response(),
+    }
+}
+
+/// Whether a call may come here with a guess of who calls.
+pub(crate) fn makes_sure(request: &Request) -> bool {
+    let rule = request.extensions().get::<MatchedPath>().and_then(|matched| rules::find(request.method(), matched.as_str()));
+    rule.is_some_and(Rule::makes_sure)
+}
+
+/// What can't be: only a guess is wrong.
+fn unsure() -> Response {
+    ApiError::new(ErrorCode::Internal, "who calls could not be made sure of").into_response()
+}
+
+/// Decides, writes down and carries out a call. With a guess that turns out wrong, nothing was done.
+async fn attempt(
+    orchestrator: &Orchestrator,
+    rule: &'static Rule,
+    caller: &Caller,
+    request: Request,
+    guess: Option<&Guess>,
+    next: Next,
+) -> Result<Response, Wrong> {
+    let (parts, body) = request.into_parts();
+    let mut intent = intent(rule, caller, &parts, orchestrator);
     let call_id = intent.call_id;
-    let mut response = match Box::pin(admit(&orchestrator, rule, &caller, &mut intent, request)).await {
-        Ok((request, found)) => Box::pin(run(orchestrator, rule, intent, request, found, next)).await,
-        Err(refusal) => refuse(&orchestrator, intent, refusal).await,
+    let mut response = match Box::pin(admit(orchestrator, rule, caller, &mut intent, Request::from_parts(parts, body))).await {
+        Ok((request, found)) => Box::pin(run(orchestrator, rule, intent, request, found, guess, next)).await?,
+        Err(refusal) => {
+            if let Some(guess) = guess {
+                guess.make_sure(orchestrator).await?;
+            }
+            refuse(orchestrator, intent, refusal).await
+        }
     };
     if let Some(value) = call_id.and_then(|id| HeaderValue::from_str(&id.to_string()).ok()) {
         response.headers_mut().insert(HeaderName::from_static(CALL_HEADER), value);
     }
-    response
+    Ok(response)
 }
 
-fn intent(rule: &Rule, caller: &Caller, request: &Request, orchestrator: &Orchestrator) -> AuditBody {
+fn intent(rule: &Rule, caller: &Caller, request: &Parts, orchestrator: &Orchestrator) -> AuditBody {
     // What a caller chose as the id of a request may be anything.
-    let request_id = request.headers().get("x-request-id").and_then(|id| id.to_str().ok()).filter(|id| orchestrator.scanner.find(id.as_bytes()).is_none());
+    let request_id = request.headers.get("x-request-id").and_then(|id| id.to_str().ok()).filter(|id| orchestrator.scanner.find(id.as_bytes()).is_none());
     AuditBody {
         call_id: Some(Uuid::now_v7()),
         request_id: request_id.map(str::to_owned),
@@ -192,7 +244,7 @@ fn check_kind(rule: &Rule, caller: &Caller) -> Result<(), ApiError> {
     }
 }
 
-async fn path_of(parts: &mut http::request::Parts) -> Result<HashMap<String, String>, ApiError> {
+async fn path_of(parts: &mut Parts) -> Result<HashMap<String, String>, ApiError> {
     let params = RawPathParams::from_request_parts(parts, &()).await.map_err(|error| ApiError::invalid(error.body_text()))?;
     let path: HashMap<String, String> = params.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
     if let Some(text) = path.get("exec_id").filter(|text| text.parse::<ExecId>().is_err()) {
@@ -284,8 +336,16 @@ async fn refuse(orchestrator: &Orchestrator, mut intent: AuditBody, Refusal { st
     }
 }
 
-async fn run(orchestrator: Orchestrator, rule: &'static Rule, intent: AuditBody, request: Request, found: Found, next: Next) -> Response {
-    match rule.effect {
+async fn run(
+    orchestrator: &Orchestrator,
+    rule: &'static Rule,
+    intent: AuditBody,
+    request: Request,
+    found: Found,
+    guess: Option<&Guess>,
+    next: Next,
+) -> Result<Response, Wrong> {
+    Ok(match rule.effect {
         Effect::Read => {
             let (response, said) = answer::read(next.run(request).await).await;
             let outcome = said.outcome(intent.clone());
@@ -296,18 +356,47 @@ async fn run(orchestrator: Orchestrator, rule: &'static Rule, intent: AuditBody,
         }
         // To its end, even when the caller goes away.
         Effect::Here | Effect::Made => {
-            let done = tokio::spawn(async move { effect(&orchestrator, rule, intent, request, found, next).await });
+            let orchestrator = orchestrator.clone();
+            let done = tokio::spawn(async move {
+                match begin(&orchestrator, intent).await {
+                    Ok(begun) => effect(&orchestrator, rule, begun, request, found, next).await,
+                    Err(error) => error.into_response(),
+                }
+            });
             done.await.unwrap_or_else(|_| ApiError::new(ErrorCode::Internal, "the call was interrupted").into_response())
         }
-        Effect::Node => effect(&orchestrator, rule, intent, request, found, next).await,
-    }
+        Effect::Node => {
+            let begun = match guess {
+                None => begin(orchestrator, intent).await,
+                Some(guess) => begin_surely(orchestrator, intent, guess).await?,
+            };
+            match begun {
+                Ok(begun) => effect(orchestrator, rule, begun, request, found, next).await,
+                Err(error) => error.into_response(),
+            }
+        }
+    })
 }
 
-async fn effect(orchestrator: &Orchestrator, rule: &Rule, intent: AuditBody, request: Request, found: Found, next: Next) -> Response {
-    if let Err(error) = orchestrator.audit.intent(intent.clone()).await {
-        return error.into_response();
+/// Writes the intent. From then on a call is begun.
+async fn begin(orchestrator: &Orchestrator, intent: AuditBody) -> Result<Begun, ApiError> {
+    orchestrator.audit.intent(intent.clone()).await?;
+    Ok(Begun::new(orchestrator, intent))
+}
+
+/// Writes the intent, and makes sure meanwhile of what it was decided by. If that was wrong, nothing is begun, and that is written.
+async fn begin_surely(orchestrator: &Orchestrator, intent: AuditBody, guess: &Guess) -> Result<Result<Begun, ApiError>, Wrong> {
+    let (begun, sure) = tokio::join!(begin(orchestrator, intent), guess.make_sure(orchestrator));
+    if let Err(wrong) = sure {
+        if let Ok(begun) = begun {
+            begun.never().await;
+        }
+        return Err(wrong);
     }
-    let begun = Begun::new(orchestrator, intent);
+    Ok(begun)
+}
+
+async fn effect(orchestrator: &Orchestrator, rule: &Rule, begun: Begun, request: Request, found: Found, next: Next) -> Response {
     let mut response = next.run(request).await;
     if let Some(what) = found.what() {
         response = secret_in("body", what).into_response();

@@ -168,6 +168,14 @@ pub(crate) fn find(method: &Method, path: &str) -> Option<&'static Rule> {
     of(method.as_str()).or_else(|| if method == Method::HEAD { of("GET") } else { None })
 }
 
+impl Rule {
+    /// Whether a call may be looked at with what is remembered of its caller: what it brings is here whole, so that it can be looked
+    /// at again, and it does nothing before its intent is written.
+    pub(crate) fn makes_sure(&self) -> bool {
+        self.effect == Effect::Node && self.takes == Takes::Json && self.on == On::Session
+    }
+}
+
 /// Whether what became of a call is known by the node.
 pub(crate) fn runs_on_node(action: &str) -> bool {
     RULES.iter().any(|rule| rule.effect == Effect::Node && rule.action.as_str() == action)
