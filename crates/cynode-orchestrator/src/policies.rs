@@ -20,8 +20,9 @@ const LOOK: Duration = Duration::from_millis(500);
 
 /// So many decisions are remembered; then all are forgotten.
 const REMEMBERED: usize = 4_096;
-/// Of calls that name more than so much, none is.
+/// Of calls that name more than so much, none is, nor of callers in so many groups.
 const LONG: usize = 512;
+const MANY_GROUPS: usize = 64;
 
 /// All that a decision depends on, beside the rules.
 #[derive(Debug, PartialEq, Eq, Hash)]
@@ -30,15 +31,6 @@ struct Question {
     action: Action,
     resource: Resource,
     call: Call,
-}
-
-impl Question {
-    /// What agents do is in sessions. And what is remembered has a size.
-    fn is_worth_it(&self) -> bool {
-        let Call { path, program, image, token_kind, network, pty: _ } = &self.call;
-        let named: usize = [path, program, image, token_kind, network].into_iter().flatten().map(String::len).sum();
-        matches!(self.resource, Resource::Session { .. }) && named <= LONG
-    }
 }
 
 /// A set of rules, and what it was found to say: an agent asks the same again and again.
@@ -50,50 +42,65 @@ struct Loaded {
 }
 
 impl Loaded {
-    fn decide(&self, question: Question) -> Decision {
+    fn decide(&self, principal: &Principal, action: Action, resource: &Resource, call: &Call) -> Decision {
+        let decide = || self.set.decide(principal, action, resource, call);
+        if !is_worth_it(principal, resource, call) {
+            return decide();
+        }
+        let question = Question { principal: principal.clone(), action, resource: resource.clone(), call: call.clone() };
         if let Some(decision) = self.decided.lock().get(&question) {
             return decision.clone();
         }
-        let Question { principal, action, resource, call } = &question;
-        let decision = self.set.decide(principal, *action, resource, call);
-        if question.is_worth_it() {
-            let mut decided = self.decided.lock();
-            if decided.len() >= REMEMBERED {
-                decided.clear();
-            }
-            decided.insert(question, decision.clone());
+        let decision = decide();
+        let mut decided = self.decided.lock();
+        if decided.len() >= REMEMBERED {
+            decided.clear();
         }
+        decided.insert(question, decision.clone());
         decision
     }
 }
 
+/// What people do again and again is in sessions, and not to files by their names. And what is remembered has a size.
+fn is_worth_it(principal: &Principal, resource: &Resource, call: &Call) -> bool {
+    let Call { path, program, image, token_kind, network, pty: _ } = call;
+    let named: usize = [program, image, token_kind, network].into_iter().flatten().map(String::len).sum();
+    let is_short = |groups: &[String]| groups.len() <= MANY_GROUPS;
+    matches!(resource, Resource::Session { .. }) && matches!(principal, Principal::User { groups, .. } if is_short(groups)) && path.is_none() && named <= LONG
+}
+
 /// Cheap to clone.
 #[derive(Clone, Debug)]
-pub(crate) struct Policies(Arc<RwLock<Arc<Loaded>>>);
+pub(crate) struct Policies {
+    loaded: Arc<RwLock<Arc<Loaded>>>,
+    /// Whoever takes over new ones: an older set never comes after a newer one.
+    turn: Arc<tokio::sync::Mutex<()>>,
+}
 
 impl Policies {
     /// Reads them; the first time, or after an upgrade, the default ones are put there.
     pub(crate) async fn open(db: &Db) -> Result<Self, ApiError> {
         db.seed_policy(DEFAULT, DEFAULTS).await?;
-        Ok(Self(Arc::new(RwLock::new(Arc::new(load(db).await?)))))
+        Ok(Self { loaded: Arc::new(RwLock::new(Arc::new(load(db).await?))), turn: Arc::default() })
     }
 
     pub(crate) fn decide(&self, principal: &Principal, action: Action, resource: &Resource, call: &Call) -> Decision {
-        let loaded = Arc::clone(&self.0.read());
-        loaded.decide(Question { principal: principal.clone(), action, resource: resource.clone(), call: call.clone() })
+        let loaded = Arc::clone(&self.loaded.read());
+        loaded.decide(principal, action, resource, call)
     }
 
     /// The rules of a document.
     pub(crate) fn revision(&self) -> i64 {
-        self.0.read().revision
+        self.loaded.read().revision
     }
 
     /// Takes over what is in the database, if that has changed.
     pub(crate) async fn refresh(&self, db: &Db) -> Result<(), ApiError> {
+        let _turn = self.turn.lock().await;
         if db.policy_revision().await? != self.revision() {
             let loaded = load(db).await?;
             tracing::info!(revision = loaded.revision, "The policies have changed.");
-            *self.0.write() = Arc::new(loaded);
+            *self.loaded.write() = Arc::new(loaded);
         }
         Ok(())
     }

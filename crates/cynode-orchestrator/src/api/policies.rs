@@ -119,6 +119,8 @@ fn call(action: Action, body: PolicyTest) -> Call {
         Action::SessionCreate => Call { image: body.image, network: body.network, pty: body.pty, ..none },
         Action::JobCreate => Call { program: body.program, image: body.image, network: body.network, ..none },
         Action::TokenCreate => Call { token_kind: body.token_kind.map(|kind| kind.as_str().to_owned()), ..none },
+        // Without one they are about where the caller works.
+        Action::FileList | Action::FileSearch | Action::FileMkdir => Call { path: Some(within_workspace(body.path.as_deref().unwrap_or("."))), ..none },
         _ if action.as_str().starts_with("file.") => Call { path: body.path.as_deref().map(within_workspace), ..none },
         _ => none,
     }

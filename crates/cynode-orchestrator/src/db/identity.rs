@@ -44,7 +44,7 @@ macro_rules! authenticated {
             "select ",
             $more,
             " t.id, t.kind, t.user_id, u.name as user_name, u.is_admin, t.project_id, t.task_ids,
-                     array(select g.name from group_members m join groups g on g.id = m.group_id where m.user_id = t.user_id) as groups
+                     array(select g.name from group_members m join groups g on g.id = m.group_id where m.user_id = t.user_id order by g.name) as groups
               from ",
             $from,
             " join users u on u.id = t.user_id"

@@ -39,14 +39,15 @@ impl Begun {
         Self { intent: Some(intent), at: OffsetDateTime::now_utc(), orchestrator: orchestrator.clone() }
     }
 
-    /// It was not gone on with: nothing was done.
-    pub(crate) async fn never(self) {
+    /// It was not gone on with: nothing was done. Says which call it was.
+    pub(crate) async fn never(self) -> Option<uuid::Uuid> {
         let audit = self.orchestrator.audit.clone();
-        if let Some(intent) = self.ended() {
-            let outcome = AuditBody { decision: None, stage: Some("authenticate".to_owned()), ..not_started(intent) };
-            // When that can't be waited for, it is written later.
-            let _later = audit.outcome(outcome).await;
-        }
+        let intent = self.ended()?;
+        let call_id = intent.call_id;
+        let outcome = AuditBody { decision: None, rules: Vec::new(), stage: Some("authenticate".to_owned()), ..not_started(intent) };
+        // When that can't be waited for, it is written later.
+        let _later = audit.outcome(outcome).await;
+        call_id
     }
 
     /// The intent; its outcome is known now.

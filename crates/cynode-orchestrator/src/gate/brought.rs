@@ -32,6 +32,30 @@ static SPOOLS: Semaphore = Semaphore::const_new(8);
 /// After so many bytes more it is looked whether there is still room.
 const LOOK_AFTER: u64 = 16 * 1024 * 1024;
 
+/// The body of a call, as it comes to the gate.
+#[derive(Debug)]
+pub(crate) enum Incoming {
+    Coming(Body),
+    /// It was taken already, or could not be.
+    Here(Result<Bytes, ApiError>),
+}
+
+impl Incoming {
+    async fn json(self) -> Result<Bytes, ApiError> {
+        match self {
+            Self::Coming(body) => json_bytes(body).await,
+            Self::Here(taken) => taken,
+        }
+    }
+
+    fn into_body(self) -> Result<Body, ApiError> {
+        match self {
+            Self::Coming(body) => Ok(body),
+            Self::Here(taken) => taken.map(Body::from),
+        }
+    }
+}
+
 /// The body of a call, before it goes on.
 #[derive(Debug)]
 pub(crate) enum Brought {
@@ -67,24 +91,24 @@ pub(crate) struct Held {
 }
 
 impl Brought {
-    pub(crate) async fn take(orchestrator: &Orchestrator, takes: Takes, enters: bool, body: Body) -> Result<Self, ApiError> {
+    pub(crate) async fn take(orchestrator: &Orchestrator, takes: Takes, enters: bool, incoming: Incoming) -> Result<Self, ApiError> {
         match takes {
             Takes::Json => {
-                let bytes = json_bytes(body).await?;
+                let bytes = incoming.json().await?;
                 let value = edge::parse(&bytes).unwrap_or_default();
                 Ok(Self::Json(bytes, value))
             }
-            Takes::File => hold(orchestrator, body, file_limits::MAX_PUT_BYTES).await.map(Self::Held),
+            Takes::File => hold(orchestrator, incoming.into_body()?, file_limits::MAX_PUT_BYTES).await.map(Self::Held),
             Takes::Archive => {
-                let held = hold(orchestrator, body, artifact_limits::MAX_BYTES).await?;
+                let held = hold(orchestrator, incoming.into_body()?, artifact_limits::MAX_BYTES).await?;
                 let read = tokio::task::spawn_blocking(move || held.with_entries()).await;
                 read.unwrap_or_else(|_| Err(ApiError::new(ErrorCode::Internal, "reading the archive was interrupted"))).map(Self::Held)
             }
             Takes::Stream if enters => {
                 let found = Found::default();
-                Ok(Self::Passing(watched(orchestrator.scanner.watch(), body, found.clone()), found))
+                Ok(Self::Passing(watched(orchestrator.scanner.watch(), incoming.into_body()?, found.clone()), found))
             }
-            Takes::Stream => Ok(Self::Nothing(body)),
+            Takes::Stream => incoming.into_body().map(Self::Nothing),
             // Whoever sends something with a call that takes nothing does not make it wait for that.
             Takes::Nothing => Ok(Self::Nothing(Body::empty())),
         }

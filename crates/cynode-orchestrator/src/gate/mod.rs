@@ -10,7 +10,7 @@ mod facts;
 mod resources;
 mod rules;
 
-use std::{collections::HashMap, time::Instant};
+use std::collections::HashMap;
 
 use axum::{
     extract::{FromRequestParts as _, MatchedPath, Query, RawPathParams, Request, State},
@@ -34,10 +34,12 @@ use crate::{
     known::{Guess, Wrong},
 };
 use answer::{Begun, Said};
-use brought::{Brought, Found};
+use brought::{Brought, Found, Incoming};
 use resources::{About, Named};
 use rules::{Effect, Rule, Takes};
 
+/// A body that is taken before it was made sure who calls is no longer.
+const LITTLE: u64 = 64 * 1024;
 /// So many paths may one call touch.
 const MAX_PATHS: usize = 10_000;
 /// And with more than so many, deciding leaves the others' thread.
@@ -71,33 +73,29 @@ pub(crate) async fn pass(State(orchestrator): State<Orchestrator>, request: Requ
     let Some(rule) = rules::find(request.method(), matched.as_str()) else { return edge::method_not_allowed().await.into_response() };
     let (mut parts, body) = request.into_parts();
     let Some(guess) = parts.extensions.remove::<Guess>() else {
-        return attempt(&orchestrator, rule, &caller, Request::from_parts(parts, body), None, next).await.unwrap_or_else(|Wrong(_)| unsure());
+        return attempt(&orchestrator, rule, &caller, parts, Incoming::Coming(body), None, next).await.unwrap_or_else(|_| unsure());
     };
-    let bytes = match brought::json_bytes(body).await {
-        Ok(bytes) => bytes,
-        // It is refused by whom it would be refused by anyway.
-        Err(error) => {
-            let intent = intent(rule, &caller, &parts, &orchestrator);
-            return refuse(&orchestrator, intent, at("arguments")(error)).await;
-        }
-    };
-    let request = Request::from_parts(parts.clone(), bytes.clone().into());
-    match attempt(&orchestrator, rule, &caller, request, Some(&guess), next.clone()).await {
+    let taken = brought::json_bytes(body).await;
+    match attempt(&orchestrator, rule, &caller, parts.clone(), Incoming::Here(taken.clone()), Some(&guess), next.clone()).await {
         Ok(response) => response,
-        Err(Wrong(Ok(Some(facts)))) => {
-            let caller = caller::introduce(&mut parts.extensions, guess.token_hash, Some(guess.session_id), facts, Instant::now());
-            let request = Request::from_parts(parts, bytes.into());
-            attempt(&orchestrator, rule, &caller, request, None, next).await.unwrap_or_else(|Wrong(_)| unsure())
+        Err(Wrong { found: Ok(Some(facts)), at, .. }) => {
+            let caller = caller::introduce(&mut parts.extensions, guess.token_hash, Some(guess.session_id), facts, at);
+            attempt(&orchestrator, rule, &caller, parts, Incoming::Here(taken), None, next).await.unwrap_or_else(|_| unsure())
         }
-        Err(Wrong(Ok(None))) => caller::refused(&orchestrator, "nobody", &guess.token_hash).await.into_response(),
-        Err(Wrong(Err(error))) => error.into_response(),
+        Err(Wrong { found: Ok(None), call_id, .. }) => {
+            let refused = caller::refused(&orchestrator, "nobody", &guess.token_hash).await;
+            called(refused.into_response(), call_id)
+        }
+        Err(Wrong { found: Err(error), call_id, .. }) => called(error.into_response(), call_id),
     }
 }
 
-/// Whether a call may come here with a guess of who calls.
+/// Whether a call may come here with a guess of who calls. What it brings is taken before that is made sure of, so it is little.
 pub(crate) fn makes_sure(request: &Request) -> bool {
-    let rule = request.extensions().get::<MatchedPath>().and_then(|matched| rules::find(request.method(), matched.as_str()));
-    rule.is_some_and(Rule::makes_sure)
+    let rule = || request.extensions().get::<MatchedPath>().and_then(|matched| rules::find(request.method(), matched.as_str()));
+    let headers = request.headers();
+    let size = headers.get(http::header::CONTENT_LENGTH).and_then(|size| size.to_str().ok()?.parse::<u64>().ok());
+    size.is_some_and(|size| size <= LITTLE) && !headers.contains_key(http::header::EXPECT) && rule().is_some_and(Rule::makes_sure)
 }
 
 /// What can't be: only a guess is wrong.
@@ -105,19 +103,27 @@ fn unsure() -> Response {
     ApiError::new(ErrorCode::Internal, "who calls could not be made sure of").into_response()
 }
 
+/// Says which call an answer is to.
+fn called(mut response: Response, call_id: Option<Uuid>) -> Response {
+    if let Some(value) = call_id.and_then(|id| HeaderValue::from_str(&id.to_string()).ok()) {
+        response.headers_mut().insert(HeaderName::from_static(CALL_HEADER), value);
+    }
+    response
+}
+
 /// Decides, writes down and carries out a call. With a guess that turns out wrong, nothing was done.
 async fn attempt(
     orchestrator: &Orchestrator,
     rule: &'static Rule,
     caller: &Caller,
-    request: Request,
+    parts: Parts,
+    incoming: Incoming,
     guess: Option<&Guess>,
     next: Next,
 ) -> Result<Response, Wrong> {
-    let (parts, body) = request.into_parts();
     let mut intent = intent(rule, caller, &parts, orchestrator);
     let call_id = intent.call_id;
-    let mut response = match Box::pin(admit(orchestrator, rule, caller, &mut intent, Request::from_parts(parts, body))).await {
+    let response = match Box::pin(admit(orchestrator, rule, caller, &mut intent, parts, incoming)).await {
         Ok((request, found)) => Box::pin(run(orchestrator, rule, intent, request, found, guess, next)).await?,
         Err(refusal) => {
             if let Some(guess) = guess {
@@ -126,10 +132,7 @@ async fn attempt(
             refuse(orchestrator, intent, refusal).await
         }
     };
-    if let Some(value) = call_id.and_then(|id| HeaderValue::from_str(&id.to_string()).ok()) {
-        response.headers_mut().insert(HeaderName::from_static(CALL_HEADER), value);
-    }
-    Ok(response)
+    Ok(called(response, call_id))
 }
 
 fn intent(rule: &Rule, caller: &Caller, request: &Parts, orchestrator: &Orchestrator) -> AuditBody {
@@ -144,9 +147,15 @@ fn intent(rule: &Rule, caller: &Caller, request: &Parts, orchestrator: &Orchestr
 }
 
 /// Decides whether a call may go on. What is learnt on the way is in the record, whatever is decided.
-async fn admit(orchestrator: &Orchestrator, rule: &Rule, caller: &Caller, intent: &mut AuditBody, request: Request) -> Result<(Request, Found), Refusal> {
+async fn admit(
+    orchestrator: &Orchestrator,
+    rule: &Rule,
+    caller: &Caller,
+    intent: &mut AuditBody,
+    mut parts: Parts,
+    incoming: Incoming,
+) -> Result<(Request, Found), Refusal> {
     check_kind(rule, caller).map_err(at("agent_type"))?;
-    let (mut parts, body) = request.into_parts();
     let path = path_of(&mut parts).await.map_err(at("arguments"))?;
     let query = query_of(&parts.uri);
     let mut seen = parts.extensions.remove::<Seen>();
@@ -157,7 +166,7 @@ async fn admit(orchestrator: &Orchestrator, rule: &Rule, caller: &Caller, intent
         place(intent, &about);
         decide(orchestrator, rule, caller, &about, &facts::calls(rule.action, &Value::Null, &query, &[]), intent)?;
     }
-    let mut brought = Brought::take(orchestrator, rule.takes, rule.enters, body).await.map_err(at("arguments"))?;
+    let mut brought = Brought::take(orchestrator, rule.takes, rule.enters, incoming).await.map_err(at("arguments"))?;
     identify(rule, &mut brought, intent, &path);
     let named = Named { path: &path, query: &query, body: brought.json(), seen };
     let about = db::soon(orchestrator.about(rule.on, caller, &named)).await.map_err(at("resource"))?;
@@ -388,10 +397,11 @@ async fn begin(orchestrator: &Orchestrator, intent: AuditBody) -> Result<Begun, 
 async fn begin_surely(orchestrator: &Orchestrator, intent: AuditBody, guess: &Guess) -> Result<Result<Begun, ApiError>, Wrong> {
     let (begun, sure) = tokio::join!(begin(orchestrator, intent), guess.make_sure(orchestrator));
     if let Err(wrong) = sure {
-        if let Ok(begun) = begun {
-            begun.never().await;
-        }
-        return Err(wrong);
+        let call_id = match begun {
+            Ok(begun) => begun.never().await,
+            Err(_) => None,
+        };
+        return Err(Wrong { call_id, ..wrong });
     }
     Ok(begun)
 }

@@ -41,8 +41,15 @@ pub(super) async fn connect(socket: &std::path::Path, limit: Duration) -> Result
     tokio::time::timeout(limit, docker.negotiate_version()).await.map_err(|_| Error::Timeout { call: "version", limit })?.map_err(unavailable)
 }
 
+/// Nobody has an image or a container of these names.
+const NOBODY: &str = "localhost/cynode/nobody:never";
+const NOTHING: &str = "cynode-nothing";
+
+/// Asks for what is not there: a service whose database or store of images hangs does not answer that, though it may say that it is there.
 pub(super) async fn ping(docker: Docker) -> Result<(), Error> {
-    docker.ping().await.map(drop).map_err(translate("ping", "ping"))
+    let container = docker.inspect_container(NOTHING, None).await.map(drop).map_err(translate("ping", NOTHING));
+    let image = docker.inspect_image(NOBODY).await.map(drop).map_err(translate("ping", NOBODY));
+    [container, image].into_iter().find(|answer| !matches!(answer, Ok(()) | Err(Error::NotFound(_)))).unwrap_or(Ok(()))
 }
 
 pub(super) fn image(found: ImageInspect, reference: &str) -> Image {

@@ -158,8 +158,8 @@ pub struct RuntimeExecState {
 
 #[async_trait]
 pub trait Runtime: Send + Sync + std::fmt::Debug {
-    /// Fails when the runtime does not answer. Cheap, as it is asked for ever: Podman's own version costs it a search in the
-    /// package database.
+    /// Fails when the runtime does not answer, or can't read what it keeps. Cheap, as it is asked for ever: two milliseconds, where
+    /// Podman's own version costs it a search in the package database, and a third of a second.
     async fn ping(&self) -> Result<(), Error>;
     /// The ids that sandboxes get; those of a `Spec` must lie within.
     async fn ids(&self) -> Result<IdSpace, Error>;

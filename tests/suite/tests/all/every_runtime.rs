@@ -178,7 +178,8 @@ async fn a_terminal_opens_and_takes_input(world: World) -> Result<()> {
         terminal.write(key).await?;
         until(&mut terminal, Some(answer)).await?;
     }
-    terminal.write("echo in''terrupted: $?; jobs; kill -KILL %1; wait; id -u; exit 6\n").await?;
+    // A shell that still thinks that a job of its is stopped only warns the first time. (To wait for a job that was stopped can take for ever.)
+    terminal.write("echo in''terrupted: $?; jobs; kill -KILL %1; id -u; exit 6; exit 6\n").await?;
     let said = until(&mut terminal, None).await?;
     assert!(said.contains("interrupted: 130") && said.contains("Stopped") && said.contains("1000"), "{said}");
     assert_eq!(code, Some(6), "{said}");

@@ -58,19 +58,27 @@ async fn what_is_remembered_of_a_caller_lets_nobody_do_anything_and_refuses_nobo
         done(&client, exec(&theirs, "true")?).await?;
     }
     done(&client, small.request(Method::DELETE, &format!("/v1/tokens/{}", text(&made["id"])?))?).await?;
+    // What is long, or waits to be asked for, is not even taken.
+    let before = of_action(&client, "session.exec").await?.len();
+    let long = vec![b' '; 11 << 20];
+    let refused = Answer::of(small.request_by(&theirs, Method::POST, &path)?.header("content-type", "application/json").body(long.clone())).await?;
+    assert_eq!(refused.outcome(), (401, "unauthorized".to_owned()));
+    assert_eq!(of_action(&client, "session.exec").await?.len(), before);
     for _ in 0..2 {
         let refused = Answer::of(exec(&theirs, "touch taken")?).await?;
         assert_eq!(refused.outcome(), (401, "unauthorized".to_owned()));
     }
     assert_eq!(never().await?.len(), 2, "the second time it is not known any more");
-    assert_eq!(of_action(&client, "authenticate").await?.len(), 2);
+    assert_eq!(of_action(&client, "authenticate").await?.len(), 3);
     let (answer, _) = done(&client, exec(&ada, "test ! -e taken")?).await?;
     assert_eq!(body(&answer)?["exit_code"], 0, "{answer:?}");
 
-    // One of two bodies that came as one is as bad as before.
-    let torn = small.request_by(&ada, Method::POST, &path)?.header("content-type", "application/json").body("{\"argv\":");
-    let (answer, Told { intent, .. }) = call(&client, torn).await?;
-    assert_eq!((answer.status, intent.body.subject.and_then(|subject| subject.name).as_deref()), (400, Some("ada")));
+    // What can't be read is refused as it was before, in her name.
+    for (bytes, status) in [(b"{\"argv\":".to_vec(), 400), (long, 413)] {
+        let bad = small.request_by(&ada, Method::POST, &path)?.header("content-type", "application/json").body(bytes);
+        let (answer, Told { intent, .. }) = call(&client, bad).await?;
+        assert_eq!((answer.status, intent.body.subject.and_then(|subject| subject.name).as_deref()), (status, Some("ada")));
+    }
     intact(&client).await?;
     small.worker.shut_down().await
 }
