@@ -14,6 +14,7 @@ mod pool;
 mod pressure;
 mod reconcile;
 mod recover;
+mod reference;
 mod start;
 mod validate;
 mod workspace;

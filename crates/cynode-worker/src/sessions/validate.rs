@@ -10,6 +10,8 @@ use cynode_service::{
 };
 use time::OffsetDateTime;
 
+use super::reference::check_reference;
+
 /// A request with its defaults filled in.
 #[derive(Debug)]
 pub(super) struct Checked {
@@ -27,9 +29,7 @@ pub(crate) fn check_version(version: Option<u32>) -> Result<(), ApiError> {
 
 pub(super) fn check(request: &SessionCreate, max_nofile: u64) -> Result<Checked, ApiError> {
     check_version(request.version)?;
-    if request.image_ref.is_empty() || request.image_ref.len() > 512 || request.image_ref.bytes().any(|byte| byte.is_ascii_control() || byte == b' ') {
-        return Err(ApiError::invalid("image_ref: must be an image reference or \"default\""));
-    }
+    check_reference(&request.image_ref)?;
     check_env(&request.env, MAX_ENV, MAX_ENV_BYTES)?;
     check_labels(&request.labels)?;
     Ok(Checked {

@@ -65,6 +65,8 @@ async fn bodies_that_are_not_as_described_make_no_session() -> Result<()> {
         (format!(r#"{{"version":"1","task_id":"{SOME_ID}","session_id":"{SOME_ID}","image_ref":"default"}}"#).into_bytes(), 400, "version"),
         (format!(r#"{{"version":2,"task_id":"{SOME_ID}","session_id":"{SOME_ID}","image_ref":"default"}}"#).into_bytes(), 422, "version 2"),
         (format!(r#"{{"task_id":"{SOME_ID}","session_id":"{SOME_ID}","image_ref":"a\u0000b"}}"#).into_bytes(), 400, "image_ref"),
+        (format!(r#"{{"task_id":"{SOME_ID}","session_id":"{SOME_ID}","image_ref":"w\u00ca"}}"#).into_bytes(), 400, "image_ref"),
+        (format!(r#"{{"task_id":"{SOME_ID}","session_id":"{SOME_ID}","image_ref":"localhost/A//b"}}"#).into_bytes(), 400, "image_ref"),
         (vec![b' '; (10 << 20) + 1], 413, "10485760"),
     ];
     for (body, status, named) in cases {
