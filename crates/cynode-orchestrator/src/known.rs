@@ -21,8 +21,8 @@ use crate::{
 
 /// So many are remembered; then all are forgotten.
 const MOST: usize = 4_096;
-/// Somebody in more groups is not.
-const MOST_GROUPS: usize = 64;
+/// Of somebody in more groups nothing is.
+pub(crate) const MOST_GROUPS: usize = 64;
 
 type Facts = (Authenticated, Option<PlacedSession>);
 

@@ -11,6 +11,7 @@ use uuid::Uuid;
 use crate::{
     Orchestrator,
     db::{Db, PolicyRow},
+    known::MOST_GROUPS,
 };
 
 /// The document that comes with the system.
@@ -20,9 +21,8 @@ const LOOK: Duration = Duration::from_millis(500);
 
 /// So many decisions are remembered; then all are forgotten.
 const REMEMBERED: usize = 4_096;
-/// Of calls that name more than so much, none is, nor of callers in so many groups.
+/// Of calls that name more than so much, none is.
 const LONG: usize = 512;
-const MANY_GROUPS: usize = 64;
 
 /// All that a decision depends on, beside the rules.
 #[derive(Debug, PartialEq, Eq, Hash)]
@@ -65,7 +65,7 @@ impl Loaded {
 fn is_worth_it(principal: &Principal, resource: &Resource, call: &Call) -> bool {
     let Call { path, program, image, token_kind, network, pty: _ } = call;
     let named: usize = [program, image, token_kind, network].into_iter().flatten().map(String::len).sum();
-    let is_short = |groups: &[String]| groups.len() <= MANY_GROUPS;
+    let is_short = |groups: &[String]| groups.len() <= MOST_GROUPS;
     matches!(resource, Resource::Session { .. }) && matches!(principal, Principal::User { groups, .. } if is_short(groups)) && path.is_none() && named <= LONG
 }
 

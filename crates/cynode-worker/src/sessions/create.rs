@@ -10,7 +10,6 @@ use tokio::sync::OwnedMutexGuard;
 use super::{
     CREATE_WAIT, Entry, Sessions, blocking, environment, journal_error,
     pool::Key,
-    reference::check_reference,
     runtime_problem,
     start::{Sandbox, Started},
     validate,
@@ -179,7 +178,6 @@ impl Sessions {
     /// An image that is on this node, whatever it may be used for; the pinned one, when the caller says which.
     pub(crate) async fn any_image(&self, reference: &str, pinned: Option<&str>) -> Result<Image, ApiError> {
         let reference = self.image_name(reference);
-        check_reference(&reference)?;
         let image = self.runtime.image(&reference).await.map_err(|error| -> ApiError {
             match error {
                 runtime::Error::NotFound(_) => Problem::new(ErrorCode::ImageNotFound, format!("the image {reference} is not on this node")).into(),

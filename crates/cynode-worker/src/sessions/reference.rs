@@ -6,6 +6,9 @@ pub(super) fn check_reference(text: &str) -> Result<(), ApiError> {
     if is_reference(text) { Ok(()) } else { Err(ApiError::invalid("image_ref: must be an image reference or \"default\"")) }
 }
 
+/// The longest digest there is has 128 digits.
+const MAX_DIGEST: usize = 128;
+
 /// `[host[:port]/]path[:tag][@digest]`, as registries have it.
 fn is_reference(text: &str) -> bool {
     let (rest, digest) = text.split_once('@').map_or((text, None), |(rest, digest)| (rest, Some(digest)));
@@ -44,7 +47,8 @@ fn is_tag(text: &str) -> bool {
 }
 
 fn is_digest(text: &str) -> bool {
-    text.split_once(':').is_some_and(|(kind, hex)| is_component(kind) && hex.len() >= 32 && hex.bytes().all(|byte| byte.is_ascii_hexdigit()))
+    text.split_once(':')
+        .is_some_and(|(kind, hex)| is_component(kind) && (32..=MAX_DIGEST).contains(&hex.len()) && hex.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }
 
 #[cfg(test)]
@@ -67,7 +71,7 @@ mod tests {
         ] {
             assert!(is_reference(good), "{good}");
         }
-        let long = "x".repeat(256);
+        let (long, endless) = ("x".repeat(256), format!("a@sha512:{}", "0".repeat(129)));
         for bad in [
             "",
             "w\u{ca}",
@@ -91,6 +95,7 @@ mod tests {
             "h:p/x",
             "a\nb",
             &long,
+            &endless,
         ] {
             assert!(!is_reference(bad), "{bad}");
         }
