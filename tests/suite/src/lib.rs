@@ -17,7 +17,7 @@ mod world;
 
 pub use audit::{Answered, Told, Trail, Witness, until_settled, whole_trail};
 pub use dockerd::{OTHER_RUNTIME, TEST_USER};
-pub use plane::{Frozen, Plane, Postgres, RunningOrchestrator, postgres_programs};
+pub use plane::{Held, Plane, Postgres, RunningOrchestrator, postgres_programs};
 pub use random::Random;
 pub use relay::Relay;
 pub use requests::{Answer, Http};

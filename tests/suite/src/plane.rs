@@ -137,14 +137,22 @@ impl Postgres {
     }
 
     /// Holds all its processes still until what is given back is dropped, or this test has ended in whatever way.
-    pub fn freeze(&self) -> Result<Frozen> {
+    pub fn freeze(&self) -> Result<Held> {
         // It can't have new children once it stands still itself.
         let script = "kill -STOP $1; all=\"$1 $(cat /proc/$1/task/$1/children)\"; kill -STOP $all; echo; cat >/dev/null; kill -CONT $all";
         let mut command = Command::new("sh");
         command.args(["-c", script, "sh"]).arg(self.child.id().to_string()).stdin(Stdio::piped()).stdout(Stdio::piped()).process_group(0);
-        let mut frozen = Frozen(command.spawn()?);
-        frozen.0.stdout.as_mut().context("its output")?.read_exact(&mut [0]).context("holding PostgreSQL still")?;
-        Ok(frozen)
+        Held::when_it_speaks(command.spawn()?).context("holding PostgreSQL still")
+    }
+
+    /// Keeps everybody else from a table, readers too, until what is given back is dropped.
+    pub fn hold(&self, table: &str) -> Result<Held> {
+        let mut command = self.psql()?;
+        command.args(["-q", "-v", &format!("table={table}"), "-f", "-"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut held = command.spawn()?;
+        let words = b"begin; lock table :table in access exclusive mode;\n\\echo held\n";
+        held.stdin.as_mut().context("its input")?.write_all(words)?;
+        Held::when_it_speaks(held).context("holding a table")
     }
 
     /// Carries out a statement while the server does not run.
@@ -166,22 +174,31 @@ impl Postgres {
 
     /// What a statement answers.
     pub fn ask(&self, statement: &str) -> Result<String> {
-        let mut command = Command::new(postgres_programs()?.join("psql"));
-        command
-            .current_dir("/")
-            .args(["-X", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-U", "cynode", "-d", "postgres", "-c", statement, "-h"])
-            .arg(&self.directory);
-        let ran = command.output()?;
+        let ran = self.psql()?.args(["-c", statement]).output()?;
         ensure!(ran.status.success(), "{statement}: {}", String::from_utf8_lossy(&ran.stderr));
         Ok(String::from_utf8(ran.stdout)?.trim().to_owned())
     }
+
+    fn psql(&self) -> Result<Command> {
+        let mut command = Command::new(postgres_programs()?.join("psql"));
+        command.current_dir("/").args(["-X", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-U", "cynode", "-d", "postgres", "-h"]).arg(&self.directory);
+        Ok(command)
+    }
 }
 
-/// A server all of whose processes stand still.
+/// A program that holds something until this is dropped.
 #[derive(Debug)]
-pub struct Frozen(Child);
+pub struct Held(Child);
 
-impl Drop for Frozen {
+impl Held {
+    fn when_it_speaks(child: Child) -> Result<Self> {
+        let mut held = Self(child);
+        held.0.stdout.as_mut().context("its output")?.read_exact(&mut [0])?;
+        Ok(held)
+    }
+}
+
+impl Drop for Held {
     fn drop(&mut self) {
         drop(self.0.stdin.take());
         drop(self.0.wait());

@@ -30,13 +30,20 @@ const MAX_EVENT: usize = 4 * 1024 * 1024;
 #[derive(Debug)]
 pub(crate) struct Begun {
     intent: Option<AuditBody>,
+    /// Whether it was gone on with. As long as not, nothing was done.
+    is_carried_out: bool,
     at: OffsetDateTime,
     orchestrator: Orchestrator,
 }
 
 impl Begun {
     pub(crate) fn new(orchestrator: &Orchestrator, intent: AuditBody) -> Self {
-        Self { intent: Some(intent), at: OffsetDateTime::now_utc(), orchestrator: orchestrator.clone() }
+        Self { intent: Some(intent), is_carried_out: false, at: OffsetDateTime::now_utc(), orchestrator: orchestrator.clone() }
+    }
+
+    /// From here on only the node knows what came of it.
+    pub(crate) fn carry_out(&mut self) {
+        self.is_carried_out = true;
     }
 
     /// It was not gone on with: nothing was done. Says which call it was.
@@ -58,8 +65,10 @@ impl Begun {
 
 impl Drop for Begun {
     fn drop(&mut self) {
-        if let Some(intent) = self.intent.take() {
-            self.orchestrator.abandoned.leave(intent, self.at);
+        match self.intent.take() {
+            Some(intent) if self.is_carried_out => self.orchestrator.abandoned.leave(intent, self.at),
+            Some(intent) => self.orchestrator.audit.tell(not_started(intent)),
+            None => {}
         }
     }
 }

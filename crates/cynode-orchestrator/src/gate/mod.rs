@@ -312,9 +312,12 @@ fn check_secrets(
 }
 
 fn secret_in(field: &str, what: &str) -> ApiError {
-    metrics::counter!("cynode_secrets_refused_total").increment(1);
     let error = ApiError::new(ErrorCode::SecretInInput, format!("{field}: holds what looks like {what}; no secret enters a sandbox"));
     ApiError(Box::new(error.0.with("field", field)))
+}
+
+fn count_secret() {
+    metrics::counter!("cynode_secrets_refused_total").increment(1);
 }
 
 pub(crate) fn denied(action: Action, decision: &Decision) -> ApiError {
@@ -332,6 +335,9 @@ async fn refuse(orchestrator: &Orchestrator, mut intent: AuditBody, Refusal { st
     // That the database does not answer is no refusal, and can't be written.
     if error.0.is(ErrorCode::StoreUnavailable) {
         return error.into_response();
+    }
+    if stage == "secrets" {
+        count_secret();
     }
     intent.stage = Some(stage.to_owned());
     if matches!(stage, "agent_type" | "secrets") || intent.decision.is_none() && stage == "resource" {
@@ -406,9 +412,11 @@ async fn begin_surely(orchestrator: &Orchestrator, intent: AuditBody, guess: &Gu
     Ok(begun)
 }
 
-async fn effect(orchestrator: &Orchestrator, rule: &Rule, begun: Begun, request: Request, found: Found, next: Next) -> Response {
+async fn effect(orchestrator: &Orchestrator, rule: &Rule, mut begun: Begun, request: Request, found: Found, next: Next) -> Response {
+    begun.carry_out();
     let mut response = next.run(request).await;
     if let Some(what) = found.what() {
+        count_secret();
         response = secret_in("body", what).into_response();
     }
     answer::conclude(orchestrator, rule, begun, response).await

@@ -13,7 +13,7 @@ use std::{
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{AuditRecord, AuditResult, ExecId, SessionId};
 use cynode_client::WorkerClient;
-use cynode_tests::{Answer, Frozen, Trail, Witness, eventually, sh, until_settled, whole_trail};
+use cynode_tests::{Answer, Held, Trail, Witness, eventually, sh, until_settled, whole_trail};
 use http::Method;
 use serde_json::json;
 use uuid::Uuid;
@@ -42,7 +42,7 @@ enum Away {
 }
 
 /// A database that is away, until it is brought back.
-struct Gone(Away, Option<Frozen>);
+struct Gone(Away, Option<Held>);
 
 impl Gone {
     fn take(small: &mut Small, away: Away) -> Result<Self> {

@@ -1,8 +1,10 @@
 //! What an orchestrator remembers of a caller makes calls fast. It lets nobody do anything, and refuses nobody.
 
+use std::time::Duration;
+
 use anyhow::{Result, ensure};
 use cynode_api::{AuditDecision, AuditKind, AuditResult};
-use cynode_tests::Answer;
+use cynode_tests::{Answer, eventually};
 use http::Method;
 use serde_json::{Value, json};
 
@@ -79,6 +81,35 @@ async fn what_is_remembered_of_a_caller_lets_nobody_do_anything_and_refuses_nobo
         let (answer, Told { intent, .. }) = call(&client, bad).await?;
         assert_eq!((answer.status, intent.body.subject.and_then(|subject| subject.name).as_deref()), (status, Some("ada")));
     }
+    intact(&client).await?;
+    small.worker.shut_down().await
+}
+
+// proves: CYNAI.SANDBX.AccessControlAuditing
+#[tokio::test]
+async fn who_goes_away_while_it_is_made_sure_who_they_are_has_done_nothing() -> Result<()> {
+    let mut small = Small::start().await?;
+    let client = small.orchestrator.client()?;
+    let (_, ada) = small.user("ada").await?;
+    let id = small.session(&ada, &session()).await?;
+    let exec = |script: &str| anyhow::Ok(small.request_by(&ada, Method::POST, &format!("/v1/sessions/{id}/exec"))?.json(&sh(script)));
+    for _ in 0..2 {
+        done(&client, exec("true")?).await?;
+    }
+    let records = |kind: &str| small.plane.postgres.ask(&format!("select count(*) from audit_events where action = 'session.exec' and kind = '{kind}'"));
+
+    // She is known, so her call is written down; whether that is right, nobody can say yet.
+    let held = small.plane.postgres.hold("api_tokens")?;
+    let call = tokio::spawn(exec("touch taken")?.send());
+    eventually("its intent is written", Duration::from_secs(30), async || Ok(records("intent")? == "3")).await?;
+    assert_eq!(records("outcome")?, "2");
+    call.abort();
+    eventually("it is closed although nobody waits", Duration::from_secs(60), async || Ok(records("outcome")? == "3")).await?;
+    drop(held);
+    let last = of_action(&client, "session.exec").await?.into_iter().rfind(|record| record.body.kind == AuditKind::Outcome);
+    assert_eq!(last.and_then(|record| record.body.result), Some(AuditResult::NotStarted));
+    let (answer, _) = done(&client, exec("test ! -e taken")?).await?;
+    assert_eq!(body(&answer)?["exit_code"], 0, "{answer:?}");
     intact(&client).await?;
     small.worker.shut_down().await
 }
