@@ -34,6 +34,7 @@ const CONFINED: &[(&str, &[&str])] = &[
     ("sqlx", &["cynode-orchestrator", "cynode-bench-audit"]),
     ("oci-client", &["cynode-orchestrator"]),
     ("cedar-policy", &["cynode-policy"]),
+    ("rmcp", &["cynode-orchestrator", "cynode-worker"]),
 ];
 
 pub(crate) fn check() -> Result<()> {

@@ -36,9 +36,11 @@ codes! {
     Forbidden = "forbidden", 403, "Not for this caller", "Ask an administrator, or use a token of another kind.";
     DeniedByPolicy = "denied_by_policy", 403, "Policy does not allow it", "Ask an administrator: 'cynode policy test' shows which rules decide.";
     ImageNotAllowed = "image_not_allowed", 403, "The image is not allowed", "Choose one that 'cynode image list' shows as allowed, or have an administrator allow it.";
+    ToolDisabled = "tool_disabled", 403, "The tool is switched off", "Have an administrator switch it on.";
     PtyNotAllowed = "pty_not_allowed", 403, "This session has no terminal", "Create the session with pty_allowed: true.";
     NotFound = "not_found", 404, "There is no such thing", "Check the path.";
     SessionNotFound = "session_not_found", 404, "There is no such session", "Check the id, or create the session.";
+    UnknownTool = "unknown_tool", 404, "There is no such tool", "List the tools: the list holds those that this caller may use.";
     JobNotFound = "job_not_found", 404, "There is no such job", "Check the ids; a node forgets a job a day after it was acknowledged.";
     ExecNotFound = "exec_not_found", 404, "There is no such exec in this session", "Check the id; finished execs are forgotten when the session's records are full.";
     WorkspaceNotFound = "workspace_not_found", 404, "There is no such workspace for this task", "Use 'new', or the workspace_id of a session of the same task that ended with workspace: \"keep\".";
@@ -84,6 +86,7 @@ codes! {
     AgentUnavailable = "agent_unavailable", 503, "The in-sandbox agent did not answer", "Try again; if it lasts, end the session.";
     RuntimeUnavailable = "runtime_unavailable", 503, "The container runtime did not answer", "Run 'cynode doctor' on the node.";
     NoCapacity = "no_capacity", 503, "The node has no room for another sandbox", "End sessions, or raise worker.max_sandboxes.";
+    Unavailable = "unavailable", 503, "What it needs is not there", "Go without it: the remedy of the single failure says how.";
     NodeUnreachable = "node_unreachable", 503, "The node does not answer", "Try again; see 'cynode node list'.";
     StoreUnavailable = "store_unavailable", 503, "The database does not answer", "Try again; nothing was lost. See 'cynode status'.";
     PidsExhausted = "pids_exhausted", 503, "The sandbox's process table is full", "Signal its processes (session signal KILL), then try again.";

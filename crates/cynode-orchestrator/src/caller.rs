@@ -19,12 +19,15 @@ use crate::{
     Orchestrator,
     db::{self, Authenticated, Of, PlacedSession},
     gate,
+    mcp::ByTool,
 };
 
 /// What a caller may see.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scope {
     pub(crate) is_admin: bool,
+    /// Whether it is looked at what belongs to whom: not for administrators, nor where the gate has seen to it.
+    pub(crate) sees_all: bool,
     pub(crate) user_id: UserId,
 }
 
@@ -53,8 +56,22 @@ impl Caller {
             user_name: found.user_name,
             project_id: found.project_id,
             task_ids: found.task_ids,
-            scope: Scope { is_admin, user_id: found.user_id },
+            scope: Scope { is_admin, sees_all: is_admin, user_id: found.user_id },
             token_hash,
+        }
+    }
+
+    /// An agent that the gate has let do one thing with what it named. Whose that is, is not asked again.
+    pub(crate) fn let_through(self) -> Self {
+        Self { scope: Scope { sees_all: true, ..self.scope }, ..self }
+    }
+
+    /// What the caller's token names, if it speaks for no more than that.
+    pub(crate) fn named(&self) -> Named {
+        Named {
+            all: self.kind == TokenKind::User,
+            project: self.project_id.map(|id| *id.as_uuid()),
+            tasks: self.task_ids.iter().map(|id| *id.as_uuid()).collect(),
         }
     }
 
@@ -111,6 +128,14 @@ impl Caller {
     }
 }
 
+/// What a token speaks for: everything that its user sees, or a project, or tasks.
+#[derive(Clone, Debug)]
+pub(crate) struct Named {
+    pub(crate) all: bool,
+    pub(crate) project: Option<Uuid>,
+    pub(crate) tasks: Vec<Uuid>,
+}
+
 /// A person, or a program in a person's name. That it is no agent was seen to before; here it is made sure of.
 #[derive(Clone, Debug)]
 pub(crate) struct Person(pub(crate) Caller);
@@ -120,7 +145,12 @@ impl<S: Send + Sync> FromRequestParts<S> for Person {
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Self::Rejection> {
         let Agent(caller) = Agent::from_request_parts(parts, state).await?;
-        if caller.kind == TokenKind::User { Ok(Self(caller)) } else { Err(ApiError::new(ErrorCode::Forbidden, "this address is not for agents' tokens")) }
+        // A tool was looked at before for whom it is.
+        if caller.kind == TokenKind::User || parts.extensions.get::<ByTool>().is_some() {
+            Ok(Self(caller))
+        } else {
+            Err(ApiError::new(ErrorCode::Forbidden, "this address is not for agents' tokens"))
+        }
     }
 }
 
@@ -133,7 +163,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Agent {
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Self::Rejection> {
         let caller = parts.extensions.get::<Caller>().cloned().ok_or_else(|| ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent"))?;
-        if caller.kind == TokenKind::Sandbox {
+        if caller.kind == TokenKind::Sandbox && parts.extensions.get::<ByTool>().is_none() {
             return Err(ApiError::new(ErrorCode::Forbidden, "this address is not for sandboxes"));
         }
         Ok(Self(caller))

@@ -19,6 +19,8 @@ pub struct Config {
     pub control_listen: SocketAddr,
     pub tls: TlsFiles,
     pub insecure_listen: bool,
+    /// Names by which agents call `/mcp`, beside this machine's own, the address that is listened on and the certificate's name.
+    pub mcp_hosts: Vec<String>,
     /// Any PostgreSQL; `DATABASE_URL` in the environment is the same.
     pub database_url: Option<String>,
     pub database_connections: u32,
@@ -73,6 +75,7 @@ impl Default for Config {
             control_listen: SocketAddr::from(([127, 0, 0, 1], 12_082)),
             tls: TlsFiles::default(),
             insecure_listen: false,
+            mcp_hosts: Vec::new(),
             database_url: None,
             database_connections: 20,
             key_file: None,
@@ -98,6 +101,13 @@ impl Default for Config {
 const DEFAULT_IMAGE: &str = "localhost/cynode/sba-runner:latest";
 
 impl Config {
+    /// By which names `/mcp` may be called: a page in a browser that leads somewhere else by the name of this machine may not.
+    pub(crate) fn mcp_hosts(&self) -> Vec<String> {
+        let own = ["localhost", "127.0.0.1", "::1"].map(str::to_owned);
+        let listened = (!self.listen.ip().is_unspecified()).then(|| self.listen.ip().to_string());
+        own.into_iter().chain(listened).chain(self.tls.name.clone()).chain(self.mcp_hosts.iter().cloned()).collect()
+    }
+
     /// Reads the file, then `CYNODE_ORCHESTRATOR_*`, then the flags.
     pub fn load(
         file: Option<&Path>,

@@ -18,6 +18,7 @@ mod gate;
 mod jobs;
 mod keys;
 mod known;
+mod mcp;
 mod output;
 mod placement;
 mod policies;

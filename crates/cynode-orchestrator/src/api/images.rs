@@ -4,8 +4,10 @@ use axum::{Json, extract::State};
 use cynode_api::{Image, ImageCreate, ImageId, ImagePatch, Page, Problem};
 use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
+use serde::Deserialize;
+use utoipa::IntoParams;
 
-use super::{Body, Id, Paging, check_metadata, check_name, check_text, check_version};
+use super::{Body, Id, after, check_metadata, check_name, check_text, check_version, limit};
 use crate::{
     Orchestrator,
     caller::Person,
@@ -55,15 +57,26 @@ fn check_reference(reference: &str) -> Result<(), ApiError> {
     Ok(())
 }
 
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct ImageQuery {
+    /// Only what may be used.
+    allowed: Option<bool>,
+    /// 1 to 1000; 100 by default.
+    limit: Option<u32>,
+    cursor: Option<String>,
+}
+
 /// List images with their versions and which nodes have them.
-#[utoipa::path(get, path = "/v1/images", tag = "images", params(Paging),
+#[utoipa::path(get, path = "/v1/images", tag = "images", params(ImageQuery),
     responses((status = 200, body = Page<Image>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(
     State(orchestrator): State<Orchestrator>,
     Person(_): Person,
-    QueryParams(paging): QueryParams<Paging>,
+    QueryParams(query): QueryParams<ImageQuery>,
 ) -> Result<Json<Page<Image>>, ApiError> {
-    orchestrator.db.images(None, paging.after()?, paging.limit()?).await.map(Json)
+    orchestrator.db.images(None, query.allowed.unwrap_or(false), after(query.cursor.as_deref())?, limit(query.limit)?).await.map(Json)
 }
 
 /// Show an image.

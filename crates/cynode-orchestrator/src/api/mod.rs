@@ -34,7 +34,7 @@ use utoipa::{
 use utoipa_axum::{router::OpenApiRouter, routes};
 use uuid::Uuid;
 
-use crate::{Orchestrator, caller, gate};
+use crate::{Orchestrator, caller, gate, mcp};
 
 #[derive(OpenApi)]
 #[openapi(
@@ -178,14 +178,11 @@ pub(crate) fn router(orchestrator: Orchestrator, readiness: admin::Readiness) ->
         .method_not_allowed_fallback(edge::method_not_allowed)
         .fallback(edge::not_found)
         .layer(middleware::from_fn_with_state(orchestrator.clone(), gate::pass))
-        .layer(middleware::from_fn(edge::measure))
-        .layer(middleware::from_fn_with_state(orchestrator.clone(), caller::authenticate));
-    finished(
-        routes
-            .with_state(orchestrator)
-            .merge(admin::routes(readiness))
-            .route("/openapi.json", get(async move || ([("content-type", "application/json")], document))),
-    )
+        .with_state(orchestrator.clone());
+    // What a tool does, it does by these routes.
+    let tools = mcp::routes(&orchestrator, routes.clone());
+    let routes = routes.merge(tools).layer(middleware::from_fn(edge::measure)).layer(middleware::from_fn_with_state(orchestrator, caller::authenticate));
+    finished(routes.merge(admin::routes(readiness)).route("/openapi.json", get(async move || ([("content-type", "application/json")], document))))
 }
 
 /// What nodes call, on a port of its own.

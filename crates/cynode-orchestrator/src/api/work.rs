@@ -62,7 +62,7 @@ pub(super) async fn list_projects(
     Person(caller): Person,
     QueryParams(paging): QueryParams<Paging>,
 ) -> Result<Json<Page<Project>>, ApiError> {
-    orchestrator.db.list_projects(&caller.scope, paging.after()?, paging.limit()?).await.map(Json)
+    orchestrator.db.list_projects(&caller.scope, &caller.named(), paging.after()?, paging.limit()?).await.map(Json)
 }
 
 /// Show a project.
@@ -151,7 +151,7 @@ pub(super) async fn list_tasks(
     Person(caller): Person,
     QueryParams(query): QueryParams<TaskQuery>,
 ) -> Result<Json<Page<Task>>, ApiError> {
-    orchestrator.db.list_tasks(&caller.scope, query.project_id, after(query.cursor.as_deref())?, limit(query.limit)?).await.map(Json)
+    orchestrator.db.list_tasks(&caller.scope, &caller.named(), query.project_id, after(query.cursor.as_deref())?, limit(query.limit)?).await.map(Json)
 }
 
 /// Show a task.

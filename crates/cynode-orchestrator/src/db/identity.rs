@@ -218,7 +218,7 @@ impl Db {
             "select t.*, u.name as user_name from api_tokens t join users u on u.id = t.user_id
              where ($1 or t.user_id = $2) and ($3::uuid is null or t.id > $3) order by t.id limit $4",
         )
-        .bind(scope.is_admin)
+        .bind(scope.sees_all)
         .bind(scope.user_id.as_uuid())
         .bind(after)
         .bind(i64::from(limit) + 1)
@@ -232,7 +232,7 @@ impl Db {
     pub(crate) async fn token(&self, scope: &Scope, id: TokenId) -> Result<Token, ApiError> {
         let row = sqlx::query("select t.*, u.name as user_name from api_tokens t join users u on u.id = t.user_id where t.id = $1 and ($2 or t.user_id = $3)")
             .bind(id.as_uuid())
-            .bind(scope.is_admin)
+            .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .fetch_optional(&self.pool)
             .await
@@ -244,7 +244,7 @@ impl Db {
     pub(crate) async fn revoke_token(&self, scope: &Scope, id: TokenId) -> Result<(), ApiError> {
         let revoked = sqlx::query("update api_tokens set revoked_at = coalesce(revoked_at, now()) where id = $1 and ($2 or user_id = $3)")
             .bind(id.as_uuid())
-            .bind(scope.is_admin)
+            .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .execute(&self.pool)
             .await
@@ -276,7 +276,7 @@ impl Db {
     /// Administrators see all, others themselves.
     pub(crate) async fn list_users(&self, scope: &Scope, after: Option<Uuid>, limit: u32) -> Result<Page<User>, ApiError> {
         let rows = sqlx::query("select * from users where ($1 or id = $2) and ($3::uuid is null or id > $3) order by id limit $4")
-            .bind(scope.is_admin)
+            .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .bind(after)
             .bind(i64::from(limit) + 1)
@@ -316,7 +316,7 @@ impl Db {
                and ($3::uuid is null or g.id = $3) and ($4::uuid is null or g.id > $4)
              group by g.id order by g.id limit $5",
         )
-        .bind(scope.is_admin)
+        .bind(scope.sees_all)
         .bind(scope.user_id.as_uuid())
         .bind(only.map(|id| *id.as_uuid()))
         .bind(after)

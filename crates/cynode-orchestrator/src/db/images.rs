@@ -96,26 +96,31 @@ impl Db {
     }
 
     pub(crate) async fn image(&self, id: ImageId) -> Result<Image, ApiError> {
-        self.images(Some(id), None, 1).await?.items.pop().ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no image {id}")))
+        self.images(Some(id), false, None, 1).await?.items.pop().ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no image {id}")))
     }
 
-    pub(crate) async fn images(&self, only: Option<ImageId>, after: Option<Uuid>, limit: u32) -> Result<Page<Image>, ApiError> {
-        let rows = sqlx::query("select * from sandbox_images where ($1::uuid is null or id = $1) and ($2::uuid is null or id > $2) order by id limit $3")
-            .bind(only.map(|id| *id.as_uuid()))
-            .bind(after)
-            .bind(i64::from(limit) + 1)
-            .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
+    pub(crate) async fn images(&self, only: Option<ImageId>, allowed: bool, after: Option<Uuid>, limit: u32) -> Result<Page<Image>, ApiError> {
+        let rows = sqlx::query(
+            "select * from sandbox_images i where ($1::uuid is null or id = $1) and ($2::uuid is null or id > $2)
+               and (not $4 or exists (select from sandbox_image_versions v where v.sandbox_image_id = i.id and v.is_allowed)) order by id limit $3",
+        )
+        .bind(only.map(|id| *id.as_uuid()))
+        .bind(after)
+        .bind(i64::from(limit) + 1)
+        .bind(allowed)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
         let mut items = Vec::with_capacity(rows.len());
         for row in rows {
             let id: Uuid = row.try_get("id").map_err(problem)?;
             let versions = sqlx::query(
                 "select v.*, coalesce((select jsonb_object_agg(n.name, a.status) from node_sandbox_image_availability a join nodes n on n.id = a.node_id
                                        where a.sandbox_image_version_id = v.id), '{}') as nodes
-                 from sandbox_image_versions v where v.sandbox_image_id = $1 order by v.id",
+                 from sandbox_image_versions v where v.sandbox_image_id = $1 and (not $2 or v.is_allowed) order by v.id",
             )
             .bind(id)
+            .bind(allowed)
             .fetch_all(&self.pool)
             .await
             .map_err(problem)?;

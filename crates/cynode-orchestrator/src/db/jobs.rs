@@ -138,7 +138,7 @@ impl Db {
     pub(crate) async fn job(&self, scope: &Scope, id: JobId) -> Result<JobRow, ApiError> {
         let row = sqlx::query(concat!("select * from jobs j where job_id = $1 and ", visible_by_task!("j")))
             .bind(id.as_uuid())
-            .bind(scope.is_admin)
+            .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .fetch_optional(&self.pool)
             .await
@@ -167,7 +167,7 @@ impl Db {
             " and ($4::text is null or j.state = $4) and ($5::uuid is null or j.task_id = $5) order by j.job_id limit $6"
         ))
         .bind(after)
-        .bind(scope.is_admin)
+        .bind(scope.sees_all)
         .bind(scope.user_id.as_uuid())
         .bind(state.map(JobState::as_str))
         .bind(task_id.map(|id| *id.as_uuid()))

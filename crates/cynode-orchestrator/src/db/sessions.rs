@@ -153,7 +153,7 @@ impl Db {
     pub(crate) async fn session(&self, scope: &Scope, id: SessionId) -> Result<SessionRow, ApiError> {
         let row = sqlx::query(concat!("select *, clock_timestamp() as read_at from sessions s where session_id = $1 and ", visible_by_task!("s")))
             .bind(id.as_uuid())
-            .bind(scope.is_admin)
+            .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .fetch_optional(&self.pool)
             .await
@@ -189,7 +189,7 @@ impl Db {
               order by s.session_id limit $8"
         ))
         .bind(after)
-        .bind(scope.is_admin)
+        .bind(scope.sees_all)
         .bind(scope.user_id.as_uuid())
         .bind(state.map(|state| state.to_string()))
         .bind(task_id.map(|id| *id.as_uuid()))

@@ -7,7 +7,7 @@ use sqlx::{PgExecutor, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
 use super::{Db, page, problem, to_json};
-use crate::caller::Scope;
+use crate::caller::{Named, Scope};
 
 fn project(row: &PgRow) -> Result<Project, sqlx::Error> {
     Ok(Project {
@@ -67,7 +67,7 @@ impl Db {
     pub(crate) async fn project(&self, scope: &Scope, id: ProjectId) -> Result<Project, ApiError> {
         let row = sqlx::query("select * from projects where id = $1 and ($2 or owner_id = $3)")
             .bind(id.as_uuid())
-            .bind(scope.is_admin)
+            .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .fetch_optional(&self.pool)
             .await
@@ -75,15 +75,21 @@ impl Db {
         row.as_ref().map(project).transpose().map_err(problem)?.ok_or_else(|| no_project(id))
     }
 
-    pub(crate) async fn list_projects(&self, scope: &Scope, after: Option<Uuid>, limit: u32) -> Result<Page<Project>, ApiError> {
-        let rows = sqlx::query("select * from projects where ($1 or owner_id = $2) and ($3::uuid is null or id > $3) order by id limit $4")
-            .bind(scope.is_admin)
-            .bind(scope.user_id.as_uuid())
-            .bind(after)
-            .bind(i64::from(limit) + 1)
-            .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
+    pub(crate) async fn list_projects(&self, scope: &Scope, named: &Named, after: Option<Uuid>, limit: u32) -> Result<Page<Project>, ApiError> {
+        let rows = sqlx::query(
+            "select * from projects where ($1 or owner_id = $2) and ($3::uuid is null or id > $3)
+               and ($5 or id = $6 or id in (select project_id from tasks where id = any($7))) order by id limit $4",
+        )
+        .bind(scope.sees_all)
+        .bind(scope.user_id.as_uuid())
+        .bind(after)
+        .bind(i64::from(limit) + 1)
+        .bind(named.all)
+        .bind(named.project)
+        .bind(&named.tasks)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
         let items = rows.iter().map(project).collect::<Result<Vec<_>, _>>().map_err(problem)?;
         Ok(page(items, limit, |project| project.id.to_string()))
     }
@@ -94,7 +100,7 @@ impl Db {
              where id = $1 and ($2 or owner_id = $3) returning *",
         )
         .bind(id.as_uuid())
-        .bind(scope.is_admin)
+        .bind(scope.sees_all)
         .bind(scope.user_id.as_uuid())
         .bind(&patch.name)
         .bind(&patch.scope)
@@ -113,7 +119,7 @@ impl Db {
     pub(crate) async fn task(&self, scope: &Scope, id: TaskId) -> Result<Task, ApiError> {
         let row = sqlx::query(concat!("select * from tasks t where id = $1 and ", visible!("t")))
             .bind(id.as_uuid())
-            .bind(scope.is_admin)
+            .bind(scope.sees_all)
             .bind(scope.user_id.as_uuid())
             .fetch_optional(&self.pool)
             .await
@@ -121,17 +127,27 @@ impl Db {
         row.as_ref().map(task).transpose().map_err(problem)?.ok_or_else(|| no_task(id))
     }
 
-    pub(crate) async fn list_tasks(&self, scope: &Scope, in_project: Option<ProjectId>, after: Option<Uuid>, limit: u32) -> Result<Page<Task>, ApiError> {
+    pub(crate) async fn list_tasks(
+        &self,
+        scope: &Scope,
+        named: &Named,
+        in_project: Option<ProjectId>,
+        after: Option<Uuid>,
+        limit: u32,
+    ) -> Result<Page<Task>, ApiError> {
         let rows = sqlx::query(concat!(
             "select * from tasks t where ($1::uuid is null or t.id > $1) and ",
             visible!("t"),
-            " and ($4::uuid is null or t.project_id = $4) order by t.id limit $5"
+            " and ($4::uuid is null or t.project_id = $4) and ($6 or t.project_id = $7 or t.id = any($8)) order by t.id limit $5"
         ))
         .bind(after)
-        .bind(scope.is_admin)
+        .bind(scope.sees_all)
         .bind(scope.user_id.as_uuid())
         .bind(in_project.map(|id| *id.as_uuid()))
         .bind(i64::from(limit) + 1)
+        .bind(named.all)
+        .bind(named.project)
+        .bind(&named.tasks)
         .fetch_all(&self.pool)
         .await
         .map_err(problem)?;
@@ -149,7 +165,7 @@ impl Db {
             " returning *"
         ))
         .bind(id.as_uuid())
-        .bind(scope.is_admin)
+        .bind(scope.sees_all)
         .bind(scope.user_id.as_uuid())
         .bind(&patch.name)
         .bind(&patch.description)

@@ -32,6 +32,7 @@ use crate::{
     caller::{self, Caller, Seen},
     db::{self, SessionAt},
     known::{Guess, Wrong},
+    mcp::{ByTool, Stage},
 };
 use answer::{Begun, Said};
 use brought::{Brought, Found, Incoming};
@@ -142,8 +143,39 @@ fn intent(rule: &Rule, caller: &Caller, request: &Parts, orchestrator: &Orchestr
         call_id: Some(Uuid::now_v7()),
         request_id: request_id.map(str::to_owned),
         subject: Some(caller.subject()),
+        detail: by_tool(request.extensions.get()),
         ..AuditBody::new(AuditKind::Intent, rule.action.as_str())
     }
+}
+
+/// What a record says of the tool by which a call came.
+fn by_tool(by: Option<&ByTool>) -> Map<String, Value> {
+    by.map(|by| ("tool".to_owned(), json!(by.name))).into_iter().collect()
+}
+
+/// Makes sure that a tool's caller is good for the task that the call names. Gives what the call names has to belong to.
+async fn check_task(orchestrator: &Orchestrator, caller: &Caller, by: Option<&ByTool>, intent: &mut AuditBody) -> Result<Option<About>, Refusal> {
+    let Some(task) = by.and_then(|by| by.task) else { return Ok(None) };
+    let about = db::soon(orchestrator.about_task(caller, task)).await.map_err(at("task"))?;
+    place(intent, &about);
+    let decision = orchestrator.policies.decide(&caller.principal(), Action::TaskShow, &about.resource, &cynode_policy::Call::default());
+    if decision.allowed {
+        return Ok(Some(about));
+    }
+    intent.decision = Some(AuditDecision::Deny);
+    intent.rules = decision.rules;
+    Err(Refusal { stage: "task", error: about.missing() })
+}
+
+/// What a tool's call names belongs to its task, or to the project of that.
+fn check_belongs(task: Option<&About>, about: &About) -> Result<(), Refusal> {
+    let Some(task) = task else { return Ok(()) };
+    let belongs = match (about.task_id, about.project_id) {
+        (Some(_), _) => about.task_id == task.task_id,
+        (None, Some(_)) => about.project_id == task.project_id,
+        (None, None) => true,
+    };
+    if belongs { Ok(()) } else { Err(Refusal { stage: "task", error: about.missing() }) }
 }
 
 /// Decides whether a call may go on. What is learnt on the way is in the record, whatever is decided.
@@ -155,14 +187,20 @@ async fn admit(
     mut parts: Parts,
     incoming: Incoming,
 ) -> Result<(Request, Found), Refusal> {
-    check_kind(rule, caller).map_err(at("agent_type"))?;
+    let by = parts.extensions.get::<ByTool>().copied();
+    // A tool was looked at before for whom it is.
+    if by.is_none() {
+        check_kind(rule, caller).map_err(at("agent_type"))?;
+    }
     let path = path_of(&mut parts).await.map_err(at("arguments"))?;
     let query = query_of(&parts.uri);
     let mut seen = parts.extensions.remove::<Seen>();
+    let task = check_task(orchestrator, caller, by.as_ref(), intent).await?;
     // Bytes of any size are taken only from somebody who may send them there.
     if matches!(rule.takes, Takes::File | Takes::Archive | Takes::Stream) {
         let named = Named { path: &path, query: &query, body: &Value::Null, seen: seen.take() };
         let about = db::soon(orchestrator.about(rule.on, caller, &named)).await.map_err(at("resource"))?;
+        check_belongs(task.as_ref(), &about)?;
         place(intent, &about);
         decide(orchestrator, rule, caller, &about, &facts::calls(rule.action, &Value::Null, &query, &[]), intent)?;
     }
@@ -170,8 +208,10 @@ async fn admit(
     identify(rule, &mut brought, intent, &path);
     let named = Named { path: &path, query: &query, body: brought.json(), seen };
     let about = db::soon(orchestrator.about(rule.on, caller, &named)).await.map_err(at("resource"))?;
+    check_belongs(task.as_ref(), &about)?;
     place(intent, &about);
     let mut detail = facts::detail(rule.action, brought.json(), &query);
+    detail.extend(by_tool(by.as_ref()));
     brought.tell(&mut detail);
     intent.detail = facts::bounded(detail);
     if rule.enters
@@ -194,6 +234,9 @@ async fn admit(
     }
     if let Some(id) = intent.call_id {
         parts.extensions.insert(Called(id));
+    }
+    if by.is_some() && caller.kind != TokenKind::User {
+        parts.extensions.insert(caller.clone().let_through());
     }
     if let Some(at) = about.session.filter(|_| about.visible) {
         parts.extensions.insert(Decided(at));
@@ -279,11 +322,11 @@ fn identify(rule: &Rule, brought: &mut Brought, intent: &mut AuditBody, path: &H
 
 fn place(intent: &mut AuditBody, about: &About) {
     // What somebody may not know of is still what was asked for.
-    intent.project_id = about.project_id;
-    intent.task_id = about.task_id;
-    intent.session_id = about.session_id;
-    intent.job_id = about.job_id;
-    intent.resource.clone_from(&about.named);
+    intent.project_id = about.project_id.or(intent.project_id);
+    intent.task_id = about.task_id.or(intent.task_id);
+    intent.session_id = about.session_id.or(intent.session_id);
+    intent.job_id = about.job_id.or(intent.job_id);
+    intent.resource = about.named.clone().or(intent.resource.take());
 }
 
 fn check_secrets(
@@ -346,7 +389,11 @@ async fn refuse(orchestrator: &Orchestrator, mut intent: AuditBody, Refusal { st
     let outcome = Said { status: error.0.status, code: Some(error.0.code.clone()), rules: intent.rules.clone(), detail: Map::new() };
     let outcome = outcome.outcome(intent.clone());
     match orchestrator.audit.note(vec![intent, outcome]).await {
-        Ok(()) => error.into_response(),
+        Ok(()) => {
+            let mut response = error.into_response();
+            response.extensions_mut().insert(Stage(stage));
+            response
+        }
         Err(error) => error.into_response(),
     }
 }

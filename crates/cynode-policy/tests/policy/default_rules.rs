@@ -91,7 +91,9 @@ fn what_is_administrative_is_denied_to_all_but_administrators() {
     for (action, name, resource) in every_question().into_iter().filter(|(action, ..)| action.groups().contains(&"administer")) {
         for (caller, principal) in everybody() {
             let allowed = policies.decide(&principal, action, &resource, &Call::default()).allowed;
-            assert_eq!(allowed, principal == administrator(), "{caller}: {action} of {name}");
+            // A manager's only way to it is a tool that a setting of the system switches.
+            let by_tool = action == Action::ImageAdd && caller.starts_with("manager");
+            assert_eq!(allowed, principal == administrator() || by_tool, "{caller}: {action} of {name}");
         }
     }
 }

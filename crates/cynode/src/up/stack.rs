@@ -54,8 +54,7 @@ impl Stack {
         let api = self.orchestrator.as_ref().map(roles::api_url);
         Endpoints {
             version: 1,
-            // Nothing answers there yet.
-            mcp: None,
+            mcp: api.as_ref().map(|url| format!("{url}/mcp")),
             api,
             control: self.orchestrator.as_ref().map(roles::control_url),
             worker: Some(roles::worker_url(&self.worker)),

@@ -8,6 +8,7 @@ mod commands;
 mod description;
 mod faults;
 mod hostile;
+mod mcp;
 mod nodes;
 mod outage;
 mod policy;

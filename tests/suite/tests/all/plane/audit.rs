@@ -34,14 +34,14 @@ async fn verdict(client: &UserClient) -> Result<AuditVerdict> {
 }
 
 /// Fails unless nothing was changed.
-async fn intact(client: &UserClient) -> Result<AuditVerdict> {
+pub(super) async fn intact(client: &UserClient) -> Result<AuditVerdict> {
     let verdict = verdict(client).await?;
     ensure!(verdict.intact && verdict.problems.is_empty(), "{verdict:#?}");
     Ok(verdict)
 }
 
 /// All the records that somebody asks for.
-async fn records(client: &UserClient, filter: &AuditFilter) -> Result<Vec<AuditRecord>> {
+pub(super) async fn records(client: &UserClient, filter: &AuditFilter) -> Result<Vec<AuditRecord>> {
     let mut all = Vec::new();
     loop {
         let after = all.last().map_or(0, |record: &AuditRecord| record.cursor);

@@ -1,0 +1,238 @@
+//! `sandbox.session.*`: sandboxes that stay.
+
+use std::collections::BTreeMap;
+
+use cynode_api::{
+    ExecAccepted, ExecId, ExecRequest, ExecResult, LimitsRequest, NetworkPolicy, OutputPage, Page, Session, SessionEnd, SessionId, SessionState, SignalExec,
+    SignalName, SignalScope, SignalSession, TaskId, UserSessionCreate, WorkspaceDisposal, WorkspaceRef,
+};
+use cynode_service::ApiError;
+use http::Method;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::{Arguments, Kind, MANAGERS, Tool, arguments};
+use crate::mcp::plan::{Call, Plan};
+
+pub(super) fn tools() -> Vec<Tool> {
+    vec![
+        Tool::new::<Create, Session>(
+            "sandbox.session.create",
+            MANAGERS,
+            Kind::Adds,
+            "Create a sandbox that stays until it is ended: a container with a workspace at /workspace. Answers when it runs. \
+             'default' as image_ref, 'new' as session_id and workspace_ref and {} as constraints mean the defaults.",
+        ),
+        Tool::new::<ExecArguments, ExecAnswer>(
+            "sandbox.session.exec",
+            MANAGERS,
+            Kind::Changes,
+            "Run a command in a session and wait for its end. argv is run as it is, without a shell: use [\"sh\", \"-c\", \"…\"] for one. \
+             With background: true it goes on, and sandbox.session.output reads what it writes.",
+        ),
+        Tool::new::<Output, OutputPage>(
+            "sandbox.session.output",
+            MANAGERS,
+            Kind::Reads,
+            "Read what a command has written so far, or the end of it (tail_bytes). With wait_ms it waits for more. Pass next_seq back as after_seq.",
+        ),
+        Tool::new::<Signal, Empty>(
+            "sandbox.session.signal",
+            MANAGERS,
+            Kind::Changes,
+            "Send a signal to one command (exec_id), or to everything that runs in the session.",
+        ),
+        Tool::new::<Of, Session>("sandbox.session.get", MANAGERS, Kind::Reads, "Show a session: its state, limits, image and when it ends."),
+        Tool::new::<List, Page<Session>>("sandbox.session.list", MANAGERS, Kind::Reads, "List the sessions of a task, oldest first."),
+        Tool::new::<End, Session>(
+            "sandbox.session.end",
+            MANAGERS,
+            Kind::Changes,
+            "End a session. Its workspace is deleted unless workspace is 'keep'; export what is to stay before.",
+        ),
+    ]
+}
+
+/// What some calls answer: that it was done.
+#[derive(Debug, Serialize, ToSchema)]
+pub(crate) struct Empty {}
+
+/// How a command ended; or, when it runs in the background, only its id.
+#[derive(Debug, Serialize, ToSchema)]
+#[serde(untagged)]
+#[expect(dead_code, reason = "the shape of an answer that is passed on as it is")]
+pub(crate) enum ExecAnswer {
+    Ended(ExecResult),
+    Accepted(ExecAccepted),
+}
+
+/// What a session may use and for how long; what is absent has a default.
+#[derive(Debug, Default, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Constraints {
+    limits: Option<LimitsRequest>,
+    network_policy: Option<NetworkPolicy>,
+    max_lifetime_seconds: Option<u64>,
+    idle_timeout_seconds: Option<u64>,
+    pty_allowed: Option<bool>,
+}
+
+arguments! {
+    Create {
+        task_id: TaskId,
+        /// A UUID of the caller's choice, by which the same call again is the same session; or `new`.
+        session_id: String,
+        /// A reference of an allowed image, or `default`.
+        image_ref: String,
+        /// `new`, `workspace:<uuid>` for one that an earlier session of the task kept, or `artifact:<uuid>`.
+        workspace_ref: String,
+        constraints: Constraints,
+    }
+    ExecArguments {
+        task_id: TaskId,
+        session_id: SessionId,
+        argv: Vec<String>,
+        /// 1 to 10,800,000; with `background` also 0: until the session ends.
+        timeout_ms: u64,
+        /// Relative paths start at `/workspace`; `.` is the workspace.
+        cwd: String,
+        env: BTreeMap<String, String>,
+        stdin: Option<String>,
+        background: Option<bool>,
+        /// Of each stream: 262,144 by default.
+        max_output_bytes: Option<u64>,
+    }
+    Output {
+        task_id: TaskId,
+        session_id: SessionId,
+        exec_id: ExecId,
+        after_seq: Option<u64>,
+        tail_bytes: Option<u64>,
+        max_bytes: Option<u64>,
+        /// How long to wait for something new: at most 60,000.
+        wait_ms: Option<u64>,
+    }
+    Signal {
+        task_id: TaskId,
+        session_id: SessionId,
+        signal: SignalName,
+        /// Everything in the session when absent.
+        exec_id: Option<ExecId>,
+        scope: Option<SignalScope>,
+    }
+    Of {
+        task_id: TaskId,
+        session_id: SessionId,
+    }
+    List {
+        task_id: TaskId,
+        state: Option<SessionState>,
+        limit: Option<u32>,
+        cursor: Option<String>,
+    }
+    End {
+        task_id: TaskId,
+        session_id: SessionId,
+        reason: String,
+        workspace: Option<WorkspaceDisposal>,
+    }
+}
+
+/// What a word that means the default leaves to the system.
+fn chosen(text: &str) -> Option<&str> {
+    (!matches!(text, "default" | "new")).then_some(text)
+}
+
+pub(super) fn create(
+    task_id: TaskId,
+    session_id: Option<SessionId>,
+    image_ref: &str,
+    workspace_ref: &str,
+    constraints: &Constraints,
+) -> Result<Plan, ApiError> {
+    let workspace_ref: Option<WorkspaceRef> = chosen(workspace_ref)
+        .map(|text| serde_json::from_value(text.into()).map_err(|error: serde_json::Error| ApiError::invalid(format!("workspace_ref: {error}"))))
+        .transpose()?;
+    let &Constraints { limits, network_policy, max_lifetime_seconds, idle_timeout_seconds, pty_allowed } = constraints;
+    let body = UserSessionCreate {
+        task_id: Some(task_id),
+        session_id,
+        image_ref: chosen(image_ref).map(str::to_owned),
+        workspace_ref,
+        limits,
+        network_policy,
+        max_lifetime_seconds,
+        idle_timeout_seconds,
+        pty_allowed,
+        ..UserSessionCreate::default()
+    };
+    Ok(Plan::Call(Call::new(Method::POST, "/v1/sessions", task_id).json(&body)?))
+}
+
+impl Arguments for Create {
+    fn plan(self) -> Result<Plan, ApiError> {
+        let id = chosen(&self.session_id).map(str::parse).transpose();
+        let id = id.map_err(|_| ApiError::invalid("session_id: must be a UUID, or 'new'"))?;
+        create(self.task_id, id, &self.image_ref, &self.workspace_ref, &self.constraints)
+    }
+}
+
+impl Arguments for ExecArguments {
+    fn plan(self) -> Result<Plan, ApiError> {
+        let body = ExecRequest {
+            argv: self.argv,
+            cwd: Some(self.cwd),
+            env: self.env,
+            timeout_ms: self.timeout_ms,
+            stdin: self.stdin,
+            background: self.background.unwrap_or_default(),
+            max_output_bytes: self.max_output_bytes,
+            ..ExecRequest::default()
+        };
+        Ok(Plan::Call(Call::new(Method::POST, format!("/v1/sessions/{}/exec", self.session_id), self.task_id).json(&body)?))
+    }
+}
+
+impl Arguments for Output {
+    fn plan(self) -> Result<Plan, ApiError> {
+        let call = Call::get(format!("/v1/sessions/{}/execs/{}/output", self.session_id, self.exec_id), self.task_id);
+        let call =
+            call.query("after_seq", self.after_seq).query("tail_bytes", self.tail_bytes).query("max_bytes", self.max_bytes).query("wait_ms", self.wait_ms);
+        Ok(Plan::Call(call))
+    }
+}
+
+impl Arguments for Signal {
+    fn plan(self) -> Result<Plan, ApiError> {
+        let session = format!("/v1/sessions/{}", self.session_id);
+        let call = match self.exec_id {
+            Some(exec_id) => {
+                let body = SignalExec { version: None, signal: self.signal, scope: self.scope.unwrap_or_default() };
+                Call::new(Method::POST, format!("{session}/execs/{exec_id}/signal"), self.task_id).json(&body)?
+            }
+            None if self.scope.is_some() => return Err(ApiError::invalid("scope: is for one command; name its exec_id")),
+            None => Call::new(Method::POST, format!("{session}/signal"), self.task_id).json(&SignalSession { version: None, signal: self.signal })?,
+        };
+        Ok(Plan::Call(call))
+    }
+}
+
+impl Arguments for Of {
+    fn plan(self) -> Result<Plan, ApiError> {
+        Ok(Plan::Call(Call::get(format!("/v1/sessions/{}", self.session_id), self.task_id)))
+    }
+}
+
+impl Arguments for List {
+    fn plan(self) -> Result<Plan, ApiError> {
+        let call = Call::get("/v1/sessions", self.task_id).query("task_id", Some(self.task_id)).query("state", self.state);
+        Ok(Plan::Call(call.query("limit", self.limit).query("cursor", self.cursor)))
+    }
+}
+
+impl Arguments for End {
+    fn plan(self) -> Result<Plan, ApiError> {
+        let body = SessionEnd { version: None, reason: Some(self.reason), workspace: self.workspace };
+        Ok(Plan::Call(Call::new(Method::POST, format!("/v1/sessions/{}/end", self.session_id), self.task_id).json(&body)?))
+    }
+}

@@ -1,0 +1,203 @@
+//! Who may use which tool, for what; and what the audit says of it.
+
+use anyhow::{Context as _, Result, ensure};
+use cynode_api::{AuditDecision, AuditKind};
+use cynode_client::AuditFilter;
+use cynode_tests::Answer;
+use http::Method;
+use serde_json::{Value, json};
+
+use super::{Agent, create, exec, task};
+use crate::plane::{
+    audit::{intact, records},
+    small::{Small, text},
+};
+
+/// The stage of the last refusal by a tool.
+async fn last_stage(small: &Small) -> Result<(String, String)> {
+    let client = small.orchestrator.client()?;
+    let all = records(&client, &AuditFilter { action: Some("tool.call".to_owned()), ..Default::default() }).await?;
+    let last = all.into_iter().rfind(|record| record.body.kind == AuditKind::Intent).context("a record")?;
+    ensure!(last.body.decision == Some(AuditDecision::Deny), "{last:?}");
+    Ok((last.body.stage.unwrap_or_default(), text(&last.body.detail["tool"])?))
+}
+
+#[tokio::test]
+async fn a_tool_that_is_not_for_a_caller_seems_not_to_be_there_and_the_audit_knows() -> Result<()> {
+    let mut small = Small::start().await?;
+    let admin = small.orchestrator.token()?;
+    let task = task(&small, &admin, "seen").await?;
+    let manager = Agent::of(&small, &admin, "project_manager", &[&task]).await?;
+    let analyst = Agent::of(&small, &admin, "project_analyst", &[&task]).await?;
+    let session = text(&manager.done("sandbox.session.create", create(&task)).await?["session_id"])?;
+    let made = small.make(&admin, "/v1/tokens", &json!({"kind": "sandbox", "task_ids": [task], "session_id": session})).await?;
+    let sandbox = Agent::new(&small, &text(&made["token"])?);
+    let person = Agent::new(&small, &admin);
+
+    let (theirs, all) = (manager.names().await?, person.names().await?);
+    assert_eq!(theirs, all, "people may use what managers may");
+    let reads = analyst.names().await?;
+    ensure!(reads.iter().all(|name| theirs.contains(name)) && reads.contains(&"db.task.get".to_owned()), "{reads:?}");
+    let changes = ["create", "update", "set", "stop", "exec"];
+    ensure!(!reads.iter().any(|name| name.starts_with("sandbox.") || changes.contains(&name.rsplit('.').next().unwrap_or_default())), "{reads:?}");
+    let inside = sandbox.names().await?;
+    ensure!(!inside.iter().any(|name| ["db.", "node.", "sandbox."].iter().any(|group| name.starts_with(group))), "{inside:?}");
+    for name in ["artifact.put", "artifact.get", "artifact.list", "help.list", "web.fetch", "web.search", "api.call"] {
+        ensure!(inside.contains(&name.to_owned()), "{inside:?}");
+    }
+
+    let before = manager.call("no.such.tool", json!({})).await?;
+    assert_eq!(last_stage(&small).await?, ("tool".to_owned(), "no.such.tool".to_owned()));
+    for (agent, tool) in [
+        (&analyst, "sandbox.session.exec"),
+        (&analyst, "db.task.update"),
+        (&sandbox, "db.task.list"),
+        (&sandbox, "node.list"),
+        (&sandbox, "sandbox.session.list"),
+    ] {
+        assert_eq!(agent.call(tool, json!({})).await?, before, "{tool} answers as if it were not there");
+        assert_eq!(last_stage(&small).await?, ("allowlist".to_owned(), tool.to_owned()));
+    }
+    // With the routes of the API it is as before: no agent comes there.
+    let direct = Answer::of(small.request_by(&manager.token, Method::GET, &format!("/v1/sessions/{session}"))?).await?;
+    assert_eq!(direct.outcome(), (403, "forbidden".to_owned()));
+    let nobody = Answer::of(small.request_by("cyn_nothing", Method::POST, "/mcp")?.json(&json!({}))).await?;
+    assert_eq!(nobody.outcome(), (401, "unauthorized".to_owned()));
+    intact(&small.orchestrator.client()?).await?;
+    small.worker.shut_down().await
+}
+
+#[tokio::test]
+async fn a_token_is_good_for_its_task_and_what_belongs_to_it_alone() -> Result<()> {
+    let mut small = Small::start().await?;
+    let admin = small.orchestrator.token()?;
+    let (mine, other) = (task(&small, &admin, "mine").await?, task(&small, &admin, "other").await?);
+    let agent = Agent::of(&small, &admin, "project_manager", &[&mine]).await?;
+    let neighbour = Agent::of(&small, &admin, "project_manager", &[&other]).await?;
+    let theirs = text(&neighbour.done("sandbox.session.create", create(&other)).await?["session_id"])?;
+    let kept = neighbour.done("artifact.put", json!({"task_id": other, "path": "secret", "content": "theirs"})).await?;
+
+    // Somebody else's task, with or without what belongs to it.
+    let of_task = ("not_found".to_owned(), "task".to_owned());
+    for (tool, arguments) in [
+        ("sandbox.session.create", create(&other)),
+        ("sandbox.session.list", json!({"task_id": other})),
+        ("sandbox.session.exec", exec(&other, &theirs, "true")),
+        ("artifact.list", json!({"task_id": other})),
+        ("artifact.get", json!({"task_id": other, "path": "secret"})),
+        ("events.list", json!({"task_id": other})),
+        ("db.task.get", json!({"task_id": other})),
+        ("db.job.list", json!({"task_id": other})),
+        ("db.preference.effective", json!({"task_id": other})),
+        ("git.push", json!({"task_id": other})),
+        ("db.task.get", json!({"task_id": "01a00000-0000-7000-8000-000000000009"})),
+    ] {
+        assert_eq!(agent.refused(tool, arguments).await?, of_task, "{tool}");
+    }
+    // Its own task, and something that belongs to another.
+    for (tool, arguments, code) in [
+        ("sandbox.session.exec", exec(&mine, &theirs, "true"), "session_not_found"),
+        ("sandbox.session.get", json!({"task_id": mine, "session_id": theirs}), "session_not_found"),
+        ("sandbox.session.end", json!({"task_id": mine, "session_id": theirs, "reason": "mine now"}), "session_not_found"),
+        ("sandbox.workspace.write_file", json!({"task_id": mine, "session_id": theirs, "path": "x", "content": "x"}), "session_not_found"),
+        ("artifact.get", json!({"task_id": mine, "id": kept["id"]}), "not_found"),
+        ("db.preference.list", json!({"task_id": mine, "scope": "task", "scope_id": other}), "not_found"),
+        ("db.preference.set", json!({"task_id": mine, "scope": "task", "scope_id": other, "key": "k", "value": 1}), "not_found"),
+    ] {
+        assert_eq!(agent.refused(tool, arguments).await?, (code.to_owned(), "task".to_owned()), "{tool}");
+    }
+    // A person whose both tasks are must name the right one, too.
+    let person = Agent::new(&small, &admin);
+    assert_eq!(person.refused("sandbox.session.exec", exec(&mine, &theirs, "true")).await?.1, "task");
+    assert_eq!(neighbour.done("sandbox.session.get", json!({"task_id": other, "session_id": theirs})).await?["state"], "running");
+
+    // What a record says: by which tool, on which session.
+    neighbour.done("sandbox.session.exec", exec(&other, &theirs, "true")).await?;
+    let client = small.orchestrator.client()?;
+    let all = records(&client, &AuditFilter { action: Some("session.exec".to_owned()), ..Default::default() }).await?;
+    let last = all.iter().rfind(|record| record.body.kind == AuditKind::Intent).context("a record")?;
+    assert_eq!(last.body.detail["tool"], "sandbox.session.exec");
+    assert_eq!(last.body.subject.as_ref().map(|subject| subject.kind.as_str()), Some("project_manager"));
+    let refused = all.iter().filter(|record| record.body.kind == AuditKind::Intent && record.body.stage.as_deref() == Some("task")).count();
+    assert_eq!(refused, 3);
+    intact(&client).await?;
+    small.worker.shut_down().await
+}
+
+#[tokio::test]
+async fn what_a_tool_takes_is_read_strictly() -> Result<()> {
+    let mut small = Small::start().await?;
+    let admin = small.orchestrator.token()?;
+    let task = task(&small, &admin, "strict").await?;
+    let agent = Agent::of(&small, &admin, "project_manager", &[&task]).await?;
+    let session = "01a00000-0000-7000-8000-000000000009";
+    let words = async |tool: &str, arguments: Value| {
+        let answer = agent.call(tool, arguments).await?;
+        let failure = &answer["result"]["structuredContent"];
+        ensure!(failure["code"] == "invalid_request" && failure["stage"] == "arguments", "{tool}: {answer}");
+        text(&failure["message"])
+    };
+    let mut unknown = exec(&task, session, "true");
+    unknown["shell"] = json!(true);
+    let mut wrong = exec(&task, session, "true");
+    wrong["argv"] = json!("true");
+    for (tool, arguments, named) in [
+        ("sandbox.session.exec", unknown, "shell"),
+        ("sandbox.session.exec", wrong, "argv"),
+        ("sandbox.session.exec", json!({"task_id": task, "session_id": session, "argv": ["true"], "timeout_ms": 1, "cwd": "."}), "env"),
+        ("sandbox.session.create", json!({"task_id": task, "session_id": "new", "image_ref": "default", "workspace_ref": "new"}), "constraints"),
+        (
+            "sandbox.session.create",
+            json!({"task_id": task, "session_id": "mine", "image_ref": "default", "workspace_ref": "new", "constraints": {}}),
+            "session_id",
+        ),
+        ("sandbox.session.list", json!({}), "task_id"),
+        ("sandbox.session.list", json!({"task_id": "mine"}), "task_id"),
+        ("sandbox.workspace.read_file", json!({"task_id": task, "session_id": session, "path": "../etc/passwd"}), "path"),
+        ("sandbox.workspace.read_file", json!({"task_id": task, "session_id": session, "path": "a", "start_line": 0}), "start_line"),
+        ("sandbox.workspace.write_file", json!({"task_id": task, "session_id": session, "path": "a"}), "content"),
+        ("sandbox.workspace.write_file", json!({"task_id": task, "session_id": session, "path": "a", "content": "", "content_b64": ""}), "content"),
+        ("help.get", json!({"topic": "start", "more": 1}), "more"),
+    ] {
+        let words = words(tool, arguments).await?;
+        ensure!(words.contains(named), "{tool} says {words:?}, and not {named}");
+    }
+    // Each tool's schema says what it takes, and refuses the rest as the tool does.
+    for tool in agent.tools().await? {
+        let (input, output) = (&tool["inputSchema"], &tool["outputSchema"]);
+        ensure!(input["type"] == "object" && output["type"] == "object", "{tool}");
+        let name = text(&tool["name"])?;
+        ensure!(input["additionalProperties"] == false || name.starts_with("git."), "{tool}");
+        let taskless = ["help.", "node.", "db.system_setting."].iter().any(|group| name.starts_with(group))
+            || ["sandbox.allowed_images.list", "db.task.create", "db.task.list"].contains(&name.as_str());
+        let required = input["required"].as_array().is_some_and(|names| names.contains(&json!("task_id")));
+        assert_eq!(required, !taskless, "{name}");
+    }
+    small.worker.shut_down().await
+}
+
+// proves: CYNAI.SANDBX.PMAgentAddToAllowedImages
+#[tokio::test]
+async fn a_manager_adds_images_only_while_a_setting_lets_it() -> Result<()> {
+    let mut small = Small::start().await?;
+    let admin = small.orchestrator.token()?;
+    let task = task(&small, &admin, "images").await?;
+    let agent = Agent::of(&small, &admin, "project_manager", &[&task]).await?;
+    let add = json!({"task_id": task, "image_ref": "localhost/cynode/other:1"});
+    let images = async || {
+        let listed = agent.done("sandbox.allowed_images.list", json!({})).await?;
+        let versions = listed["items"].as_array().context("items")?.iter().flat_map(|image| image["versions"].as_array().cloned().unwrap_or_default());
+        anyhow::Ok(versions.filter_map(|version| version["image_ref"].as_str().map(str::to_owned)).collect::<Vec<_>>())
+    };
+    let before = images().await?;
+    small.make(&admin, "/v1/images", &json!({"image_ref": "localhost/cynode/denied:1"})).await?;
+    assert_eq!(images().await?, before, "only what is allowed is listed");
+    assert_eq!(agent.refused("sandbox.allowed_images.add", add.clone()).await?, ("tool_disabled".to_owned(), "enabled".to_owned()));
+    assert_eq!(last_stage(&small).await?.0, "enabled");
+    let setting = "/v1/settings/agents.project_manager.sandbox.allow_add_to_allowed_images";
+    let put = Answer::of(small.request(Method::PUT, setting)?.json(&json!({"value": true}))).await?;
+    assert_eq!(put.status, 200);
+    agent.done("sandbox.allowed_images.add", add).await?;
+    assert_eq!(images().await?.len(), before.len() + 1);
+    small.worker.shut_down().await
+}
