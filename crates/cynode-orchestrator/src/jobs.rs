@@ -25,7 +25,7 @@ impl Orchestrator {
         let (task, is_new) = self.task_for(caller, body.task_id, || format!("job {job_id}")).await?;
         let task_id = task.id;
         let image = self.choose_image(caller, body.image_ref.as_deref(), Work::Command, caller.preferences(&task)).await?;
-        self.check_artifact(caller, body.workspace_ref.as_ref()).await?;
+        self.check_artifact(caller, task_id, body.workspace_ref.as_ref()).await?;
         // One that was kept is on its node, and only there.
         let node_id = self.workspace_node(task_id, body.workspace_ref.as_ref()).await?;
         let request = JobRun {

@@ -6,8 +6,8 @@
 use std::time::Duration;
 
 use cynode_api::{
-    Artifact, ArtifactId, ErrorCode, NodeId, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task, TaskId, UserSessionCreate, WorkspaceRef,
-    session_limits,
+    Artifact, ArtifactId, ErrorCode, NodeId, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task, TaskId, TokenKind, UserSessionCreate,
+    WorkspaceRef, session_limits,
 };
 use cynode_service::{ApiError, checks};
 use http::StatusCode;
@@ -48,6 +48,10 @@ fn unnamed_task(id: TaskId, name: String, created_by: &str) -> Task {
     }
 }
 
+fn no_artifact(id: ArtifactId) -> ApiError {
+    ApiError::new(ErrorCode::NotFound, format!("there is no artifact {id}"))
+}
+
 impl Orchestrator {
     pub(crate) async fn create_session(&self, caller: &Caller, body: UserSessionCreate) -> Result<(StatusCode, Session), ApiError> {
         check(&body)?;
@@ -61,7 +65,7 @@ impl Orchestrator {
         let (task, is_new) = self.task_for(caller, body.task_id, || format!("session {session_id}")).await?;
         let task_id = task.id;
         let image = self.choose_image(caller, body.image_ref.as_deref(), Work::Agent, caller.preferences(&task)).await?;
-        self.check_artifact(caller, body.workspace_ref.as_ref()).await?;
+        self.check_artifact(caller, task_id, body.workspace_ref.as_ref()).await?;
         let request = SessionCreate {
             version: Some(cynode_api::API_VERSION),
             task_id,
@@ -102,16 +106,19 @@ impl Orchestrator {
         }
     }
 
-    /// An artifact that a workspace begins with must be one that the caller may read.
-    pub(crate) async fn check_artifact(&self, caller: &Caller, wanted: Option<&WorkspaceRef>) -> Result<(), ApiError> {
+    /// An artifact that a workspace begins with must be one that the caller may read; an agent's, one of the same task.
+    pub(crate) async fn check_artifact(&self, caller: &Caller, task_id: TaskId, wanted: Option<&WorkspaceRef>) -> Result<(), ApiError> {
         let Some(WorkspaceRef::Artifact(id)) = wanted else { return Ok(()) };
-        self.readable_artifact(caller, *id).await.map(drop)
+        let artifact = self.readable_artifact(caller, *id).await?;
+        if caller.kind != TokenKind::User && artifact.task_id != task_id {
+            return Err(no_artifact(*id));
+        }
+        Ok(())
     }
 
     pub(crate) async fn readable_artifact(&self, caller: &Caller, id: ArtifactId) -> Result<Artifact, ApiError> {
         let artifact = self.db.artifact(id).await?;
-        let missing = |_| ApiError::new(ErrorCode::NotFound, format!("there is no artifact {id}"));
-        self.db.task(&caller.scope, artifact.task_id).await.map_err(missing)?;
+        self.db.task(&caller.scope, artifact.task_id).await.map_err(|_| no_artifact(id))?;
         Ok(artifact)
     }
 

@@ -1,7 +1,7 @@
 //! The register of sandbox images.
 
 use axum::{Json, extract::State};
-use cynode_api::{Image, ImageCreate, ImageId, ImagePatch, Page, Problem};
+use cynode_api::{Image, ImageCreate, ImageId, ImagePatch, Page, Problem, TokenKind};
 use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
 use serde::Deserialize;
@@ -43,7 +43,8 @@ pub(super) async fn create(
         is_allowed: body.is_allowed.unwrap_or(false),
         by: &caller.user_name,
     };
-    let made = orchestrator.db.insert_image(&new).await?;
+    // What people decided on an image, an agent does not decide anew.
+    let made = orchestrator.db.insert_image(&new, caller.kind != TokenKind::User).await?;
     // Nodes may have it already.
     orchestrator.look_for_images().await?;
     Ok((StatusCode::CREATED, Json(orchestrator.db.image(made.id).await?)))

@@ -88,8 +88,13 @@ async fn insert(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<Ima
 }
 
 impl Db {
-    pub(crate) async fn insert_image(&self, new: &NewImage<'_>) -> Result<Image, ApiError> {
+    /// Adds a version; only if nobody has added that reference before, when it must be new.
+    pub(crate) async fn insert_image(&self, new: &NewImage<'_>, must_be_new: bool) -> Result<Image, ApiError> {
         let mut transaction = self.begin().await?;
+        let query = sqlx::query_scalar("select exists (select from sandbox_image_versions where image_ref = $1)").bind(new.image_ref);
+        if must_be_new && query.fetch_one(&mut *transaction).await.map_err(problem)? {
+            return Err(ApiError::new(ErrorCode::AlreadyExists, "the image was added before; whether it may be used is for an administrator to say"));
+        }
         let id = insert(&mut transaction, new).await?;
         super::commit(transaction).await?;
         self.image(id).await

@@ -119,9 +119,11 @@ pub(crate) async fn read(response: Response) -> (Response, Said) {
     let mut code = problem.map(|problem| problem.code.clone());
     let rules = problem.and_then(|problem| problem.extensions.get("rules")).and_then(|rules| serde_json::from_value(rules.clone()).ok()).unwrap_or_default();
     let kind = response.headers().get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default().to_owned();
-    let is_problem = kind.starts_with("application/problem+json");
+    // What somebody stored says of itself what it is; only a refusal is a problem, and only an answer of ours is read.
+    let is_problem = !response.status().is_success() && kind.starts_with("application/problem+json");
+    let is_stored = response.status().is_success() && response.headers().contains_key("x-content-sha256");
     let is_short = response.body().size_hint().upper().is_some_and(|size| size <= MAX_READ) || is_problem;
-    if code.is_none() && is_short && (is_problem || kind.starts_with("application/json")) {
+    if code.is_none() && is_short && !is_stored && (is_problem || kind.starts_with("application/json")) {
         let (parts, body) = response.into_parts();
         let Ok(bytes) = axum::body::to_bytes(body, MAX_PROBLEM).await else {
             return (ApiError::new(ErrorCode::NodeUnreachable, "the answer broke off").into_response(), lost());

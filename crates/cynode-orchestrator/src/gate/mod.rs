@@ -158,6 +158,10 @@ async fn check_task(orchestrator: &Orchestrator, caller: &Caller, by: Option<&By
     let Some(task) = by.and_then(|by| by.task) else { return Ok(None) };
     let about = db::soon(orchestrator.about_task(caller, task)).await.map_err(at("task"))?;
     place(intent, &about);
+    // What runs in a sandbox need not see its task to be good for it.
+    if caller.kind == TokenKind::Sandbox && caller.task_ids.first() == Some(&task) {
+        return Ok(Some(about));
+    }
     let decision = orchestrator.policies.decide(&caller.principal(), Action::TaskShow, &about.resource, &cynode_policy::Call::default());
     if decision.allowed {
         return Ok(Some(about));
@@ -167,14 +171,15 @@ async fn check_task(orchestrator: &Orchestrator, caller: &Caller, by: Option<&By
     Err(Refusal { stage: "task", error: about.missing() })
 }
 
-/// What a tool's call names belongs to its task, or to the project of that.
-fn check_belongs(task: Option<&About>, about: &About) -> Result<(), Refusal> {
+/// What a tool's call names belongs to its task, or to the project of that. Whoever is good for the task may know of it then.
+fn check_belongs(task: Option<&About>, about: &mut About) -> Result<(), Refusal> {
     let Some(task) = task else { return Ok(()) };
     let belongs = match (about.task_id, about.project_id) {
         (Some(_), _) => about.task_id == task.task_id,
         (None, Some(_)) => about.project_id == task.project_id,
         (None, None) => true,
     };
+    about.visible |= belongs;
     if belongs { Ok(()) } else { Err(Refusal { stage: "task", error: about.missing() }) }
 }
 
@@ -199,17 +204,21 @@ async fn admit(
     // Bytes of any size are taken only from somebody who may send them there.
     if matches!(rule.takes, Takes::File | Takes::Archive | Takes::Stream) {
         let named = Named { path: &path, query: &query, body: &Value::Null, seen: seen.take() };
-        let about = db::soon(orchestrator.about(rule.on, caller, &named)).await.map_err(at("resource"))?;
-        check_belongs(task.as_ref(), &about)?;
+        let mut about = db::soon(orchestrator.about(rule.on, caller, &named)).await.map_err(at("resource"))?;
         place(intent, &about);
+        keep_clean(orchestrator, intent);
+        check_belongs(task.as_ref(), &mut about)?;
         decide(orchestrator, rule, caller, &about, &facts::calls(rule.action, &Value::Null, &query, &[]), intent)?;
     }
     let mut brought = Brought::take(orchestrator, rule.takes, rule.enters, incoming).await.map_err(at("arguments"))?;
     identify(rule, &mut brought, intent, &path);
     let named = Named { path: &path, query: &query, body: brought.json(), seen };
-    let about = db::soon(orchestrator.about(rule.on, caller, &named)).await.map_err(at("resource"))?;
-    check_belongs(task.as_ref(), &about)?;
+    let mut about = db::soon(orchestrator.about(rule.on, caller, &named)).await.map_err(at("resource"))?;
     place(intent, &about);
+    if let Err(refusal) = check_belongs(task.as_ref(), &mut about) {
+        keep_clean(orchestrator, intent);
+        return Err(refusal);
+    }
     let mut detail = facts::detail(rule.action, brought.json(), &query);
     detail.extend(by_tool(by.as_ref()));
     brought.tell(&mut detail);
@@ -383,7 +392,7 @@ async fn refuse(orchestrator: &Orchestrator, mut intent: AuditBody, Refusal { st
         count_secret();
     }
     intent.stage = Some(stage.to_owned());
-    if matches!(stage, "agent_type" | "secrets") || intent.decision.is_none() && stage == "resource" {
+    if matches!(stage, "agent_type" | "secrets" | "task") || intent.decision.is_none() && stage == "resource" {
         intent.decision = Some(AuditDecision::Deny);
     }
     let outcome = Said { status: error.0.status, code: Some(error.0.code.clone()), rules: intent.rules.clone(), detail: Map::new() };

@@ -13,11 +13,12 @@ mod schema;
 mod text;
 mod tools;
 
-use std::{sync::Arc, time::Duration};
+use std::{panic::AssertUnwindSafe, sync::Arc, time::Duration};
 
 use axum::Router;
 use cynode_api::ErrorCode;
 use cynode_service::{ApiError, edge};
+use futures_util::FutureExt as _;
 use http::request::Parts;
 use rmcp::{
     ErrorData, RoleServer, ServerHandler,
@@ -112,13 +113,14 @@ impl ServerHandler for Gateway {
     async fn call_tool(&self, request: CallToolRequestParams, context: RequestContext<RoleServer>) -> Result<CallToolResponse, ErrorData> {
         let asked = asked(&context)?;
         let token = context.meta.get_progress_token();
-        let mut called = std::pin::pin!(self.called(&asked, request));
+        let mut called = std::pin::pin!(AssertUnwindSafe(self.called(&asked, request)).catch_unwind());
         let mut ticks = tokio::time::interval(PROGRESS);
         ticks.tick().await;
         let mut seconds = 0.0;
         loop {
             tokio::select! {
-                result = &mut called => return result.map(Into::into),
+                // Without an answer the caller would wait for ever.
+                result = &mut called => return result.unwrap_or_else(|_| Err(ErrorData::internal_error("the tool broke off", None))).map(Into::into),
                 // Whoever asked went away: what was begun is treated as if a caller of the user API had.
                 () = context.ct.cancelled() => return Err(ErrorData::internal_error("the caller went away", None)),
                 _ = ticks.tick(), if token.is_some() => {
@@ -154,7 +156,8 @@ impl Gateway {
         match tool.plan(&arguments) {
             Ok(plan) => Ok(match self.run(asked, tool, plan).await {
                 Ok(result) => succeeded(result),
-                Err(failed) => failed.result(asked.request_id),
+                Err(failed) if failed.is_recorded => failed.result(asked),
+                Err(failed) => self.refused(asked, &refusal(failed.stage, failed.error)).await,
             }),
             Err(error) => Ok(self.refused(asked, &refusal("arguments", error)).await),
         }
@@ -163,15 +166,15 @@ impl Gateway {
     async fn unknown(&self, asked: &Asked<'_>, refused: &run::Refused<'_>) -> Result<CallToolResult, ErrorData> {
         match self.note(asked, refused).await {
             Ok(()) => Err(unknown()),
-            Err(error) => Ok(run::Failed { stage: "audit", error }.result(asked.request_id)),
+            Err(error) => Ok(run::Failed { stage: "audit", error, is_recorded: true }.result(asked)),
         }
     }
 
     /// Writes a refusal down, and answers it.
     async fn refused(&self, asked: &Asked<'_>, refused: &run::Refused<'_>) -> CallToolResult {
         match self.note(asked, refused).await {
-            Ok(()) => run::Failed { stage: refused.stage, error: refused.error.clone() }.result(asked.request_id),
-            Err(error) => run::Failed { stage: "audit", error }.result(asked.request_id),
+            Ok(()) => run::Failed { stage: refused.stage, error: refused.error.clone(), is_recorded: true }.result(asked),
+            Err(error) => run::Failed { stage: "audit", error, is_recorded: true }.result(asked),
         }
     }
 

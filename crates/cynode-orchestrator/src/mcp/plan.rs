@@ -62,9 +62,19 @@ pub(crate) struct Part {
     pub(crate) max_bytes: usize,
 }
 
-/// A word in an address.
-pub(crate) fn word(text: &str) -> String {
+fn encoded(text: &str) -> String {
     utf8_percent_encode(text, PLAIN).to_string()
+}
+
+/// A word in an address. Without one the address would be another.
+pub(crate) fn word(name: &str, text: &str) -> Result<String, ApiError> {
+    if text.is_empty() { Err(ApiError::invalid(format!("{name}: must not be empty"))) } else { Ok(encoded(text)) }
+}
+
+/// Words with slashes between them.
+pub(crate) fn words(name: &str, text: &str) -> Result<String, ApiError> {
+    let words: Result<Vec<String>, ApiError> = text.split('/').map(|part| word(name, part)).collect();
+    words.map(|words| words.join("/")).map_err(|_| ApiError::invalid(format!("{name}: must be relative, without empty parts")))
 }
 
 impl Call {
@@ -108,7 +118,7 @@ impl Call {
 
     /// The address, with its parameters.
     pub(crate) fn uri(&self) -> String {
-        let query: Vec<String> = self.query.iter().map(|(name, value)| format!("{name}={}", word(value))).collect();
+        let query: Vec<String> = self.query.iter().map(|(name, value)| format!("{name}={}", encoded(value))).collect();
         if query.is_empty() { self.path.clone() } else { format!("{}?{}", self.path, query.join("&")) }
     }
 }

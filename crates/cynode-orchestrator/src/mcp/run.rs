@@ -10,6 +10,7 @@ use futures_util::StreamExt as _;
 use http::{Method, Request, StatusCode, header};
 use rmcp::model::{CallToolResult, ContentBlock};
 use serde_json::{Map, Value, json};
+use tokio::sync::Semaphore;
 use tower::ServiceExt as _;
 use uuid::Uuid;
 
@@ -20,8 +21,10 @@ use super::{
     tools::Tool,
 };
 
-/// The longest answer that becomes a result.
-const MAX_ANSWER: usize = 48 * 1024 * 1024;
+/// The longest answer that becomes a result: what tools ask for at most, with every byte escaped.
+const MAX_ANSWER: usize = 16 * 1024 * 1024;
+/// So many answers are read at once, each of them whole.
+static READ_AT_ONCE: Semaphore = Semaphore::const_new(16);
 
 /// Where in the gate a call was refused: goes with its answer.
 #[derive(Clone, Copy, Debug)]
@@ -32,11 +35,22 @@ pub(crate) struct Stage(pub(crate) &'static str);
 pub(super) struct Failed {
     pub(super) stage: &'static str,
     pub(super) error: ApiError,
+    /// Whether the gate has written it down.
+    pub(super) is_recorded: bool,
 }
 
 impl Failed {
-    pub(super) fn result(self, request_id: Option<&str>) -> CallToolResult {
-        let Problem { code, detail, remedy, extensions, .. } = *self.error.0;
+    /// One that nobody but the gateway knows of.
+    fn here(stage: &'static str, error: ApiError) -> Self {
+        Self { stage, error, is_recorded: false }
+    }
+
+    pub(super) fn result(self, asked: &Asked<'_>) -> CallToolResult {
+        let request_id = asked.request_id;
+        let Problem { status, code, detail, remedy, extensions, .. } = *self.error.0;
+        if status >= 500 {
+            tracing::warn!(request_id, code, detail, "A tool failed.");
+        }
         let mut failure = json!({"code": code, "stage": self.stage, "message": detail, "remedy": remedy, "request_id": request_id});
         if let Value::Object(members) = &mut failure {
             // What belongs to one code, such as the hunks that do not apply.
@@ -65,18 +79,18 @@ impl Gateway {
         match plan {
             Plan::Call(call) => self.call(asked, tool, call).await,
             Plan::Answer(answer) => {
-                self.note_answer(asked, tool).await.map_err(|error| Failed { stage: "audit", error })?;
+                self.note_answer(asked, tool).await.map_err(|error| Failed { stage: "audit", error, is_recorded: true })?;
                 Ok(answer)
             }
             Plan::NewTask(mut new) => {
                 new.project_id = new.project_id.or(asked.caller.project_id);
-                let call = Call::new(Method::POST, "/v1/tasks", None).json(&new).map_err(|error| Failed { stage: "arguments", error })?;
+                let call = Call::new(Method::POST, "/v1/tasks", None).json(&new).map_err(|error| Failed::here("arguments", error))?;
                 self.call(asked, tool, call).await
             }
             Plan::OwnProject(task) => {
                 let of = self.call(asked, tool, Call::get(format!("/v1/tasks/{task}"), task)).await?;
                 let missing = || ApiError::new(ErrorCode::NotFound, format!("task {task} has no project"));
-                let id = of["project_id"].as_str().ok_or_else(|| Failed { stage: "run", error: missing() })?;
+                let id = of["project_id"].as_str().ok_or_else(|| Failed::here("run", missing()))?;
                 self.call(asked, tool, Call::get(format!("/v1/projects/{id}"), task)).await
             }
             Plan::LastOutput(call) => {
@@ -84,7 +98,7 @@ impl Gateway {
                 let items = execs["items"].as_array().map(Vec::as_slice).unwrap_or_default();
                 let last = items.iter().max_by_key(|exec| exec["started_at"].as_str());
                 let missing = || ApiError::new(ErrorCode::ExecNotFound, "no command has been run in this sandbox");
-                let id = last.and_then(|exec| exec["exec_id"].as_str()).ok_or_else(|| Failed { stage: "run", error: missing() })?;
+                let id = last.and_then(|exec| exec["exec_id"].as_str()).ok_or_else(|| Failed::here("run", missing()))?;
                 let path = format!("{}/{id}/output", call.path);
                 self.call(asked, tool, Call { path, ..call }).await
             }
@@ -92,15 +106,15 @@ impl Gateway {
                 // Whether the caller is good for the task is found out first.
                 self.call(asked, tool, Call::get(format!("/v1/tasks/{task}"), task)).await?;
                 let error = ApiError::new(ErrorCode::Unavailable, format!("{} needs a service that this system does not have yet", tool.name));
-                Err(Failed { stage: "run", error: ApiError(Box::new(error.0.with_remedy(remedy))) })
+                Err(Failed::here("run", ApiError(Box::new(error.0.with_remedy(remedy)))))
             }
         }
     }
 
     /// A call of the user API, in the caller's name.
     async fn call(&self, asked: &Asked<'_>, tool: &'static Tool, call: Call) -> Result<Value, Failed> {
-        let broken = |error: &dyn std::fmt::Display| Failed { stage: "arguments", error: ApiError::invalid(error.to_string()) };
-        let mut request = Request::builder().method(call.method.clone()).uri(call.uri()).body(Body::from(call.body)).map_err(|error| broken(&error))?;
+        let broken = |_| Failed::here("arguments", ApiError::invalid("what is named is too long for an address"));
+        let mut request = Request::builder().method(call.method.clone()).uri(call.uri()).body(Body::from(call.body)).map_err(broken)?;
         let headers = request.headers_mut();
         for (name, value) in call.headers {
             headers.insert(name, value);
@@ -111,12 +125,19 @@ impl Gateway {
         request.extensions_mut().insert(asked.caller.clone());
         request.extensions_mut().insert(ByTool { name: tool.name, task: call.task });
         let Ok(response) = self.routes.clone().oneshot(request).await;
+        let _reads = READ_AT_ONCE.acquire().await;
         if response.status().is_success() {
-            return shaped(response, call.shape).await.map_err(|error| Failed { stage: "run", error });
+            return shaped(response, call.shape).await.map_err(|error| Failed { stage: "run", error, is_recorded: true });
         }
         let stage = response.extensions().get::<Stage>().map(|stage| stage.0);
         let error = problem(response).await;
-        Err(Failed { stage: stage.unwrap_or_else(|| stage_of(&error)), error })
+        let stage = match stage {
+            // Whether something is not there or not theirs is for the record alone.
+            Some(_) if error.0.status == 404 => "task",
+            Some(stage) => stage,
+            None => stage_of(&error),
+        };
+        Err(Failed { stage, error, is_recorded: true })
     }
 }
 
@@ -166,11 +187,24 @@ async fn object(response: Response) -> Result<Value, ApiError> {
     if response.status() == StatusCode::NO_CONTENT {
         return Ok(json!({}));
     }
-    let bytes = axum::body::to_bytes(response.into_body(), MAX_ANSWER).await.map_err(|_| broke_off())?;
+    let bytes = axum::body::to_bytes(response.into_body(), MAX_ANSWER).await.map_err(|error| too_long(&error))?;
     if bytes.is_empty() {
         return Ok(json!({}));
     }
     serde_json::from_slice(&bytes).map_err(|error| ApiError::new(ErrorCode::Internal, format!("an answer could not be read: {error}")))
+}
+
+/// An answer that can't be taken whole. What was asked for has been done.
+fn too_long(error: &axum::Error) -> ApiError {
+    let mut cause: Option<&dyn std::error::Error> = Some(error);
+    while let Some(error) = cause {
+        if error.is::<http_body_util::LengthLimitError>() {
+            let error = ApiError::new(ErrorCode::TooLarge, format!("the answer is longer than {MAX_ANSWER} bytes; what was asked for was done"));
+            return ApiError(Box::new(error.0.with_remedy("Ask for less: a smaller limit, max_bytes or max_output_bytes.")));
+        }
+        cause = error.source();
+    }
+    broke_off()
 }
 
 fn broke_off() -> ApiError {
@@ -229,13 +263,13 @@ impl Gateway {
     fn record(&self, asked: &Asked<'_>, tool: &str) -> AuditBody {
         // What a caller chose may be anything.
         let clean = |text: &str| self.orchestrator.scanner.find(text.as_bytes()).is_none();
-        let name: String = tool.chars().take(100).collect();
+        let is_name = (1..=64).contains(&tool.len()) && tool.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'));
         let mut body = AuditBody::new(AuditKind::Intent, "tool.call");
         body.call_id = Some(Uuid::now_v7());
         body.request_id = asked.request_id.filter(|id| clean(id)).map(str::to_owned);
         body.subject = Some(asked.caller.subject());
-        if clean(&name) {
-            body.detail.insert("tool".to_owned(), json!(name));
+        if is_name && clean(tool) {
+            body.detail.insert("tool".to_owned(), json!(tool));
         }
         body
     }
@@ -243,12 +277,12 @@ impl Gateway {
     /// Writes down a call that was refused.
     pub(super) async fn note(&self, asked: &Asked<'_>, refused: &Refused<'_>) -> Result<(), ApiError> {
         let mut intent = self.record(asked, refused.tool);
-        intent.decision = Some(AuditDecision::Deny);
+        intent.decision = (refused.stage != "run").then_some(AuditDecision::Deny);
         intent.stage = Some(refused.stage.to_owned());
         intent.task_id = refused.arguments.get("task_id").and_then(Value::as_str).and_then(|id| id.parse::<TaskId>().ok());
         let outcome = AuditBody {
             kind: AuditKind::Outcome,
-            result: Some(AuditResult::Refused),
+            result: Some(AuditResult::of_status(refused.error.0.status)),
             status: Some(refused.error.0.status),
             code: Some(refused.error.0.code.clone()),
             ..intent.clone()

@@ -12,18 +12,49 @@ pub(crate) fn of(result: &Value) -> String {
 
 fn told(result: &Value) -> String {
     let text = |name: &str| result.get(name).and_then(Value::as_str);
-    // A command: how it ended, then what it wrote.
+    // A command or a job: how it ended, then what it wrote.
     if let (Some(stdout), Some(stderr)) = (text("stdout"), text("stderr"))
         && result.get("exit_code").is_some()
     {
+        let job = text("job_id").map(|id| format!("job {id}: ")).unwrap_or_default();
+        let error = result.get("error").filter(|error| error.is_object()).map(|error| format!("\nerror: {error}")).unwrap_or_default();
         let note = if text("encoding") == Some("base64") { " (base64)" } else { "" };
         let streams = [("stdout", stdout), ("stderr", stderr)].into_iter().filter(|(_, stream)| !stream.is_empty());
-        return std::iter::once(ended(result)).chain(streams.map(|(name, stream)| format!("\n{name}{note}:\n{stream}"))).collect();
+        let streams = streams.map(|(name, stream)| format!("\n{name}{note}:\n{}", cut(stream)));
+        return std::iter::once(job + &ended(result) + &error).chain(streams).collect();
     }
     if let Some(content) = text("content").or_else(|| text("content_b64")).or_else(|| text("text")) {
-        return content.to_owned();
+        return cut(content);
     }
-    serde_json::to_string(result).unwrap_or_default()
+    let mut written = Beginning(Vec::new());
+    // An error says that there was more than a beginning.
+    let is_whole = serde_json::to_writer(&mut written, result).is_ok();
+    let mut told = String::from_utf8_lossy(&written.0).into_owned();
+    if !is_whole {
+        told.truncate(told.floor_char_boundary(MAX_TEXT - MORE.len()));
+        told.push_str(MORE);
+    }
+    told
+}
+
+const MORE: &str = "\n… there is more; structuredContent has it";
+
+/// Takes what fits into a text, and no more.
+struct Beginning(Vec<u8>);
+
+impl std::io::Write for Beginning {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        if self.0.len() + bytes.len() > MAX_TEXT {
+            self.0.extend_from_slice(&bytes[..MAX_TEXT - self.0.len()]);
+            return Err(std::io::ErrorKind::WriteZero.into());
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 fn ended(result: &Value) -> String {
@@ -74,6 +105,8 @@ mod tests {
         assert_eq!(of(&json!({"exit_code": null, "signal": "KILL", "stdout": "", "stderr": ""})), "ended by signal KILL");
         assert_eq!(of(&json!({"content": "fn main() {}"})), "fn main() {}");
         assert_eq!(of(&json!({"items": []})), "{\"items\":[]}");
+        let job = json!({"job_id": "1", "state": "failed", "exit_code": null, "signal": null, "stdout": "", "stderr": "", "error": {"code": "node_lost"}});
+        assert_eq!(of(&job), "job 1: failed\nerror: {\"code\":\"node_lost\"}");
     }
 
     #[test]
@@ -85,5 +118,9 @@ mod tests {
             }
         }
         assert_eq!(of(&json!({"content": "a".repeat(MAX_TEXT)})).len(), MAX_TEXT);
+        for letter in ["a", "ü"] {
+            let long = of(&json!({"items": [letter.repeat(MAX_TEXT)]}));
+            assert!(long.len() <= MAX_TEXT && long.ends_with(MORE), "{}", long.len());
+        }
     }
 }

@@ -19,6 +19,15 @@ pub(super) fn tools() -> Vec<Tool> {
         Tool::new::<WebSearch, Empty>("web.search", ALL, Kind::Reads, "Search the web."),
         Tool::new::<Publish, Empty>("sandbox.image.publish", MANAGERS, Kind::Adds, "Publish a sandbox as an image."),
     ];
+    for (name, for_whom, kind) in [
+        ("skills.list", ALL, Kind::Reads),
+        ("skills.get", ALL, Kind::Reads),
+        ("skills.create", MANAGERS, Kind::Adds),
+        ("skills.update", MANAGERS, Kind::Changes),
+        ("skills.delete", MANAGERS, Kind::Changes),
+    ] {
+        tools.push(Tool::new::<Skills, Empty>(name, for_whom, kind, "Skills: guidance that agents share."));
+    }
     for (name, about) in [
         ("git.repo.validate", "See whether a repository can be reached and written to."),
         ("git.changeset.apply", "Apply a patch artifact to a branch."),
@@ -78,6 +87,21 @@ arguments! {
         task_id: TaskId,
         session_id: cynode_api::SessionId,
         image_ref: String,
+    }
+}
+
+/// What the tools of skills will take is not settled; only the task is.
+#[derive(Debug, serde::Deserialize, ToSchema)]
+pub(crate) struct Skills {
+    task_id: TaskId,
+    #[serde(flatten)]
+    #[schema(additional_properties)]
+    rest: Map<String, Value>,
+}
+
+impl Arguments for Skills {
+    fn plan(self) -> Result<Plan, ApiError> {
+        Ok(Plan::Missing(self.task_id, "Keep guidance as an artifact of the task, or in the preference agents.sandbox_agent.additional_context."))
     }
 }
 

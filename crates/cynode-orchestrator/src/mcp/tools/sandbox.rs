@@ -75,7 +75,7 @@ arguments! {
         task_id: TaskId,
         job_id: JobId,
         path: String,
-        /// 262,144 by default, 8,388,608 at most.
+        /// 262,144 by default, 1,048,576 at most.
         max_bytes: Option<u64>,
     }
     StreamLogs {
@@ -103,8 +103,6 @@ arguments! {
         /// With registry and repository.
         image_ref: String,
         image_digest: Option<String>,
-        name: Option<String>,
-        description: Option<String>,
     }
 }
 
@@ -155,8 +153,7 @@ impl Arguments for StreamLogs {
         let execs = format!("/v1/sessions/{}/execs", session(self.job_id));
         let path = self.exec_id.map_or_else(|| execs.clone(), |id| format!("{execs}/{id}/output"));
         let call = Call::get(path, self.task_id);
-        let call =
-            call.query("after_seq", self.after_seq).query("tail_bytes", self.tail_bytes).query("max_bytes", self.max_bytes).query("wait_ms", self.wait_ms);
+        let call = sessions::output(call, self.after_seq, self.tail_bytes, self.max_bytes, self.wait_ms)?;
         Ok(if self.exec_id.is_some() { Plan::Call(call) } else { Plan::LastOutput(call) })
     }
 }
@@ -177,11 +174,12 @@ impl Arguments for ListImages {
 
 impl Arguments for AddImage {
     fn plan(self) -> Result<Plan, ApiError> {
+        // By no shorter name: that of an image that is there already would come to mean this one.
         let body = ImageCreate {
+            name: Some(self.image_ref.clone()),
             image_ref: self.image_ref,
             image_digest: self.image_digest,
-            name: self.name,
-            description: self.description,
+            description: None,
             is_allowed: Some(true),
             version: None,
             capabilities: None,

@@ -11,7 +11,10 @@ use http::Method;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use super::{Arguments, Kind, MANAGERS, Tool, arguments};
+use super::{
+    Arguments, Kind, MANAGERS, Tool, arguments,
+    workspace::{DEFAULT_READ, at_most},
+};
 use crate::mcp::plan::{Call, Plan};
 
 pub(super) fn tools() -> Vec<Tool> {
@@ -99,7 +102,7 @@ arguments! {
         env: BTreeMap<String, String>,
         stdin: Option<String>,
         background: Option<bool>,
-        /// Of each stream: 262,144 by default.
+        /// Of each stream: 262,144 by default, 1,048,576 at most.
         max_output_bytes: Option<u64>,
     }
     Output {
@@ -179,6 +182,7 @@ impl Arguments for Create {
 
 impl Arguments for ExecArguments {
     fn plan(self) -> Result<Plan, ApiError> {
+        at_most("max_output_bytes", self.max_output_bytes)?;
         let body = ExecRequest {
             argv: self.argv,
             cwd: Some(self.cwd),
@@ -193,12 +197,18 @@ impl Arguments for ExecArguments {
     }
 }
 
+/// What is read of a command's output when nothing is said of it is no more than may be asked for.
+pub(super) fn output(call: Call, after_seq: Option<u64>, tail_bytes: Option<u64>, max_bytes: Option<u64>, wait_ms: Option<u64>) -> Result<Call, ApiError> {
+    at_most("tail_bytes", tail_bytes)?;
+    at_most("max_bytes", max_bytes)?;
+    let call = call.query("after_seq", after_seq).query("tail_bytes", tail_bytes).query("max_bytes", Some(max_bytes.unwrap_or(DEFAULT_READ)));
+    Ok(call.query("wait_ms", wait_ms))
+}
+
 impl Arguments for Output {
     fn plan(self) -> Result<Plan, ApiError> {
         let call = Call::get(format!("/v1/sessions/{}/execs/{}/output", self.session_id, self.exec_id), self.task_id);
-        let call =
-            call.query("after_seq", self.after_seq).query("tail_bytes", self.tail_bytes).query("max_bytes", self.max_bytes).query("wait_ms", self.wait_ms);
-        Ok(Plan::Call(call))
+        Ok(Plan::Call(output(call, self.after_seq, self.tail_bytes, self.max_bytes, self.wait_ms)?))
     }
 }
 

@@ -12,7 +12,7 @@ use serde_json::{Map, Value};
 use uuid::Uuid;
 
 use super::{AGENTS, ALL, Arguments, Kind, MANAGERS, Tool, arguments, workspace, workspace::FileContent};
-use crate::mcp::plan::{Call, Plan, Shape, word};
+use crate::mcp::plan::{Call, Plan, Shape, word, words};
 
 pub(super) fn tools() -> Vec<Tool> {
     vec![
@@ -75,7 +75,7 @@ arguments! {
         task_id: TaskId,
         path: Option<String>,
         id: Option<ArtifactId>,
-        /// 262,144 by default, 8,388,608 at most.
+        /// 262,144 by default, 1,048,576 at most.
         max_bytes: Option<u64>,
     }
     OfTask {
@@ -200,8 +200,7 @@ arguments! {
 
 impl Arguments for ArtifactPut {
     fn plan(self) -> Result<Plan, ApiError> {
-        let path: Vec<String> = self.path.split('/').map(word).collect();
-        let call = Call::new(Method::PUT, format!("/v1/tasks/{}/artifacts/{}", self.task_id, path.join("/")), self.task_id);
+        let call = Call::new(Method::PUT, format!("/v1/tasks/{}/artifacts/{}", self.task_id, words("path", &self.path)?), self.task_id);
         let media_type = self.media_type.as_deref().unwrap_or(if self.content.is_some() { "text/plain; charset=utf-8" } else { "application/octet-stream" });
         let call = call.header("content-type", Some(media_type))?;
         Ok(Plan::Call(call.bytes(workspace::content(self.content, self.content_b64)?)))
@@ -212,10 +211,7 @@ impl Arguments for ArtifactGet {
     fn plan(self) -> Result<Plan, ApiError> {
         let part = workspace::part(None, None, self.max_bytes)?;
         let call = match (self.path, self.id) {
-            (Some(path), None) => {
-                let path: Vec<String> = path.split('/').map(word).collect();
-                Call::get(format!("/v1/tasks/{}/artifacts/{}", self.task_id, path.join("/")), self.task_id)
-            }
+            (Some(path), None) => Call::get(format!("/v1/tasks/{}/artifacts/{}", self.task_id, words("path", &path)?), self.task_id),
             (None, Some(id)) => Call::get(format!("/v1/artifacts/{id}/content"), self.task_id),
             _ => return Err(ApiError::invalid("path: send either the path or the id of an artifact")),
         };
@@ -369,7 +365,7 @@ impl Arguments for PreferenceSet {
         if !matches!(self.scope, None | Some(PreferenceScope::Task | PreferenceScope::Project)) {
             return Err(ApiError::invalid("scope: only preferences of a task or a project can be set by a tool"));
         }
-        let path = format!("{}/{}", preferences(self.task_id, self.scope, self.scope_id)?, word(&self.key));
+        let path = format!("{}/{}", preferences(self.task_id, self.scope, self.scope_id)?, word("key", &self.key)?);
         let body = ValuePut { version: None, value: self.value, if_revision: self.if_revision };
         Ok(Plan::Call(Call::new(Method::PUT, path, self.task_id).json(&body)?))
     }
@@ -383,7 +379,7 @@ impl Arguments for Effective {
 
 impl Arguments for SettingGet {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(format!("/v1/settings/{}", word(&self.key)), None)))
+        Ok(Plan::Call(Call::get(format!("/v1/settings/{}", word("key", &self.key)?), None)))
     }
 }
 

@@ -17,7 +17,7 @@ use crate::mcp::plan::{Call, Part, Plan, Shape};
 const WORKSPACE: &str = "/workspace";
 /// What is read of a file when nothing is said, and at most.
 pub(super) const DEFAULT_READ: u64 = 262_144;
-pub(super) const MAX_READ: u64 = 8 * 1024 * 1024;
+pub(super) const MAX_READ: u64 = 1024 * 1024;
 
 pub(super) fn tools() -> Vec<Tool> {
     vec![
@@ -74,7 +74,7 @@ arguments! {
         start_line: Option<u64>,
         /// The last one that is wanted.
         end_line: Option<u64>,
-        /// 262,144 by default, 8,388,608 at most.
+        /// 262,144 by default, 1,048,576 at most.
         max_bytes: Option<u64>,
     }
     WriteFile {
@@ -142,6 +142,11 @@ pub(super) fn content(text: Option<String>, bytes: Option<Base64Bytes>) -> Resul
     }
 }
 
+/// How much of something may be asked for by a tool: its result is held whole.
+pub(super) fn at_most(name: &str, bytes: Option<u64>) -> Result<(), ApiError> {
+    if bytes.is_none_or(|bytes| (1..=MAX_READ).contains(&bytes)) { Ok(()) } else { Err(ApiError::invalid(format!("{name}: must be 1 to {MAX_READ}"))) }
+}
+
 /// Which part of a file is wanted.
 pub(super) fn part(start_line: Option<u64>, end_line: Option<u64>, max_bytes: Option<u64>) -> Result<Part, ApiError> {
     let start = start_line.unwrap_or(1);
@@ -152,9 +157,7 @@ pub(super) fn part(start_line: Option<u64>, end_line: Option<u64>, max_bytes: Op
         return Err(ApiError::invalid("end_line: is before start_line"));
     }
     let most = max_bytes.unwrap_or(DEFAULT_READ);
-    if !(1..=MAX_READ).contains(&most) {
-        return Err(ApiError::invalid(format!("max_bytes: must be 1 to {MAX_READ}")));
-    }
+    at_most("max_bytes", Some(most))?;
     Ok(Part { start_line: start, end_line, max_bytes: usize::try_from(most).unwrap_or(usize::MAX) })
 }
 

@@ -106,6 +106,16 @@ async fn a_token_is_good_for_its_task_and_what_belongs_to_it_alone() -> Result<(
     ] {
         assert_eq!(agent.refused(tool, arguments).await?, (code.to_owned(), "task".to_owned()), "{tool}");
     }
+    // As if there were none.
+    let none = json!({"task_id": mine, "session_id": "01a00000-0000-7000-8000-000000000009"});
+    assert_eq!(agent.refused("sandbox.session.get", none).await?, ("session_not_found".to_owned(), "task".to_owned()));
+    // Nor does a sandbox begin with what is theirs.
+    let begin = format!("artifact:{}", text(&kept["id"])?);
+    let mut made = create(&mine);
+    made["workspace_ref"] = json!(begin);
+    assert_eq!(agent.refused("sandbox.session.create", made).await?.0, "not_found");
+    let job = json!({"task_id": mine, "command": ["true"], "workspace_ref": begin});
+    assert_eq!(agent.refused("db.job.create", job).await?.0, "not_found");
     // A person whose both tasks are must name the right one, too.
     let person = Agent::new(&small, &admin);
     assert_eq!(person.refused("sandbox.session.exec", exec(&mine, &theirs, "true")).await?.1, "task");
@@ -118,8 +128,10 @@ async fn a_token_is_good_for_its_task_and_what_belongs_to_it_alone() -> Result<(
     let last = all.iter().rfind(|record| record.body.kind == AuditKind::Intent).context("a record")?;
     assert_eq!(last.body.detail["tool"], "sandbox.session.exec");
     assert_eq!(last.body.subject.as_ref().map(|subject| subject.kind.as_str()), Some("project_manager"));
-    let refused = all.iter().filter(|record| record.body.kind == AuditKind::Intent && record.body.stage.as_deref() == Some("task")).count();
-    assert_eq!(refused, 3);
+    let refused = all.iter().filter(|record| record.body.kind == AuditKind::Intent && record.body.stage.as_deref() == Some("task"));
+    let refused: Vec<_> = refused.map(|record| (record.body.decision, record.body.session_id.map(|id| id.to_string()))).collect();
+    let denied = |session: Option<&str>| (Some(AuditDecision::Deny), session.map(str::to_owned));
+    assert_eq!(refused, [denied(None), denied(Some(&theirs)), denied(Some(&theirs))], "what was reached for is told");
     intact(&client).await?;
     small.worker.shut_down().await
 }
@@ -158,16 +170,21 @@ async fn what_a_tool_takes_is_read_strictly() -> Result<()> {
         ("sandbox.workspace.write_file", json!({"task_id": task, "session_id": session, "path": "a"}), "content"),
         ("sandbox.workspace.write_file", json!({"task_id": task, "session_id": session, "path": "a", "content": "", "content_b64": ""}), "content"),
         ("help.get", json!({"topic": "start", "more": 1}), "more"),
+        ("db.system_setting.get", json!({"key": ""}), "key"),
+        ("artifact.put", json!({"task_id": task, "path": "a//b", "content": ""}), "path"),
+        ("sandbox.workspace.read_file", json!({"task_id": task, "session_id": session, "path": "a".repeat(70_000)}), "long"),
+        ("sandbox.workspace.read_file", json!({"task_id": task, "session_id": session, "path": "a", "max_bytes": 1_048_577}), "max_bytes"),
     ] {
         let words = words(tool, arguments).await?;
         ensure!(words.contains(named), "{tool} says {words:?}, and not {named}");
+        assert_eq!(last_stage(&small).await?, ("arguments".to_owned(), tool.to_owned()));
     }
     // Each tool's schema says what it takes, and refuses the rest as the tool does.
     for tool in agent.tools().await? {
         let (input, output) = (&tool["inputSchema"], &tool["outputSchema"]);
         ensure!(input["type"] == "object" && output["type"] == "object", "{tool}");
         let name = text(&tool["name"])?;
-        ensure!(input["additionalProperties"] == false || name.starts_with("git."), "{tool}");
+        ensure!(input["additionalProperties"] == false || name.starts_with("git.") || name.starts_with("skills."), "{tool}");
         let taskless = ["help.", "node.", "db.system_setting."].iter().any(|group| name.starts_with(group))
             || ["sandbox.allowed_images.list", "db.task.create", "db.task.list"].contains(&name.as_str());
         let required = input["required"].as_array().is_some_and(|names| names.contains(&json!("task_id")));
@@ -197,7 +214,53 @@ async fn a_manager_adds_images_only_while_a_setting_lets_it() -> Result<()> {
     let setting = "/v1/settings/agents.project_manager.sandbox.allow_add_to_allowed_images";
     let put = Answer::of(small.request(Method::PUT, setting)?.json(&json!({"value": true}))).await?;
     assert_eq!(put.status, 200);
-    agent.done("sandbox.allowed_images.add", add).await?;
+    agent.done("sandbox.allowed_images.add", add.clone()).await?;
     assert_eq!(images().await?.len(), before.len() + 1);
+    // What people decided, it does not decide anew; nor does it give what it adds the name of another.
+    for reference in ["localhost/cynode/other:1", "localhost/cynode/denied:1", &before[0]] {
+        let again = json!({"task_id": task, "image_ref": reference, "image_digest": format!("sha256:{}", "0".repeat(64))});
+        assert_eq!(agent.refused("sandbox.allowed_images.add", again).await?.0, "already_exists", "{reference}");
+    }
+    let named = json!({"task_id": task, "image_ref": "localhost/evil/x:1", "name": "other"});
+    assert_eq!(agent.refused("sandbox.allowed_images.add", named).await?, ("invalid_request".to_owned(), "arguments".to_owned()));
+    assert_eq!(images().await?.len(), before.len() + 1);
+    small.worker.shut_down().await
+}
+
+#[tokio::test]
+async fn an_agent_works_in_a_task_that_is_not_its_users_and_the_trail_tells_what_was_done() -> Result<()> {
+    let mut small = Small::start().await?;
+    let admin = small.orchestrator.token()?;
+    let (_, bob) = small.user("bob").await?;
+    let theirs = task(&small, &bob, "of bob").await?;
+    let mut body = crate::plane::small::session();
+    body["task_id"] = json!(theirs);
+    let session = small.session(&bob, &body).await?;
+    // A token that an administrator made speaks for bob's task, and in no name of his.
+    let agent = Agent::of(&small, &admin, "project_manager", &[&theirs]).await?;
+    assert_eq!(agent.done("sandbox.session.exec", exec(&theirs, &session, "echo there")).await?["stdout"], "there\n");
+    let here = json!({"task_id": theirs, "session_id": session});
+    agent.done("sandbox.session.get", here.clone()).await?;
+    agent.done("sandbox.workspace.list", here).await?;
+    let mut secret = exec(&theirs, &session, "true");
+    secret["env"] = json!({"TOKEN": admin});
+    assert_eq!(agent.refused("sandbox.session.exec", secret).await?, ("secret_in_input".to_owned(), "secrets".to_owned()));
+
+    // What an artifact says of itself changes no record.
+    let liar =
+        json!({"task_id": theirs, "path": "x", "media_type": "application/problem+json", "content": "{\"code\": \"denied_by_policy\", \"exit_code\": 7}"});
+    agent.done("artifact.put", liar).await?;
+    let got = agent.done("artifact.get", json!({"task_id": theirs, "path": "x"})).await?;
+    ensure!(got["size"].as_u64().is_some_and(|size| size > 0), "{got}");
+    let client = small.orchestrator.client()?;
+    let of = async |action: &str| records(&client, &AuditFilter { action: Some(action.to_owned()), ..Default::default() }).await;
+    let told = of("artifact.get").await?.into_iter().rfind(|record| record.body.kind == AuditKind::Outcome).context("an outcome")?.body;
+    assert_eq!((told.status, told.code, told.detail.get("exit_code")), (Some(200), None, None));
+
+    // A service that is not there leaves a record that says so.
+    assert_eq!(agent.refused("web.fetch", json!({"task_id": theirs, "url": "https://example.org/"})).await?, ("unavailable".to_owned(), "run".to_owned()));
+    let told = of("tool.call").await?.into_iter().rfind(|record| record.body.kind == AuditKind::Outcome).context("an outcome")?.body;
+    assert_eq!((told.code.as_deref(), told.detail.get("tool").and_then(Value::as_str)), (Some("unavailable"), Some("web.fetch")));
+    intact(&client).await?;
     small.worker.shut_down().await
 }
