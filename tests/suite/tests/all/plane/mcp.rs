@@ -2,6 +2,7 @@
 
 mod callers;
 mod clients;
+mod nonsense;
 mod work;
 
 use anyhow::{Context as _, Result, ensure};

@@ -115,7 +115,12 @@ async fn up_runs_every_role_and_down_leaves_nothing() -> Result<()> {
     let url = stack.up()?;
     let endpoints = stack.endpoints()?;
     assert_eq!(endpoints["api"].as_str(), Some(url.as_str()), "stdout is the API's address and nothing else");
-    assert!(endpoints["mcp"].is_null(), "nothing answers there yet: {endpoints}");
+    let tools = endpoints["mcp"].as_str().unwrap_or_default();
+    assert_eq!(tools, format!("{url}/mcp"));
+    let token = fs_err::read_to_string(stack.world.state_dir().join("admin.token"))?;
+    let asked = reqwest::Client::builder().no_proxy().build()?.post(tools).bearer_auth(token.trim()).header("accept", "application/json, text/event-stream");
+    let listed: serde_json::Value = asked.json(&serde_json::json!({"jsonrpc": "2.0", "id": 1, "method": "tools/list"})).send().await?.json().await?;
+    assert!(listed["result"]["tools"].as_array().is_some_and(|tools| tools.len() > 50), "{listed}");
     for name in ["control", "worker"] {
         assert!(endpoints[name].as_str().is_some_and(|url| url.starts_with("http://127.0.0.1:")), "{endpoints}");
     }
