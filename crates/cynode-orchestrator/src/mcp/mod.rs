@@ -61,7 +61,6 @@ pub(crate) fn routes(orchestrator: &Orchestrator, routes: Router) -> Router {
         .with_legacy_session_mode(false)
         .with_json_response(true)
         .with_max_request_body_bytes(edge::MAX_BODY)
-        .with_cancellation_token(orchestrator.stop.clone())
         .with_allowed_hosts(orchestrator.config.mcp_hosts())
         .enforce_origin_validation();
     Router::new().route_service("/mcp", StreamableHttpService::new(move || Ok(gateway.clone()), Arc::new(NeverSessionManager::default()), config))

@@ -164,3 +164,28 @@ async fn a_sandbox_goes_by_the_id_of_its_job() -> Result<()> {
     agent.unknown("sandbox.create", json!({})).await?;
     small.worker.shut_down().await
 }
+
+#[tokio::test]
+async fn an_orchestrator_that_is_told_to_stop_answers_what_was_begun() -> Result<()> {
+    let mut small = Small::start().await?;
+    let admin = small.orchestrator.token()?;
+    let task = task(&small, &admin, "to its end").await?;
+    let agent = Agent::of(&small, &admin, "project_manager", &[&task]).await?;
+    let session = text(&agent.done("sandbox.session.create", create(&task)).await?["session_id"])?;
+    let running = agent.done("sandbox.session.exec", exec(&task, &session, "touch begun; while test ! -e stopped; do sleep 0.1; done; echo to its end"));
+    let stopping = async {
+        let worker = small.worker.client()?;
+        let id = session.parse()?;
+        cynode_tests::eventually("it has begun", std::time::Duration::from_secs(30), async || Ok(worker.head_file(id, "begun".as_ref()).await.is_ok())).await?;
+        let pid = rustix::process::Pid::from_raw(small.orchestrator.pid().cast_signed()).context("a process")?;
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
+        let refuses = async || Ok(reqwest::Client::builder().no_proxy().build()?.get(format!("{}/healthz", small.orchestrator.url()?)).send().await.is_err());
+        cynode_tests::eventually("it takes no more", std::time::Duration::from_secs(30), refuses).await?;
+        worker.put_file(id, "stopped".as_ref(), "", &cynode_client::PutOptions::default()).await?;
+        anyhow::Ok(())
+    };
+    let (ran, stopped) = tokio::join!(running, stopping);
+    stopped?;
+    assert_eq!(ran?["stdout"], "to its end\n");
+    small.worker.shut_down().await
+}
