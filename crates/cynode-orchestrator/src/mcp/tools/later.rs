@@ -90,28 +90,28 @@ arguments! {
     }
 }
 
-/// What the tools of skills will take is not settled; only the task is.
-#[derive(Debug, serde::Deserialize, ToSchema)]
-pub(crate) struct Skills {
-    task_id: TaskId,
-    #[serde(flatten)]
-    #[schema(additional_properties)]
-    rest: Map<String, Value>,
+/// Tools of which it is not settled what they will take; only that they name a task.
+macro_rules! unsettled {
+    ($($name:ident: $remedy:expr;)*) => { $(
+        #[derive(Debug, serde::Deserialize, ToSchema)]
+        pub(crate) struct $name {
+            task_id: TaskId,
+            #[serde(flatten)]
+            #[schema(additional_properties)]
+            rest: Map<String, Value>,
+        }
+
+        impl Arguments for $name {
+            fn plan(self) -> Result<Plan, ApiError> {
+                Ok(Plan::Missing(self.task_id, $remedy))
+            }
+        }
+    )* };
 }
 
-impl Arguments for Skills {
-    fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Missing(self.task_id, "Keep guidance as an artifact of the task, or in the preference agents.sandbox_agent.additional_context."))
-    }
-}
-
-/// What the tools of git will take is not settled; only the task is.
-#[derive(Debug, serde::Deserialize, ToSchema)]
-pub(crate) struct Git {
-    task_id: TaskId,
-    #[serde(flatten)]
-    #[schema(additional_properties)]
-    rest: Map<String, Value>,
+unsettled! {
+    Git: "Export the change with sandbox.workspace.export_patch; a person can fetch the artifact and push it.";
+    Skills: "Keep guidance as an artifact of the task, or in the preference agents.sandbox_agent.additional_context.";
 }
 
 impl Arguments for HelpList {
@@ -130,7 +130,6 @@ impl Arguments for HelpGet {
     }
 }
 
-const NO_GIT: &str = "Export the change with sandbox.workspace.export_patch; a person can fetch the artifact and push it.";
 const NO_WEB: &str = "Have a person bring what is needed as an artifact of the task, or use an image that has it.";
 
 impl Arguments for ApiCall {
@@ -154,11 +153,5 @@ impl Arguments for WebSearch {
 impl Arguments for Publish {
     fn plan(self) -> Result<Plan, ApiError> {
         Ok(Plan::Missing(self.task_id, "Have a person build the image and add it: 'cynode image add'."))
-    }
-}
-
-impl Arguments for Git {
-    fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Missing(self.task_id, NO_GIT))
     }
 }

@@ -98,3 +98,9 @@ fn create(task: &str) -> Value {
 fn exec(task: &str, session: &str, script: &str) -> Value {
     json!({"task_id": task, "session_id": session, "argv": ["sh", "-c", script], "timeout_ms": 20_000, "cwd": ".", "env": {}})
 }
+
+/// Arguments, and more of them.
+fn with(mut arguments: Value, more: &Value) -> Value {
+    arguments.as_object_mut().into_iter().for_each(|members| members.extend(more.as_object().cloned().unwrap_or_default()));
+    arguments
+}

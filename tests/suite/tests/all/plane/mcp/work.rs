@@ -4,10 +4,9 @@ use anyhow::{Context as _, Result, ensure};
 use http::Method;
 use serde_json::{Value, json};
 
-use super::{Agent, create, exec, task};
+use super::{Agent, create, exec, task, with};
 use crate::plane::small::{Small, text};
 
-// proves: ISC-14
 #[tokio::test]
 async fn a_manager_does_its_task_by_tools_from_a_session_to_a_patch() -> Result<()> {
     let mut small = Small::start().await?;
@@ -21,11 +20,7 @@ async fn a_manager_does_its_task_by_tools_from_a_session_to_a_patch() -> Result<
     let made = agent.done("sandbox.session.create", create(&task)).await?;
     let session = text(&made["session_id"])?;
     assert_eq!((made["state"].as_str(), made["task_id"].as_str()), (Some("running"), Some(task.as_str())));
-    let here = |more: Value| {
-        let mut arguments = json!({"task_id": task, "session_id": session});
-        arguments.as_object_mut().into_iter().for_each(|members| members.extend(more.as_object().cloned().unwrap_or_default()));
-        arguments
-    };
+    let here = |more: Value| with(json!({"task_id": task, "session_id": session}), &more);
 
     let ran = agent.done("sandbox.session.exec", exec(&task, &session, "echo out; echo err >&2; exit 3")).await?;
     assert_eq!((ran["exit_code"].as_i64(), ran["stdout"].as_str(), ran["stderr"].as_str()), (Some(3), Some("out\n"), Some("err\n")));
@@ -149,11 +144,7 @@ async fn a_sandbox_goes_by_the_id_of_its_job() -> Result<()> {
     let agent = Agent { path: "/mcp?names=underscore", ..Agent::of(&small, &admin, "project_manager", &[&task]).await? };
     ensure!(agent.names().await?.iter().all(|name| !name.contains('.')), "names without dots");
     let job = "01a00000-0000-7000-8000-000000000001";
-    let of_job = |more: Value| {
-        let mut arguments = json!({"task_id": task, "job_id": job});
-        arguments.as_object_mut().into_iter().for_each(|members| members.extend(more.as_object().cloned().unwrap_or_default()));
-        arguments
-    };
+    let of_job = |more: Value| with(json!({"task_id": task, "job_id": job}), &more);
     let made = agent.done("sandbox_create", of_job(json!({"constraints": crate::plane::small::session()}))).await?;
     assert_eq!(made["session_id"], job);
     agent.done("sandbox_put_file", of_job(json!({"path": "in", "content": "words\n"}))).await?;
