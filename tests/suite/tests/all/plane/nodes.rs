@@ -51,7 +51,12 @@ impl Fleet {
 
     /// A worker on the orchestrator's own machine, as a node that takes work.
     pub(crate) async fn node(&self, name: &str) -> Result<RunningWorker> {
-        let worker = self.plane.world.worker(&self.options(name, &self.orchestrator.control_url()?)).await?;
+        self.node_with(name, |options| options).await
+    }
+
+    /// The same, with settings of its own.
+    pub(crate) async fn node_with(&self, name: &str, settings: impl FnOnce(Options) -> Options) -> Result<RunningWorker> {
+        let worker = self.plane.world.worker(&settings(self.options(name, &self.orchestrator.control_url()?))).await?;
         let client = self.orchestrator.client()?;
         until(&client, name, |node| node.state == NodeState::Ready).await?;
         Ok(worker)
