@@ -5,7 +5,10 @@ mod plane;
 
 use std::{ffi::OsString, path::PathBuf, time::Duration};
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{
+    Args, CommandFactory as _, Parser, Subcommand, ValueEnum,
+    error::{ContextKind, ContextValue},
+};
 use cynode_api::{NetworkPolicy, SessionId, SessionState, TaskId, WorkspaceRef};
 
 pub use audit::{Audit, AuditExport, AuditSubjectId, AuditTail, ExportFormat, Policy, PolicyTestArgs};
@@ -22,6 +25,56 @@ pub struct Cli {
     pub globals: Globals,
     #[command(subcommand)]
     pub command: Command,
+}
+
+/// The command line of the processes that `up` starts. It is a parser of its own: clap completes, and suggests for a mistyped
+/// command, also what `hide` keeps out of the help.
+#[derive(Debug, Parser)]
+#[command(name = "cynode", version, about = "The roles of CyNode; 'cynode up' starts them", disable_help_subcommand = true)]
+pub struct RoleCli {
+    #[command(flatten)]
+    pub globals: Globals,
+    #[command(subcommand)]
+    pub role: Role,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Role {
+    /// Run the worker role; `up` starts it
+    Worker(RoleArgs),
+    /// Run the orchestrator role; `up` starts it
+    Orchestrator(RoleArgs),
+    /// Become the private PostgreSQL; `up` starts it
+    Postgres {
+        #[arg(long, value_name = "PID")]
+        parent: Option<i32>,
+    },
+}
+
+/// What this process was started as.
+#[derive(Debug)]
+pub enum Invocation {
+    Command(Cli),
+    Role(RoleCli),
+}
+
+impl Invocation {
+    pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
+        let arguments: Vec<OsString> = arguments.into_iter().collect();
+        let error = match Cli::try_parse_from(&arguments) {
+            Ok(cli) => return Ok(Self::Command(cli)),
+            Err(error) => error,
+        };
+        let unknown = match error.get(ContextKind::InvalidSubcommand) {
+            Some(ContextValue::String(name)) => name.as_str(),
+            _ => return Err(error),
+        };
+        if RoleCli::command().get_subcommands().any(|role| role.get_name() == unknown) {
+            RoleCli::try_parse_from(&arguments).map(Self::Role)
+        } else {
+            Err(error)
+        }
+    }
 }
 
 #[derive(Clone, Debug, Args)]
@@ -123,18 +176,6 @@ pub enum Command {
     },
     /// Print a completion script for a shell
     Completions { shell: clap_complete::Shell },
-    /// Run the worker role; `up` starts it
-    #[command(hide = true)]
-    Worker(RoleArgs),
-    /// Run the orchestrator role; `up` starts it
-    #[command(hide = true)]
-    Orchestrator(RoleArgs),
-    /// Become the private PostgreSQL; `up` starts it
-    #[command(hide = true)]
-    Postgres {
-        #[arg(long, value_name = "PID")]
-        parent: Option<i32>,
-    },
 }
 
 /// A section of the configuration, and the role that has it.
@@ -418,7 +459,43 @@ mod tests {
 
     #[test]
     fn the_command_line_is_consistent() {
-        <Cli as clap::CommandFactory>::command().debug_assert();
+        Cli::command().debug_assert();
+        RoleCli::command().debug_assert();
+    }
+
+    fn parsed(arguments: &[&str]) -> Result<Invocation, clap::Error> {
+        Invocation::parse(["cynode"].iter().chain(arguments).map(OsString::from))
+    }
+
+    #[test]
+    fn roles_are_neither_suggested_nor_listed_nor_completed() {
+        let roles = ["postgres", "orchestrator", "worker"];
+        for mistyped in ["ps", "pos", "postgre", "postgress", "orchestrate", "workers", "work", "orch"] {
+            let said = parsed(&[mistyped]).expect_err(mistyped).render().to_string();
+            let suggested = said.replace(&format!("'{mistyped}'"), "");
+            assert!(!roles.iter().any(|role| suggested.contains(role)), "{said}");
+        }
+        let help = Cli::command().render_long_help().to_string();
+        let listed = |text: &str, role: &str| text.lines().any(|line| line.split_whitespace().next() == Some(role));
+        assert!(listed(&help, "session") && !roles.iter().any(|role| listed(&help, role)), "{help}");
+        for shell in clap::ValueEnum::value_variants() {
+            let mut script = Vec::new();
+            clap_complete::generate(*shell as clap_complete::Shell, &mut Cli::command(), "cynode", &mut script);
+            let script = String::from_utf8(script).expect("text");
+            assert!(!script.contains("postgres") && !script.contains("--parent"), "{shell}");
+        }
+    }
+
+    #[test]
+    fn a_role_is_taken_by_its_whole_name_wherever_the_global_flags_stand() {
+        for arguments in [&["postgres", "--state-dir", "/s", "--parent", "7"][..], &["--state-dir", "/s", "postgres", "--parent", "7"]] {
+            let Ok(Invocation::Role(cli)) = parsed(arguments) else { panic!("{arguments:?}") };
+            assert!(matches!(cli.role, Role::Postgres { parent: Some(7) }) && cli.globals.state_dir.is_some());
+        }
+        assert!(matches!(parsed(&["worker", "--set", "pool_size=2"]), Ok(Invocation::Role(RoleCli { role: Role::Worker(_), .. }))));
+        assert!(matches!(parsed(&["up"]), Ok(Invocation::Command(_))));
+        let wrong = parsed(&["worker", "--nonsense"]).expect_err("an unknown flag");
+        assert_eq!(wrong.kind(), clap::error::ErrorKind::UnknownArgument);
     }
 
     #[test]

@@ -24,29 +24,27 @@ mod up;
 
 use std::process::ExitCode;
 
-use clap::Parser;
-
 use crate::{
-    cli::{Cli, Command},
+    cli::{Cli, Command, Invocation, Role, RoleCli},
     failure::Failure,
 };
 
 fn main() -> ExitCode {
     // Only fails when one is installed already, and then that one counts.
     drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
+    let invocation = match Invocation::parse(std::env::args_os()) {
+        Ok(invocation) => invocation,
         Err(error) => return failure::usage(&error),
     };
-    match run(cli) {
+    match run(invocation) {
         Ok(code) => code,
         Err(failure) => failure.report(),
     }
 }
 
-fn run(cli: Cli) -> Result<ExitCode, Failure> {
-    let mut builder = match cli.command {
-        Command::Worker(_) | Command::Orchestrator(_) => {
+fn run(invocation: Invocation) -> Result<ExitCode, Failure> {
+    let mut builder = match invocation {
+        Invocation::Role(RoleCli { role: Role::Worker(_) | Role::Orchestrator(_), .. }) => {
             let mut builder = tokio::runtime::Builder::new_multi_thread();
             builder.worker_threads(threads());
             builder
@@ -55,7 +53,12 @@ fn run(cli: Cli) -> Result<ExitCode, Failure> {
         _ => tokio::runtime::Builder::new_current_thread(),
     };
     let runtime = builder.enable_all().build()?;
-    let result = runtime.block_on(Box::pin(dispatch(cli)));
+    let result = runtime.block_on(Box::pin(async {
+        match invocation {
+            Invocation::Command(cli) => dispatch(cli).await,
+            Invocation::Role(cli) => play(cli).await,
+        }
+    }));
     // A read of the terminal can't be cancelled; don't wait for it.
     runtime.shutdown_background();
     result
@@ -94,8 +97,13 @@ async fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
             clap_complete::generate(shell, &mut <Cli as clap::CommandFactory>::command(), "cynode", &mut std::io::stdout());
             Ok(ExitCode::SUCCESS)
         }
-        Command::Worker(args) => roles::run_worker(&globals, args).await,
-        Command::Orchestrator(args) => roles::run_orchestrator(&globals, args).await,
-        Command::Postgres { parent } => roles::run_postgres(&globals, parent),
+    }
+}
+
+async fn play(cli: RoleCli) -> Result<ExitCode, Failure> {
+    match cli.role {
+        Role::Worker(args) => roles::run_worker(&cli.globals, args).await,
+        Role::Orchestrator(args) => roles::run_orchestrator(&cli.globals, args).await,
+        Role::Postgres { parent } => roles::run_postgres(&cli.globals, parent),
     }
 }

@@ -15,7 +15,7 @@ use crate::{
     cli::{Globals, RoleArgs, Section, Settings},
     failure::{Failure, USAGE},
     postgres,
-    state::{Lock, StateDir},
+    state::{Lock, Locked, StateDir},
 };
 
 /// The worker's configuration, read whole before anything starts.
@@ -66,6 +66,7 @@ const DOCTOR: &str = "Run 'cynode doctor' to see what this machine lacks.";
 
 /// The worker role, until it is told to stop.
 pub async fn run_worker(globals: &Globals, args: RoleArgs) -> Result<ExitCode, Failure> {
+    check_holder(&StateDir::new(globals)?, "worker")?;
     if let Some(parent) = args.parent {
         end_with(parent, Signal::TERM)?;
     }
@@ -81,6 +82,7 @@ pub async fn run_worker(globals: &Globals, args: RoleArgs) -> Result<ExitCode, F
 
 /// The orchestrator role, until it is told to stop.
 pub async fn run_orchestrator(globals: &Globals, args: RoleArgs) -> Result<ExitCode, Failure> {
+    check_holder(&StateDir::new(globals)?, "orchestrator")?;
     if let Some(parent) = args.parent {
         end_with(parent, Signal::TERM)?;
     }
@@ -99,7 +101,51 @@ pub async fn run_orchestrator(globals: &Globals, args: RoleArgs) -> Result<ExitC
 
 /// The private PostgreSQL's role: this process becomes the server.
 pub fn run_postgres(globals: &Globals, parent: Option<i32>) -> Result<ExitCode, Failure> {
-    postgres::run(&StateDir::new(globals)?, parent).map(|never| match never {})
+    let state = StateDir::new(globals)?;
+    // Held until this process becomes the server: preparing one ends whatever works in the data directory.
+    let _unsupervised = match check_holder(&state, "postgres")? {
+        Holder::Supervisor => None,
+        Holder::Nobody => Some(alone(&state)?),
+    };
+    postgres::run(&state, parent).map(|never| match never {})
+}
+
+/// Who holds the state directory of a role that may start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Holder {
+    /// The parent of this process.
+    Supervisor,
+    Nobody,
+}
+
+/// Refuses a role that somebody starts by hand while `up` holds the state directory: it would take away the database or the
+/// addresses of the running one. The roles that `up` starts are known by their parent, which no other process has.
+pub fn check_holder(state: &StateDir, role: &str) -> Result<Holder, Failure> {
+    match Lock::holder(state)? {
+        None => Ok(Holder::Nobody),
+        Some(Locked::Theirs(Some(pid))) if getppid().is_some_and(|parent| u32::try_from(parent.as_raw_pid()) == Ok(pid)) => Ok(Holder::Supervisor),
+        Some(Locked::Ours(_)) => Err(Failure::internal("asking who holds the state directory took it")),
+        Some(Locked::Theirs(pid)) => Err(is_held(state, role, pid)),
+    }
+}
+
+fn is_held(state: &StateDir, role: &str, pid: Option<u32>) -> Failure {
+    let pid = pid.map_or_else(|| "unknown".to_owned(), |pid| pid.to_string());
+    let what = format!("{} belongs to a running CyNode, pid {pid}, which starts its {role} itself", state.path().display());
+    Failure::new(USAGE, "already_running", what).remedy("See 'cynode status'. Stop it with 'cynode down' first, or choose another directory with --state-dir.")
+}
+
+/// The state directory for a server without a supervisor, if none is running there.
+fn alone(state: &StateDir) -> Result<Lock, Failure> {
+    let lock = match Lock::acquire(state)? {
+        Locked::Ours(lock) => lock,
+        Locked::Theirs(pid) => return Err(is_held(state, "postgres", pid)),
+    };
+    match postgres::Server::of(state).postmaster() {
+        None => Ok(lock),
+        Some(pid) => Err(Failure::new(USAGE, "already_running", format!("PostgreSQL is already running on {}, pid {pid}", state.path().display()))
+            .remedy("Use it, or stop it with 'cynode down'.")),
+    }
 }
 
 /// Moves an ordinary user's process to where workers of that user live, by running this program anew. For root nothing
@@ -130,4 +176,28 @@ pub fn end_with(parent: i32, signal: Signal) -> Result<(), Failure> {
 
 fn chain(error: &dyn std::error::Error) -> String {
     cynode_service::telemetry::Chain(error).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_role_starts_alone_or_as_a_child_of_the_holder() {
+        let directory = tempfile::tempdir().expect("temporary directory");
+        let globals = Globals { output: crate::cli::Format::Table, state_dir: Some(directory.path().to_owned()), config: None, ca: None };
+        let state = StateDir::new(&globals).expect("a path");
+        assert_eq!(check_holder(&state, "worker").ok(), Some(Holder::Nobody));
+        // This test's own process holds it, and so is not its child.
+        let Locked::Ours(lock) = Lock::acquire(&state).expect("lock") else { panic!("taken") };
+        let refused = check_holder(&state, "worker").expect_err("held by another");
+        assert_eq!(refused.exit, USAGE);
+        assert!(refused.message().contains(&format!("pid {}", std::process::id())) && refused.remedy_text().is_some(), "{refused:?}");
+        assert!(alone(&state).is_err());
+        let parent = getppid().expect("a parent").as_raw_pid().to_string();
+        fs_err::write(directory.path().join("up.lock"), parent).expect("written");
+        assert_eq!(check_holder(&state, "worker").ok(), Some(Holder::Supervisor));
+        drop(lock);
+        assert!(alone(&state).is_ok());
+    }
 }

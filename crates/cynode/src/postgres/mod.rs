@@ -87,11 +87,16 @@ impl Server {
         lines.first().is_some_and(|line| line.trim() == pid.to_string()) && lines.get(7).is_some_and(|line| line.trim() == "ready")
     }
 
-    /// The process id of a postmaster that runs here and takes connections.
-    pub fn running(&self) -> Option<u32> {
+    /// The process id of the postmaster that runs here, whether or not it takes connections yet.
+    pub fn postmaster(&self) -> Option<u32> {
         let text = fs_err::read_to_string(self.data().join("postmaster.pid")).ok()?;
         let pid = text.lines().next()?.trim().parse().ok()?;
-        (self.is_ready(pid) && leftovers::runs_in(&self.data(), pid)).then_some(pid)
+        leftovers::runs_in(&self.data(), pid).then_some(pid)
+    }
+
+    /// The process id of a postmaster that runs here and takes connections.
+    pub fn running(&self) -> Option<u32> {
+        self.postmaster().filter(|pid| self.is_ready(*pid))
     }
 
     /// Ends a server, and processes of one, that a killed `up` left. For whoever holds the lock of `up`.

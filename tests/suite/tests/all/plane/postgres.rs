@@ -73,6 +73,10 @@ async fn it_is_nobody_elses_and_listens_on_its_socket_alone() -> Result<()> {
     fs_err::set_permissions(socket.join(".s.PGSQL.5432"), PermissionsExt::from_mode(0o777))?;
     let stranger = psql(Some(TEST_USER), &socket, "select 1")?;
     assert!(stranger.code != Some(0) && stranger.stderr.contains("authentication failed"), "{stranger:?}");
+    // A second one does not take its place, though no `up` runs.
+    let second = run(cynode(&world)?.arg("postgres"), b"")?;
+    assert_eq!(second.failure(), (64, "already_running".to_owned()), "{second:?}");
+    assert!(is_ready(&state, &child) && second.stderr.contains(&format!("pid {}", child.id())), "{second:?}");
     kill(child.id(), Signal::INT)?;
     assert!(child.wait()?.success());
     Ok(())

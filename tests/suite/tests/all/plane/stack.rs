@@ -207,6 +207,35 @@ async fn no_role_outlives_an_up_that_was_killed_and_the_next_takes_over_at_once(
 }
 
 #[tokio::test]
+async fn a_role_does_not_start_by_hand_while_up_holds_the_state_directory() -> Result<()> {
+    let stack = Stack::new()?;
+    stack.up()?;
+    let task = stack.run(&["task", "create", "kept"])?.good()?.trim_end().to_owned();
+    let (up, postgres) = (stack.up_pid()?.to_string(), stack.postgres()?);
+    let files = ["postgres/data/postmaster.pid", "postgres/socket/.s.PGSQL.5432", "up.lock"].map(|name| stack.world.state_dir().join(name));
+    let state = || {
+        files
+            .iter()
+            .map(|path| Ok((std::os::unix::fs::MetadataExt::ino(&fs_err::metadata(path)?), fs_err::metadata(path)?.modified()?)))
+            .collect::<Result<Vec<_>>>()
+    };
+    let before = state()?;
+    for role in ["postgres", "orchestrator", "worker"] {
+        for parent in [&[][..], &["--parent", &up]] {
+            let refused = stack.run(&[&[role], parent].concat())?;
+            assert_eq!(refused.failure(), (64, "already_running".to_owned()), "{role} {parent:?}: {refused:?}");
+            assert!(refused.stderr.contains(&format!("pid {up}")) && refused.stderr.contains("'cynode down'"), "{refused:?}");
+        }
+    }
+    assert_eq!((stack.postgres()?, state()?), (postgres, before), "the live database was not touched");
+    assert_eq!(stack.run(&["task", "show", &task, "--output", "json"])?.json()?["name"], "kept");
+    let mistyped = stack.run(&["ps"])?;
+    assert!(mistyped.code == Some(64) && !mistyped.stderr.contains("postgres"), "{mistyped:?}");
+    stack.down()?;
+    stack.assert_clean().await
+}
+
+#[tokio::test]
 async fn another_server_is_used_when_one_is_named() -> Result<()> {
     let stack = Stack::new()?;
     // A server that stands for somebody else's.
