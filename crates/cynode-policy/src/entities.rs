@@ -89,6 +89,7 @@ pub enum Resource {
 pub struct Call {
     /// As [`crate::within_workspace`] gives it.
     pub path: Option<String>,
+    /// As it was sent; rules also see its last component, as `program_name`.
     pub program: Option<String>,
     pub image: Option<String>,
     pub token_kind: Option<String>,
@@ -194,11 +195,20 @@ impl Resource {
 impl Call {
     pub(crate) fn context(&self) -> Result<Context, Unaskable> {
         let Self { path, program, image, token_kind, network, pty } = self;
-        let optional = [("path", path), ("program", program), ("image", image), ("token_kind", token_kind), ("network", network)];
-        let given = optional.into_iter().filter_map(|(name, text)| Some((name, string(text.as_deref()?))));
+        let texts = [("path", path), ("program", program), ("image", image), ("token_kind", token_kind), ("network", network)];
+        let given = texts.into_iter().filter_map(|(name, text)| Some((name, text.as_deref()?)));
+        let given = given.chain(program.as_deref().map(|program| ("program_name", program_name(program))));
+        let given = given.map(|(name, text)| (name, string(text)));
         let pairs = given.chain([("pty", boolean(*pty))]).map(|(name, value)| (name.to_owned(), value));
         Context::from_pairs(pairs).map_err(|error| Unaskable::Call(Box::new(error)))
     }
+}
+
+/// The last component of a program's path: `rm` of `rm`, `/bin/rm` and `../bin//rm`. The kernel runs no path that ends in a slash; it is
+/// dropped here, so that such a path is not a way around a rule either.
+fn program_name(program: &str) -> &str {
+    let path = program.trim_end_matches('/');
+    path.rsplit_once('/').map_or(path, |(_, name)| name)
 }
 
 impl Action {
@@ -331,6 +341,15 @@ mod tests {
             ] {
                 assert_fits(resource.entity());
             }
+        }
+    }
+
+    #[test]
+    fn a_program_is_named_by_the_last_component_of_its_path() {
+        for (program, name) in
+            [("rm", "rm"), ("/bin/rm", "rm"), ("./rm", "rm"), ("../usr/bin//rm", "rm"), ("/bin/rm/", "rm"), ("bin/rm -rf", "rm -rf"), ("", ""), ("/", "")]
+        {
+            assert_eq!(program_name(program), name, "{program}");
         }
     }
 

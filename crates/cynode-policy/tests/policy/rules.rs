@@ -87,7 +87,7 @@ fn a_rule_sees_the_caller_the_thing_and_the_call() {
     let of_groups = r#"permit (principal in CyNode::Group::"reviewers", action, resource);"#;
     let of_name = r#"permit (principal is CyNode::User, action, resource) when { principal.name == "somebody" };"#;
     let of_path = r#"permit (principal, action in CyNode::Action::"files", resource) when { context has path && context.path like "/workspace/*" };"#;
-    let of_program = r#"permit (principal, action, resource) when { context has program && context.program == "git" };"#;
+    let of_program = r#"permit (principal, action, resource) when { context has program && context.program == "git" && context has program_name && context.program_name == "git" };"#;
     let of_image = r#"permit (principal, action, resource) when { context has image && context.image like "registry.example/*" };"#;
     let of_kind = r#"permit (principal, action, resource) when { context has token_kind && context.token_kind == "user" };"#;
     let of_network = r#"permit (principal, action, resource) when { context has network && context.network == "none" };"#;
@@ -108,6 +108,25 @@ fn a_rule_sees_the_caller_the_thing_and_the_call() {
         let policies = Policies::parse([("one", text)]).expect("a rule without flaw");
         assert!(policies.decide(&user(OWNER), Action::FileRead, &session(), &call).allowed, "{text}");
         assert!(!policies.decide(&nobody, Action::FileRead, &nowhere, &Call::default()).allowed, "{text}");
+    }
+}
+
+#[test]
+fn a_rule_about_a_program_holds_for_its_path_too() {
+    let forbidden = r#"permit (principal, action, resource);
+        forbid (principal, action, resource) when { context has program_name && ["rm", "git"].contains(context.program_name) };"#;
+    let policies = Policies::parse([("one", forbidden)]).expect("a rule without flaw");
+    let allowed = |action, program: Option<&str>| {
+        let resource = if action == Action::JobCreate { Resource::System } else { session() };
+        policies.decide(&user(OWNER), action, &resource, &Call { program: program.map(str::to_owned), ..Call::default() }).allowed
+    };
+    for action in [Action::SessionExec, Action::SessionPty, Action::JobCreate] {
+        for program in ["rm", "/bin/rm", "/usr/bin/rm", "./rm", "../../bin/rm", "//bin//rm", "/bin/rm/", "git", "/usr/bin/git"] {
+            assert!(!allowed(action, Some(program)), "{action} {program}");
+        }
+        for program in [Some("rmdir"), Some("/bin/xrm"), Some("rm/x"), Some("/rm/ls"), Some(""), None] {
+            assert!(allowed(action, program), "{action} {program:?}");
+        }
     }
 }
 

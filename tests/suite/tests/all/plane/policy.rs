@@ -179,7 +179,10 @@ async fn what_can_not_be_understood_is_refused_with_its_place_and_changes_nothin
 
 const LOOKS: &str = r#"
 @id("no-shells")
-forbid (principal, action == CyNode::Action::"session.exec", resource) when { context has program && context.program == "bash" };
+forbid (principal, action in [CyNode::Action::"session.exec", CyNode::Action::"session.pty"], resource)
+when { context has program_name && context.program_name == "bash" };
+@id("no-jobs-of-rm")
+forbid (principal, action == CyNode::Action::"job.create", resource) when { context has program_name && context.program_name == "rm" };
 @id("no-pty")
 forbid (principal, action == CyNode::Action::"session.create", resource) when { context.pty };
 @id("no-two")
@@ -197,7 +200,11 @@ async fn a_test_shows_rules_what_a_call_would_show_them() -> Result<()> {
     let session = ruled.session(&ruled.admin, &ruled.task(&ruled.admin).await?).await?;
     for (ask, rule) in [
         (json!({"action": "session.exec", "session_id": session, "program": "bash"}), Some("looks/no-shells")),
+        (json!({"action": "session.exec", "session_id": session, "program": "/usr/bin/bash"}), Some("looks/no-shells")),
+        (json!({"action": "session.pty", "session_id": session, "program": "./bash"}), Some("looks/no-shells")),
+        (json!({"action": "session.pty", "session_id": session}), None),
         (json!({"action": "session.exec", "session_id": session, "program": "sh"}), None),
+        (json!({"action": "job.create", "program": "/bin/rm"}), Some("looks/no-jobs-of-rm")),
         (json!({"action": "session.create", "pty": true}), Some("looks/no-pty")),
         (json!({"action": "session.create", "pty": false, "image": ONE}), None),
         (json!({"action": "session.create", "image": TWO}), Some("looks/no-two")),
@@ -212,6 +219,16 @@ async fn a_test_shows_rules_what_a_call_would_show_them() -> Result<()> {
             Some(rule) => assert_eq!((&verdict["allowed"], &verdict["rules"]), (&json!(false), &json!([rule])), "{ask}"),
             None => assert_eq!(verdict["allowed"], json!(true), "{ask}: {verdict}"),
         }
+    }
+    // The calls themselves, by name and by path.
+    let exec = format!("/v1/sessions/{session}/exec");
+    for program in ["bash", "/bin/bash", "//usr/bin/../bin/bash"] {
+        let refused = refusal(&ruled.call(&ruled.admin, Method::POST, &exec, &json!({"argv": [program, "-c", "true"]})).await?, 403, "denied_by_policy")?;
+        assert_eq!(refused["rules"], json!(["looks/no-shells"]), "{program}");
+    }
+    for program in ["rm", "/bin/rm"] {
+        let refused = refusal(&ruled.call(&ruled.admin, Method::POST, "/v1/jobs", &json!({"command": [program, "x"]})).await?, 403, "denied_by_policy")?;
+        assert_eq!(refused["rules"], json!(["looks/no-jobs-of-rm"]), "{program}");
     }
     Ok(())
 }
