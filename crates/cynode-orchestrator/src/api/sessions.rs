@@ -26,7 +26,7 @@ use crate::{
     db::{NewArtifact, SessionAt},
     fleet::{Failed, answer_for},
     forward,
-    gate::{Called, Decided},
+    gate::{self, Called, Decided},
 };
 
 /// How long a node may take to change a session.
@@ -260,8 +260,7 @@ pub(super) async fn export(
     request: Request,
 ) -> Result<Response, ApiError> {
     let below = "/sessions/{id}/export";
-    let accept = request.headers().get(http::header::ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
-    let wants_bytes = ["application/octet-stream", "application/x-tar", "text/x-diff"].contains(&accept);
+    let wants_bytes = gate::wants_bytes(request.headers());
     let (mut parts, body) = request.into_parts();
     let Body(export) = Body::<ExportRequest>::from_request(Request::from_parts(parts.clone(), body), &()).await?;
     let is_patch = export.format == ExportFormat::Patch;

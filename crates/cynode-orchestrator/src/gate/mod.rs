@@ -25,6 +25,7 @@ use http::{HeaderName, HeaderValue, request::Parts};
 use serde_json::{Map, Value, json};
 use uuid::Uuid;
 
+pub(crate) use resources::wants_bytes;
 pub(crate) use rules::runs_on_node;
 
 use crate::{
@@ -208,7 +209,7 @@ async fn admit(
         place(intent, &about);
         keep_clean(orchestrator, intent);
         check_belongs(task.as_ref(), &mut about)?;
-        decide(orchestrator, rule, caller, &about, &facts::calls(rule.action, &Value::Null, &query, &[]), intent)?;
+        decide(orchestrator, rule.action, caller, &about, &facts::calls(rule.action, &Value::Null, &query, &[]), intent)?;
     }
     let mut brought = Brought::take(orchestrator, rule.takes, rule.enters, incoming).await.map_err(at("arguments"))?;
     identify(rule, &mut brought, intent, &path);
@@ -234,7 +235,11 @@ async fn admit(
     if calls.len() > MAX_PATHS {
         return Err(Refusal { stage: "arguments", error: ApiError::new(ErrorCode::TooLarge, format!("names more than {MAX_PATHS} paths")) });
     }
-    decide(orchestrator, rule, caller, &about, &calls, intent)?;
+    decide(orchestrator, rule.action, caller, &about, &calls, intent)?;
+    let implied = db::soon(orchestrator.implied(rule.action, caller, &about, &parts.headers, brought.json())).await.map_err(at("resource"))?;
+    for (action, about) in implied {
+        decide(orchestrator, action, caller, &about, &[cynode_policy::Call::default()], intent)?;
+    }
     // Whoever may do something may know of it.
     let (body, found) = brought.into_body();
     parts.headers.remove(http::header::CONTENT_LENGTH);
@@ -253,20 +258,20 @@ async fn admit(
     Ok((Request::from_parts(parts, body), found))
 }
 
-/// Asks the policies; for each path that a call touches.
+/// Asks the policies; for each path that a call touches. The rules of an earlier decision on the same call stay in its record.
 fn decide(
     orchestrator: &Orchestrator,
-    rule: &Rule,
+    action: Action,
     caller: &Caller,
     about: &About,
     calls: &[cynode_policy::Call],
     intent: &mut AuditBody,
 ) -> Result<(), Refusal> {
     let principal = caller.principal();
-    let mut rules = std::collections::BTreeSet::new();
+    let mut rules: std::collections::BTreeSet<String> = intent.rules.iter().cloned().collect();
     let mut ask = || {
         for call in calls {
-            let decision = orchestrator.policies.decide(&principal, rule.action, &about.resource, call);
+            let decision = orchestrator.policies.decide(&principal, action, &about.resource, call);
             if !decision.allowed {
                 return Some(decision);
             }
@@ -279,7 +284,7 @@ fn decide(
     if let Some(decision) = refused {
         intent.decision = Some(AuditDecision::Deny);
         intent.rules.clone_from(&decision.rules);
-        return Err(Refusal { stage: "policy", error: if about.visible { denied(rule.action, &decision) } else { about.missing() } });
+        return Err(Refusal { stage: "policy", error: if about.visible { denied(action, &decision) } else { about.missing() } });
     }
     intent.decision = Some(AuditDecision::Allow);
     intent.rules = rules.into_iter().collect();

@@ -2,8 +2,8 @@
 
 use std::{collections::HashMap, str::FromStr};
 
-use cynode_api::{ArtifactId, ErrorCode, GroupId, ImageId, JobId, PreferenceScope, ProjectId, SessionId, TaskId, TokenId, UserId};
-use cynode_policy::{Place, Resource};
+use cynode_api::{ArtifactId, ErrorCode, GroupId, ImageId, JobId, PreferenceScope, ProjectId, SessionId, TaskId, TokenId, TokenKind, UserId, WorkspaceRef};
+use cynode_policy::{Action, Place, Resource};
 use cynode_service::ApiError;
 use serde_json::Value;
 use uuid::Uuid;
@@ -47,6 +47,10 @@ impl About {
         Self { session: Some(at), session_id: Some(id), ..Self::placed(caller, place, |place| Resource::Session { id: *id.as_uuid(), place }) }
     }
 
+    fn artifact(caller: &Caller, id: ArtifactId, place: Place) -> Self {
+        Self::placed(caller, place, |place| Resource::Artifact { id: id.to_string(), place }).named(format!("artifact:{id}"))
+    }
+
     fn named(self, name: String) -> Self {
         Self { named: Some(name), ..self }
     }
@@ -72,6 +76,12 @@ impl About {
 
 fn missing(code: ErrorCode, what: &str, id: impl std::fmt::Display) -> ApiError {
     ApiError::new(code, format!("there is no {what} {id}"))
+}
+
+/// Whether an export answers with its bytes; otherwise they are kept as an artifact.
+pub(crate) fn wants_bytes(headers: &http::HeaderMap) -> bool {
+    let accept = headers.get(http::header::ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
+    ["application/octet-stream", "application/x-tar", "text/x-diff"].contains(&accept)
 }
 
 /// What a call names.
@@ -128,7 +138,7 @@ impl Orchestrator {
             On::Artifact => {
                 let id: ArtifactId = named.id("id", ErrorCode::NotFound)?;
                 let place = self.db.artifact_place(id).await?.ok_or_else(|| missing(ErrorCode::NotFound, "artifact", id))?;
-                Ok(About::placed(caller, place, |place| Resource::Artifact { id: id.to_string(), place }).named(format!("artifact:{id}")))
+                Ok(About::artifact(caller, id, place))
             }
             On::TaskArtifact => {
                 let id: TaskId = named.id("task_id", ErrorCode::NotFound)?;
@@ -203,6 +213,40 @@ impl Orchestrator {
     pub(crate) async fn about_job(&self, caller: &Caller, id: JobId) -> Result<About, ApiError> {
         let place = self.db.job_place(id).await?.ok_or_else(|| missing(ErrorCode::JobNotFound, "job", id))?;
         Ok(About { job_id: Some(id), ..About::placed(caller, place, |place| Resource::Job { id: *id.as_uuid(), place }) })
+    }
+
+    /// What a call does besides its own action: a workspace that begins with an artifact reads it, and an export that is kept writes one. Without
+    /// these, a rule about artifacts would be passed by way of a sandbox.
+    pub(crate) async fn implied(
+        &self,
+        action: Action,
+        caller: &Caller,
+        about: &About,
+        headers: &http::HeaderMap,
+        body: &Value,
+    ) -> Result<Vec<(Action, About)>, ApiError> {
+        match action {
+            Action::SessionCreate | Action::JobCreate => match body["workspace_ref"].as_str().map(str::parse) {
+                Some(Ok(WorkspaceRef::Artifact(id))) => {
+                    // One that is gone can't be read; a repeated request that it began with is still the same request.
+                    let Some(place) = self.db.artifact_place(id).await? else { return Ok(Vec::new()) };
+                    let mut artifact = About::artifact(caller, id, place);
+                    // Whoever may work in a task may know of what is in it. An agent knows of nothing else, whatever its user has.
+                    let in_task = about.visible && about.task_id.is_some() && artifact.task_id == about.task_id;
+                    artifact.visible = in_task || (artifact.visible && caller.kind == TokenKind::User);
+                    Ok(vec![(Action::ArtifactGet, artifact)])
+                }
+                _ => Ok(Vec::new()),
+            },
+            Action::SessionExport if !wants_bytes(headers) => match about.task_id {
+                Some(id) => {
+                    let task = self.about_task(caller, id).await?;
+                    Ok(vec![(Action::ArtifactPut, About { visible: about.visible || task.visible, ..task })])
+                }
+                None => Ok(Vec::new()),
+            },
+            _ => Ok(Vec::new()),
+        }
     }
 
     async fn about_preference(&self, caller: &Caller, named: &Named<'_>) -> Result<About, ApiError> {

@@ -233,6 +233,67 @@ async fn a_test_shows_rules_what_a_call_would_show_them() -> Result<()> {
     Ok(())
 }
 
+const ARTIFACTS: &str = r#"
+@id("no-get")
+forbid (principal, action == CyNode::Action::"artifact.get", resource);
+@id("no-put")
+forbid (principal, action == CyNode::Action::"artifact.put", resource);
+"#;
+
+#[tokio::test]
+async fn a_rule_about_artifacts_holds_by_way_of_a_sandbox_too() -> Result<()> {
+    let ruled = Ruled::start().await?;
+    let (_, ann) = ruled.user("ann").await?;
+    let task = ruled.task(&ann).await?;
+    let session = ruled.session(&ann, &task).await?;
+    let seed = object(&ruled.call(&ann, Method::PUT, &format!("/v1/tasks/{task}/artifacts/seed.tar"), &json!({})).await?)?;
+    let seeded = json!({"task_id": task, "workspace_ref": format!("artifact:{}", text(&seed["id"])?), "command": ["true"]});
+    let mut seeded_session = seeded.clone();
+    seeded_session.as_object_mut().context("an object")?.remove("command");
+    let export = format!("/v1/sessions/{session}/export");
+    ruled.put_good("artifacts", ARTIFACTS).await?;
+    let before = (ruled.get("/v1/sessions").await?["items"].as_array().map(Vec::len), ruled.get("/v1/jobs").await?["items"].as_array().map(Vec::len));
+    for (method, path, body, rule) in [
+        (Method::GET, format!("/v1/artifacts/{}/content", text(&seed["id"])?), Value::Null, "artifacts/no-get"),
+        (Method::POST, "/v1/sessions".to_owned(), seeded_session.clone(), "artifacts/no-get"),
+        (Method::POST, "/v1/jobs".to_owned(), seeded.clone(), "artifacts/no-get"),
+        (Method::PUT, format!("/v1/tasks/{task}/artifacts/other"), json!({}), "artifacts/no-put"),
+        (Method::POST, export.clone(), json!({"format": "tar"}), "artifacts/no-put"),
+        (Method::POST, export.clone(), json!({"format": "patch"}), "artifacts/no-put"),
+    ] {
+        let answer = ruled.call(&ann, method, &path, &body).await?;
+        let refused = refusal(&answer, 403, "denied_by_policy").with_context(|| path.clone())?;
+        assert_eq!(refused["rules"], json!([rule]), "{path}");
+        let told = ruled.records(&format!("call_id={}", answer.header(CALL_HEADER))).await?;
+        assert_eq!((&told[0]["decision"], &told[0]["stage"], &told[0]["rules"]), (&json!("deny"), &json!("policy"), &json!([rule])), "{path}");
+    }
+    // So it is for an agent's tools, which are the same calls.
+    let manager = text(&ruled.make(&ruled.admin, "/v1/tokens", &json!({"kind": "project_manager", "task_ids": [task]})).await?["token"])?;
+    for (tool, arguments) in [
+        (
+            "sandbox.session.create",
+            json!({"task_id": task, "session_id": "01890000-0000-7000-8000-00000000000a", "image_ref": ONE, "workspace_ref": seeded["workspace_ref"], "constraints": {}}),
+        ),
+        ("sandbox.workspace.export_patch", json!({"task_id": task, "session_id": session})),
+    ] {
+        let asked = json!({"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": tool, "arguments": arguments}});
+        let request =
+            ruled.http.post(format!("{}/mcp", ruled.orchestrator.url()?)).bearer_auth(&manager).header("accept", "application/json, text/event-stream");
+        let answer = String::from_utf8(Answer::of(request.json(&asked)).await?.body.to_vec())?;
+        ensure!(answer.contains("denied_by_policy"), "{tool}: {answer}");
+    }
+    assert_eq!((ruled.get("/v1/sessions").await?["items"].as_array().map(Vec::len), ruled.get("/v1/jobs").await?["items"].as_array().map(Vec::len)), before);
+    // Bytes that are not kept are no artifact, and another's artifact is as unknown as before.
+    let bytes = ruled.http.post(format!("{}{export}", ruled.orchestrator.url()?)).bearer_auth(&ann).header("accept", "application/x-tar");
+    assert_ne!(Answer::of(bytes.json(&json!({"format": "tar"}))).await?.status, 403);
+    object(&ruled.call(&ruled.admin, Method::DELETE, "/v1/policies/artifacts", &Value::Null).await?)?;
+    let (_, ben) = ruled.user("ben").await?;
+    let theirs = json!({"workspace_ref": seeded["workspace_ref"], "command": ["true"]});
+    refusal(&ruled.call(&ben, Method::POST, "/v1/jobs", &theirs).await?, 404, "not_found")?;
+    object(&ruled.call(&ann, Method::POST, "/v1/jobs", &seeded).await?)?;
+    Ok(())
+}
+
 const ADMINISTRATORS: &str = "@id(\"all\")\npermit (principal is CyNode::User, action, resource) when { principal.admin };";
 
 #[tokio::test]
