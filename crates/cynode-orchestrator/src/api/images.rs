@@ -30,6 +30,11 @@ pub(super) async fn create(
     if body.image_digest.as_deref().is_some_and(|digest| !hexadecimal(digest)) {
         return Err(ApiError::invalid("image_digest: must be 'sha256:' and 64 hexadecimal digits"));
     }
+    let is_agent = caller.kind != TokenKind::User;
+    if is_agent && !body.image_ref.contains('/') {
+        // It would be a short name itself, and come before that of an image which a person adds later.
+        return Err(ApiError::invalid("image_ref: must name the registry and the repository, such as registry.example/tools/python:3"));
+    }
     let (name, tag) = name_and_tag(&body.image_ref);
     let name = body.name.unwrap_or(name);
     check_name("name", &name)?;
@@ -43,8 +48,8 @@ pub(super) async fn create(
         is_allowed: body.is_allowed.unwrap_or(false),
         by: &caller.user_name,
     };
-    // What people decided on an image, an agent does not decide anew.
-    let made = orchestrator.db.insert_image(&new, caller.kind != TokenKind::User).await?;
+    // What people decided on an image, an agent does not decide anew, nor what a name means.
+    let made = orchestrator.db.insert_image(&new, is_agent).await?;
     // Nodes may have it already.
     orchestrator.look_for_images().await?;
     Ok((StatusCode::CREATED, Json(orchestrator.db.image(made.id).await?)))

@@ -87,13 +87,41 @@ async fn insert(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<Ima
     Ok(ImageId::from_uuid(image_id))
 }
 
+/// Refuses an image that could be called by what already calls another: a reference, a name, or a name with a version.
+async fn check_new(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<(), ApiError> {
+    // Nobody adds one between the check and the insert.
+    sqlx::query("lock table sandbox_images in share row exclusive mode").execute(&mut *connection).await.map_err(problem)?;
+    let added: bool = sqlx::query_scalar("select exists (select from sandbox_image_versions where image_ref = $1)")
+        .bind(new.image_ref)
+        .fetch_one(&mut *connection)
+        .await
+        .map_err(problem)?;
+    if added {
+        return Err(ApiError::new(ErrorCode::AlreadyExists, "the image was added before; whether it may be used is for an administrator to say"));
+    }
+    let own = [new.image_ref.to_owned(), new.name.to_owned(), format!("{}:{}", new.name, new.version)];
+    let holder: Option<(String, String, String)> = sqlx::query_as(
+        "select called, i.name, coalesce(v.image_ref, i.name)
+         from sandbox_images i left join sandbox_image_versions v on v.sandbox_image_id = i.id,
+              unnest(array[v.image_ref, i.name, i.name || ':' || v.version]) as called
+         where called = any($1) order by length(called), v.created_at limit 1",
+    )
+    .bind(&own[..])
+    .fetch_optional(connection)
+    .await
+    .map_err(problem)?;
+    let Some((called, name, reference)) = holder else { return Ok(()) };
+    let error = ApiError::new(ErrorCode::AlreadyExists, format!("'{called}' already names the image '{name}' ({reference})"));
+    let error = error.0.with_remedy("Name the image by its whole reference, with registry and repository; an administrator can add a version to an image.");
+    Err(ApiError(Box::new(error)))
+}
+
 impl Db {
-    /// Adds a version; only if nobody has added that reference before, when it must be new.
+    /// Adds a version. When it must be new, nothing by which it can be called may already mean another image.
     pub(crate) async fn insert_image(&self, new: &NewImage<'_>, must_be_new: bool) -> Result<Image, ApiError> {
         let mut transaction = self.begin().await?;
-        let query = sqlx::query_scalar("select exists (select from sandbox_image_versions where image_ref = $1)").bind(new.image_ref);
-        if must_be_new && query.fetch_one(&mut *transaction).await.map_err(problem)? {
-            return Err(ApiError::new(ErrorCode::AlreadyExists, "the image was added before; whether it may be used is for an administrator to say"));
+        if must_be_new {
+            check_new(&mut transaction, new).await?;
         }
         let id = insert(&mut transaction, new).await?;
         super::commit(transaction).await?;

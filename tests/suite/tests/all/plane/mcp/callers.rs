@@ -221,6 +221,18 @@ async fn a_manager_adds_images_only_while_a_setting_lets_it() -> Result<()> {
         let again = json!({"task_id": task, "image_ref": reference, "image_digest": format!("sha256:{}", "0".repeat(64))});
         assert_eq!(agent.refused("sandbox.allowed_images.add", again).await?.0, "already_exists", "{reference}");
     }
+    // Nor may its reference be what another image is called by, or could be.
+    small.make(&admin, "/v1/images", &json!({"image_ref": "registry.example/library/python:3", "name": "tools/python"})).await?;
+    for reference in ["tools/python", "tools/python:3"] {
+        let taken = agent.call("sandbox.allowed_images.add", json!({"task_id": task, "image_ref": reference})).await?["result"]["structuredContent"].clone();
+        assert_eq!(taken["code"], "already_exists", "{taken}");
+        let said = text(&taken["message"])?;
+        ensure!(said.contains("'tools/python' (registry.example/library/python:3)") && text(&taken["remedy"])?.contains("whole reference"), "{taken}");
+    }
+    for reference in ["sba-runner", "sba-runner:latest", "python", "default"] {
+        let short = json!({"task_id": task, "image_ref": reference});
+        assert_eq!(agent.refused("sandbox.allowed_images.add", short).await?.0, "invalid_request", "{reference}");
+    }
     let named = json!({"task_id": task, "image_ref": "localhost/evil/x:1", "name": "other"});
     assert_eq!(agent.refused("sandbox.allowed_images.add", named).await?, ("invalid_request".to_owned(), "arguments".to_owned()));
     assert_eq!(images().await?.len(), before.len() + 1);
