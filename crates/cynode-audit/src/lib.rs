@@ -31,5 +31,5 @@ pub use checkpoint::{Checkpoint, MalformedCheckpoint, Signed};
 pub use fold::{Folded, NotWhole, fold};
 pub use key::{MalformedKey, PublicKey, SigningKey};
 pub use ocsf::ocsf;
-pub use story::{Story, StoryCommands, StoryLine, StorySummary, headline, story};
+pub use story::{Story, StoryCommands, StoryLine, StorySummary, headline, is_hidden, story};
 pub use verify::Verifier;

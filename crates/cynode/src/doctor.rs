@@ -70,7 +70,7 @@ fn print(report: &Report) -> Result<(), Failure> {
             "adapted" => Colour::Yellow,
             _ => Colour::Red,
         };
-        output::line(&format!("{}  {:<width$}  {}", output::paint(&word, colour), sanitize::line(&check.name), sanitize::line(&check.detail)))?;
+        output::painted(&word, colour, &format!("  {:<width$}  {}", sanitize::line(&check.name), sanitize::line(&check.detail)))?;
         if let Some(fix) = &check.fix {
             output::line(&format!("{:10}{:width$}  fix: {}", "", "", sanitize::line(fix)))?;
         }

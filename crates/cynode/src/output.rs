@@ -1,4 +1,6 @@
 //! What is printed: data to stdout, the rest to stderr, progress only where somebody watches.
+//!
+//! Whatever passes here may hold what others chose. It is escaped here, so that no caller can forget to (`sanitize.rs`).
 
 use std::{
     io::{self, IsTerminal, Write},
@@ -9,8 +11,23 @@ use serde::Serialize;
 
 use crate::sanitize;
 
-/// One line of data.
+/// One line of data, or several.
 pub fn line(text: &str) -> io::Result<()> {
+    verbatim(&sanitize::lines(text))
+}
+
+/// A line that begins with a word in a colour.
+pub fn painted(word: &str, colour: Colour, rest: &str) -> io::Result<()> {
+    verbatim(&format!("{}{}", paint(&sanitize::line(word), colour), sanitize::lines(rest)))
+}
+
+/// A line that ends with a word in a colour.
+pub fn painted_after(begin: &str, word: &str, colour: Colour) -> io::Result<()> {
+    verbatim(&format!("{}{}", sanitize::lines(begin), paint(&sanitize::line(word), colour)))
+}
+
+/// Text that somebody asked for as it is, and not for a terminal.
+pub fn verbatim(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     writeln!(stdout, "{text}")?;
     stdout.flush()
@@ -18,7 +35,12 @@ pub fn line(text: &str) -> io::Result<()> {
 
 /// One JSON document.
 pub fn json(value: &(impl Serialize + ?Sized)) -> io::Result<()> {
-    line(&serde_json::to_string_pretty(value)?)
+    verbatim(&sanitize::json(serde_json::to_string_pretty(value)?))
+}
+
+/// One JSON document on a line of its own.
+pub fn json_line(value: &(impl Serialize + ?Sized)) -> io::Result<()> {
+    verbatim(&sanitize::json(serde_json::to_string(value)?))
 }
 
 /// Rows under a header, without lines. Cells may hold what a sandbox chose.
@@ -38,7 +60,7 @@ pub fn table<const N: usize>(header: [&str; N], rows: impl IntoIterator<Item = [
 
 /// A word to the person, on stderr. A closed stderr is no reason to stop.
 pub fn note(text: &str) {
-    drop(writeln!(io::stderr().lock(), "{text}"));
+    drop(writeln!(io::stderr().lock(), "{}", sanitize::lines(text)));
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +71,7 @@ pub enum Colour {
 }
 
 /// The text in a colour when stdout is a terminal that may have colours.
-pub fn paint(text: &str, colour: Colour) -> String {
+fn paint(text: &str, colour: Colour) -> String {
     if !io::stdout().is_terminal() || std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty()) {
         return text.to_owned();
     }

@@ -144,8 +144,8 @@ fn role_status(role: &'static str, url: &str, readiness: Result<Readiness, Error
 }
 
 fn print(status: &Status) -> Result<(), Failure> {
-    let word = if status.ready { output::paint("ready", Colour::Green) } else { output::paint("not ready", Colour::Red) };
-    output::line(&format!("CyNode {}: {word}", status.version))?;
+    let (word, colour) = if status.ready { ("ready", Colour::Green) } else { ("not ready", Colour::Red) };
+    output::painted_after(&format!("CyNode {}: ", status.version), word, colour)?;
     let say = |name: &str, value: &str| output::line(&format!("  {name:<14}{}", crate::sanitize::line(value)));
     if let Some(reason) = &status.reason {
         say("reason", reason)?;

@@ -14,6 +14,7 @@ use serde_json::Value;
 use time::OffsetDateTime;
 use uuid::Uuid;
 
+pub use self::text::is_hidden;
 pub(crate) use self::text::quoted;
 use crate::action::{About, Verb, about, verb};
 

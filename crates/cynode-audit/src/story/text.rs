@@ -18,19 +18,39 @@ pub(super) fn shown(text: &str) -> String {
             '\r' => out.push_str("\\r"),
             '\t' => out.push_str("\\t"),
             '\0'..='\x1f' | '\x7f' => escape(format_args!("\\x{:02x}", u32::from(character)), &mut out),
-            '\u{80}'..='\u{9f}'
-            | '\u{ad}'
-            | '\u{61c}'
-            | '\u{200b}'..='\u{200f}'
-            | '\u{2028}'..='\u{202e}'
-            | '\u{2060}'..='\u{206f}'
-            | '\u{feff}'
-            | '\u{fff9}'..='\u{fffb}'
-            | '\u{e0000}'..='\u{e007f}' => escape(format_args!("\\u{{{:x}}}", u32::from(character)), &mut out),
+            _ if is_hidden(character) => escape(format_args!("\\u{{{:x}}}", u32::from(character)), &mut out),
             _ => out.push(character),
         }
     }
     out
+}
+
+/// Whether a character can't be seen, or makes others appear where they are not. The C1 controls are among them: a terminal takes
+/// them for ESC and a letter. The rest are Unicode's default-ignorable characters, its bidirectional controls, and its separators of lines.
+#[must_use]
+pub const fn is_hidden(character: char) -> bool {
+    matches!(
+        character,
+        '\u{80}'..='\u{9f}'
+            | '\u{ad}'
+            | '\u{34f}'
+            | '\u{61c}'
+            | '\u{115f}'..='\u{1160}'
+            | '\u{17b4}'..='\u{17b5}'
+            | '\u{180b}'..='\u{180f}'
+            | '\u{200b}'..='\u{200f}'
+            | '\u{2028}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}'
+            | '\u{3164}'
+            | '\u{fe00}'..='\u{fe0f}'
+            | '\u{feff}'
+            | '\u{ffa0}'
+            | '\u{fff0}'..='\u{fffb}'
+            | '\u{13430}'..='\u{1343f}'
+            | '\u{1bca0}'..='\u{1bca3}'
+            | '\u{1d173}'..='\u{1d17a}'
+            | '\u{e0000}'..='\u{e0fff}'
+    )
 }
 
 fn escape(arguments: std::fmt::Arguments<'_>, out: &mut String) {

@@ -15,6 +15,7 @@ use crate::{
     failure::Failure,
     output::{self, Progress},
     plane::Outcome,
+    sanitize,
 };
 
 pub async fn run(client: &UserClient, args: &AuditExport) -> Outcome {
@@ -27,15 +28,15 @@ pub async fn run(client: &UserClient, args: &AuditExport) -> Outcome {
         // Before the records: what is signed meanwhile is then only newer than what is proven.
         let checkpoints = client.audit_checkpoints().await?;
         for line in checkpoints.items {
-            writeln!(out, "{}", json!({ "checkpoint": line }))?;
+            writeln!(out, "{}", sanitize::json(json!({ "checkpoint": line }).to_string()))?;
         }
-        output::note(&crate::sanitize::line(&format!("verify it with 'cynode audit verify --file FILE --key {}'", checkpoints.key)));
+        output::note(&sanitize::line(&format!("verify it with 'cynode audit verify --file FILE --key {}'", checkpoints.key)));
     }
     let filter = args.filter.filter();
     let (mut rest, mut count) = (Some(0), 0_u64);
     while let Some(page) = super::next_page(client, &mut rest, &filter).await? {
         for record in page.items {
-            writeln!(out, "{}", written(record, args.format)?)?;
+            writeln!(out, "{}", sanitize::json(written(record, args.format)?.to_string()))?;
             count += 1;
         }
         progress.say(format!("exporting: {count} records"));

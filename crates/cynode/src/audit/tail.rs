@@ -54,14 +54,13 @@ pub async fn run(client: &UserClient, globals: &Globals, args: &AuditTail) -> Ou
 
 fn print(globals: &Globals, records: Vec<Value>) -> Result<(), Failure> {
     for record in records {
-        let line = match globals.output {
-            Format::Json => record.to_string(),
+        match globals.output {
+            Format::Json => output::json_line(&record)?,
             Format::Table => {
                 let record: AuditRecord = serde_json::from_value(record).map_err(|error| Failure::internal(format!("a record can't be read: {error}")))?;
-                sanitize::line(&format!("{}  {}  {}", record.cursor, moment(record.at), headline(&record)))
+                output::line(&sanitize::line(&format!("{}  {}  {}", record.cursor, moment(record.at), headline(&record))))?;
             }
-        };
-        output::line(&line)?;
+        }
     }
     Ok(())
 }

@@ -60,11 +60,13 @@ async fn follow(client: &UserClient, globals: &Globals, filter: &EventFilter) ->
         seen = true;
         after = page.next_cursor;
         for event in &page.items {
-            let line = match globals.output {
-                Format::Json => serde_json::to_string(event).unwrap_or_default(),
-                Format::Table => sanitize::line(&format!("{}  {}  {}  {}  {}", event.cursor, moment(event.at), event.kind, event.state, of(event))),
-            };
-            output::line(&line)?;
+            match globals.output {
+                Format::Json => output::json_line(event)?,
+                Format::Table => {
+                    let line = format!("{}  {}  {}  {}  {}", event.cursor, moment(event.at), event.kind, event.state, of(event));
+                    output::line(&sanitize::line(&line))?;
+                }
+            }
         }
     }
 }

@@ -61,11 +61,9 @@ fn show(globals: &Globals, policy: &Object) -> Outcome {
     }
     let text = policy.text.trim_end_matches('\n');
     if io::stdout().is_terminal() {
-        for line in text.lines() {
-            output::line(&sanitize::line(line))?;
-        }
-    } else {
         output::line(text)?;
+    } else {
+        output::verbatim(text)?;
     }
     let rules: Vec<String> = policy.rules.iter().map(|rule| format!("{} {}", rule.effect, rule.name)).collect();
     output::note(&sanitize::line(&format!("revision {} by {} at {}: {}", policy.revision, policy.updated_by, moment(policy.updated_at), rules.join(", "))));
@@ -94,7 +92,7 @@ async fn test(client: &UserClient, globals: &Globals, args: PolicyTestArgs) -> O
         Format::Json => output::json(&verdict)?,
         Format::Table => {
             let (word, colour) = if verdict.allowed { ("allowed", Colour::Green) } else { ("denied", Colour::Red) };
-            output::line(&format!("{}{}", output::paint(word, colour), sanitize::line(&by(&verdict))))?;
+            output::painted(word, colour, &sanitize::line(&by(&verdict)))?;
             for error in &verdict.errors {
                 output::note(&sanitize::line(&format!("not evaluated: {error}")));
             }

@@ -59,6 +59,22 @@ async fn tasks_are_made_listed_and_shown() -> Result<()> {
     assert!(table.starts_with("TASK") && table.contains(&id) && table.contains("admin"), "{table}");
     let missing = cli.run(&["task", "show", "01890000-0000-7000-8000-000000000001"])?;
     assert_eq!(missing.failure(), (64, "not_found".to_owned()));
+
+    // What can't be seen, or turns what can, is shown and never sent to a terminal; as JSON it is the same text.
+    let odd = "gpj.\u{202e}exe \u{200b}\u{2066}\u{feff}\u{e0041}";
+    let escaped = "gpj.\\u{202e}exe \\u{200b}\\u{2066}\\u{feff}\\u{e0041}";
+    let hidden = |text: &str| text.chars().any(|c| "\u{202e}\u{200b}\u{2066}\u{feff}\u{e0041}".contains(c));
+    let made = cli.run(&["task", "create", odd])?;
+    let id = made.text().trim_end().to_owned();
+    for arguments in [&["task", "list"][..], &["task", "show", &id]] {
+        let table = cli.good(arguments)?;
+        assert!(table.contains(escaped) && !hidden(&table), "{table:?}");
+        let raw = cli.good(&[arguments, &["--output", "json"]].concat())?;
+        assert!(raw.contains("gpj.\\u202eexe") && !hidden(&raw), "{raw:?}");
+    }
+    assert_eq!(cli.json(&["task", "show", &id])?["name"], json!(odd));
+    let refused = cli.run(&["setting", "get", odd])?;
+    assert!(refused.code != Some(0) && !hidden(&refused.stderr) && !hidden(&made.stderr), "{refused:?}");
     Ok(())
 }
 
