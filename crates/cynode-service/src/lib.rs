@@ -13,6 +13,7 @@ pub mod events;
 pub mod files;
 pub mod linger;
 pub mod listen;
+pub mod private;
 mod serve;
 pub mod shutdown;
 pub mod telemetry;

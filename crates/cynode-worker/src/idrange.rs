@@ -8,10 +8,12 @@
 use std::{
     collections::BTreeSet,
     io,
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
 };
 
 use cynode_api::Unenforced;
+use cynode_service::private;
 use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, flock};
 
@@ -79,11 +81,23 @@ fn is_unused(directory: &Path) -> bool {
     !directory.is_dir() || (holds_none("workspaces") && holds_none("trash") && !runs())
 }
 
+/// Removes a lock that earlier versions made for everybody to read: somebody may hold it open still. It is held only for a moment, by a worker
+/// that starts, and nobody else can make another in this directory.
+fn replace_open_lock(path: &Path) -> io::Result<()> {
+    match fs_err::symlink_metadata(path) {
+        Ok(found) if found.is_file() && found.mode() & 0o077 != 0 => fs_err::remove_file(path),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
 /// Claims a range for the worker of `state_dir`, the same one as before when it had one.
 fn claim(ranges: u32, registry: &Path, state_dir: &Path) -> Result<u32, Error> {
     let failed = |source| Error::Claim { path: registry.to_owned(), source };
-    fs_err::create_dir_all(registry).map_err(failed)?;
-    let lock = fs_err::OpenOptions::new().create(true).truncate(false).write(true).open(registry.join("lock")).map_err(failed)?;
+    // Whoever could open the lock could hold it, and no worker would start.
+    private::closed_directory(registry).map_err(failed)?;
+    replace_open_lock(&registry.join("lock")).map_err(failed)?;
+    let lock = private::open_lock(&registry.join("lock")).map_err(failed)?;
     flock(&lock, FlockOperation::LockExclusive).map_err(|error| failed(error.into()))?;
     let mut free = None;
     for range in 0..ranges {
@@ -177,6 +191,30 @@ mod tests {
         drop(one);
         let third = tempfile::tempdir().expect("a directory");
         assert_eq!(IdBlocks::on(IdSpace::Own, registry.path(), third.path()).expect("the freed range").first, first.first);
+    }
+
+    #[test]
+    fn nobody_else_can_hold_the_lock_of_the_registry() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let (root, state) = (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory"));
+        let registry = root.path().join("ids");
+        // As earlier versions made it, with somebody who holds the lock by reading it.
+        fs_err::create_dir(&registry).expect("made");
+        fs_err::set_permissions(&registry, std::fs::Permissions::from_mode(0o755)).expect("opened");
+        fs_err::write(registry.join("lock"), "").expect("written");
+        fs_err::set_permissions(registry.join("lock"), std::fs::Permissions::from_mode(0o644)).expect("opened");
+        fs_err::write(registry.join("3"), state.path().display().to_string()).expect("a claim");
+        let stranger = fs_err::File::open(registry.join("lock")).expect("anybody could read it");
+        flock(&stranger, FlockOperation::NonBlockingLockExclusive).expect("and hold it");
+        assert_eq!(claim(8, &registry, state.path()).expect("a range"), 3, "claims stay");
+        let mode = |name: &str| fs_err::metadata(registry.join(name)).expect("there").mode() & 0o777;
+        assert_eq!((mode("."), mode("lock")), (0o700, 0o600));
+        // A link in place of the registry, or of the lock, is refused.
+        fs_err::remove_file(registry.join("lock")).expect("removed");
+        std::os::unix::fs::symlink("/dev/null", registry.join("lock")).expect("linked");
+        assert!(claim(8, &registry, state.path()).is_err());
+        std::os::unix::fs::symlink(&registry, root.path().join("link")).expect("linked");
+        assert!(claim(8, &root.path().join("link"), state.path()).is_err());
     }
 
     #[test]

@@ -87,7 +87,7 @@ fn hold(config: &Config) -> Result<Held, Error> {
     let directory = config.directory();
     fs_err::create_dir_all(&directory).map_err(state("making the state directory"))?;
     fs_err::set_permissions(&directory, std::os::unix::fs::PermissionsExt::from_mode(0o700)).map_err(state("closing the state directory"))?;
-    let lock = fs_err::OpenOptions::new().create(true).truncate(false).write(true).open(directory.join("lock")).map_err(state("opening the lock"))?;
+    let lock = cynode_service::private::open_lock(&directory.join("lock")).map_err(state("opening the lock"))?;
     // Somebody who looks whether a worker runs here has the lock for a moment (`idrange`): one that runs keeps it.
     let deadline = std::time::Instant::now() + HOLD;
     while flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {

@@ -6,12 +6,11 @@
 //! signal what its predecessor started.
 
 use std::{
-    os::unix::{
-        fs::{DirBuilderExt as _, MetadataExt as _},
-        process::CommandExt as _,
-    },
+    os::unix::{fs::MetadataExt as _, process::CommandExt as _},
     path::{Path, PathBuf},
 };
+
+use cynode_service::private;
 
 use crate::{
     Error,
@@ -103,29 +102,25 @@ pub async fn enter(config: &Config) -> Result<(), Error> {
 /// The directory for sockets and the like of this user: as the session has it, else as systemd has it, else our own.
 pub(crate) fn runtime_directory() -> std::io::Result<PathBuf> {
     let uid = rustix::process::geteuid().as_raw();
-    let ours = |path: &Path| fs_err::symlink_metadata(path).is_ok_and(|found| found.is_dir() && found.uid() == uid);
+    // Where others can write, they can put something in the place of what we make.
+    let ours = |path: &Path| fs_err::symlink_metadata(path).is_ok_and(|found| found.is_dir() && found.uid() == uid && found.mode() & 0o022 == 0);
     let given = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
     if let Some(usual) = given.into_iter().chain([PathBuf::from(format!("/run/user/{uid}"))]).find(|path| path.is_absolute() && ours(path)) {
         return Ok(usual);
     }
     // Short, because Podman limits the length of what lies below.
     let own = PathBuf::from(format!("/tmp/cynode-{uid}"));
-    match std::fs::DirBuilder::new().mode(0o700).create(&own) {
-        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => return Err(error),
-        _ => {}
-    }
     // Anybody may have made it before us.
-    let found = fs_err::symlink_metadata(&own)?;
-    if found.is_dir() && found.uid() == uid && found.mode() & 0o777 == 0o700 {
-        Ok(own)
-    } else {
-        Err(std::io::Error::other(format!("{} belongs to somebody else or is open to others; set XDG_RUNTIME_DIR", own.display())))
-    }
+    private::private_directory(&own)
+        .map_err(|error| std::io::Error::new(error.kind(), format!("{error}; or set XDG_RUNTIME_DIR to a directory of your own")))?;
+    Ok(own)
 }
 
 /// Where the workers that share a range of ids agree on its parts.
 pub(crate) fn id_registry(rootless: bool) -> std::io::Result<PathBuf> {
-    if rootless { Ok(runtime_directory()?.join("cynode/ids")) } else { Ok(PathBuf::from("/run/cynode/ids")) }
+    let directory = if rootless { runtime_directory()?.join("cynode") } else { PathBuf::from("/run/cynode") };
+    private::closed_directory(&directory)?;
+    Ok(directory.join("ids"))
 }
 
 #[cfg(test)]

@@ -6,8 +6,9 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use cynode_service::private;
 use fs_err::os::unix::fs::OpenOptionsExt;
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{FlockOperation, OFlags, flock};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -131,7 +132,7 @@ pub enum Locked {
 impl Lock {
     pub fn acquire(state: &StateDir) -> io::Result<Locked> {
         let path = state.lock_path();
-        let mut file = fs_err::OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path)?;
+        let mut file = private::open_lock(&path)?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => return Ok(Locked::Theirs(read_pid(&path))),
@@ -157,7 +158,7 @@ impl Lock {
     pub fn mark_orchestrator(state: &StateDir) -> io::Result<Self> {
         let path = orchestrator_lock(state);
         fs_err::create_dir_all(state.0.join("orchestrator"))?;
-        let file = fs_err::OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
+        let file = private::open_lock(&path)?;
         flock(&file, FlockOperation::LockShared)?;
         Ok(Self { _file: file })
     }
@@ -173,7 +174,8 @@ fn orchestrator_lock(state: &StateDir) -> PathBuf {
 
 /// Whether this kind of lock can't be had.
 fn is_held(path: &Path, operation: FlockOperation) -> io::Result<bool> {
-    let file = match fs_err::File::open(path) {
+    let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+    let file = match fs_err::OpenOptions::new().read(true).custom_flags(flags).open(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         Err(error) => return Err(error),
