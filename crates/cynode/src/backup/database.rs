@@ -24,6 +24,7 @@ impl Database {
             return Ok(Self { url: url.to_owned(), server: None, _temporary: None });
         }
         let server = Server::of(state);
+        server.secure_sockets()?;
         let temporary = may_start.then(|| Temporary::start(state)).transpose()?;
         Ok(Self { url: server.url(), server: Some(server), _temporary: temporary })
     }

@@ -97,9 +97,7 @@ fn quoted(path: &Path) -> String {
 
 /// The directories, for the server's user alone. As root.
 fn prepare(server: &Server, sockets: &Path, state: &StateDir, owner: Option<&Owner>) -> Result<(), Failure> {
-    if let Some(parent) = sockets.parent().filter(|parent| !parent.starts_with(state.path())) {
-        fs_err::create_dir_all(parent)?;
-    }
+    server.secure_sockets()?;
     for directory in [server.directory(), sockets.to_owned()] {
         match fs_err::symlink_metadata(&directory) {
             Ok(found) if !found.is_dir() => return Err(Failure::internal(format!("{} is in the way", directory.display()))),

@@ -72,7 +72,12 @@ impl Server {
             return beside;
         }
         let digest = Sha256::digest(self.state.as_os_str().as_encoded_bytes());
-        owner::runtime_directory().join(crate::output::hex(&digest[..8]))
+        owner::RuntimeDirectory::find().path().join(crate::output::hex(&digest[..8]))
+    }
+
+    /// Makes sure that nobody else can put a socket where ours is looked for. For everybody who is about to make or use it.
+    pub fn secure_sockets(&self) -> Result<(), Failure> {
+        if self.socket_directory().starts_with(&self.state) { Ok(()) } else { owner::RuntimeDirectory::find().secure() }
     }
 
     /// How clients reach it.

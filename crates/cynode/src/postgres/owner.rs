@@ -1,7 +1,13 @@
 //! Whose the private server is. PostgreSQL refuses to run as root: root's runs as the user that the server's package made.
 
-use std::{io, os::unix::fs::MetadataExt as _, path::PathBuf, process::Command};
+use std::{
+    io,
+    os::unix::fs::{DirBuilderExt as _, MetadataExt as _},
+    path::{Path, PathBuf},
+    process::Command,
+};
 
+use cynode_service::private;
 use rustix::{
     process::{Gid, Uid, geteuid},
     thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid},
@@ -60,23 +66,103 @@ pub fn own_name() -> Result<String, Failure> {
     if name.is_empty() { Err(Failure::internal("this user has no name; PostgreSQL needs one")) } else { Ok(name) }
 }
 
-/// What lives until the next boot.
-pub fn runtime_directory() -> PathBuf {
-    let uid = geteuid().as_raw();
-    if uid == 0 {
-        return PathBuf::from("/run/cynode-postgres");
+/// Where sockets live until the next boot, when the state directory's path is too long for one. It does not depend on the environment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RuntimeDirectory {
+    /// Root's: the server's user must get through.
+    System(PathBuf),
+    /// The user's own, as systemd makes it and `XDG_RUNTIME_DIR` names it.
+    Login(PathBuf),
+    /// In this directory below `/tmp`, where anybody may have made it before us.
+    Shared(PathBuf),
+}
+
+impl RuntimeDirectory {
+    pub fn find() -> Self {
+        let uid = geteuid().as_raw();
+        if uid == 0 {
+            return Self::System(PathBuf::from("/run/cynode-postgres"));
+        }
+        let login = PathBuf::from(format!("/run/user/{uid}"));
+        if fs_err::symlink_metadata(&login).is_ok_and(|found| found.is_dir() && found.uid() == uid && found.mode() & 0o022 == 0) {
+            Self::Login(login.join("cynode-postgres"))
+        } else {
+            Self::Shared(format!("/tmp/cynode-{uid}").into())
+        }
     }
-    let login = PathBuf::from(format!("/run/user/{uid}"));
-    if fs_err::metadata(&login).is_ok_and(|metadata| metadata.uid() == uid) {
-        login.join("cynode-postgres")
+
+    pub fn path(&self) -> PathBuf {
+        match self {
+            Self::System(path) | Self::Login(path) => path.clone(),
+            Self::Shared(parent) => parent.join("postgres"),
+        }
+    }
+
+    /// Makes it, so that nobody else can put anything there: a socket of another user would be taken for the server's.
+    pub fn secure(&self) -> Result<(), Failure> {
+        let secured = match self {
+            Self::System(path) => root_directory(path),
+            Self::Login(path) => private::closed_directory(path),
+            Self::Shared(parent) => private::private_directory(parent).and_then(|()| private::closed_directory(&parent.join("postgres"))),
+        };
+        secured.map_err(|error| {
+            Failure::new(USAGE, "unsafe_directory", format!("the socket of PostgreSQL can't be kept from other users: {error}"))
+                .remedy("Put that right as it says, or choose a state directory with a shorter path (--state-dir), which then holds the socket.")
+        })
+    }
+}
+
+/// A directory of root's, which others get through and can't write to.
+fn root_directory(path: &Path) -> io::Result<()> {
+    match std::fs::DirBuilder::new().mode(0o755).create(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let found = fs_err::symlink_metadata(path)?;
+    if found.is_dir() && found.uid() == 0 && found.mode() & 0o022 == 0 {
+        Ok(())
     } else {
-        format!("/tmp/cynode-{uid}/postgres").into()
+        Err(io::Error::other(format!("{} is not a directory that only root can write to: remove it", path.display())))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_directory_below_tmp_is_ours_alone_or_refused() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let root = tempfile::tempdir().expect("a directory");
+        let parent = root.path().join("cynode-1000");
+        let directory = RuntimeDirectory::Shared(parent.clone());
+        directory.secure().expect("made");
+        directory.secure().expect("the same again");
+        for path in [&parent, &directory.path()] {
+            assert_eq!(fs_err::metadata(path).expect("there").mode() & 0o777, 0o700, "{}", path.display());
+        }
+        // Somebody was there first: an open directory, one with a server of its own in it, a link.
+        fs_err::set_permissions(&parent, std::fs::Permissions::from_mode(0o777)).expect("opened");
+        let refused = directory.secure().expect_err("open to others");
+        assert_eq!(refused.exit, USAGE);
+        assert!(refused.message().contains("chmod 700") && refused.remedy_text().is_some_and(|remedy| remedy.contains("--state-dir")), "{refused:?}");
+        fs_err::remove_dir_all(&parent).expect("removed");
+        let elsewhere = root.path().join("elsewhere");
+        fs_err::create_dir(&elsewhere).expect("made");
+        std::os::unix::fs::symlink(&elsewhere, &parent).expect("linked");
+        assert!(directory.secure().is_err());
+        fs_err::remove_file(&parent).expect("removed");
+        fs_err::create_dir(&parent).expect("made");
+        fs_err::set_permissions(&parent, std::fs::Permissions::from_mode(0o700)).expect("closed");
+        std::os::unix::fs::symlink(&elsewhere, directory.path()).expect("linked");
+        assert!(directory.secure().is_err());
+        assert_eq!(fs_err::read_dir(&elsewhere).expect("a directory").count(), 0, "nothing is made where a link leads to");
+        if geteuid().is_root() {
+            fs_err::remove_file(directory.path()).expect("removed");
+            std::os::unix::fs::chown(&parent, Some(65_534), None).expect("given away");
+            assert!(directory.secure().expect_err("another's").message().contains("belongs to another user"));
+        }
+    }
 
     #[test]
     fn a_user_is_found_by_the_whole_name() {

@@ -93,6 +93,7 @@ impl Stack {
             let mut needs = None;
             if config.database_url.is_none() {
                 let server = postgres::Server::of(state);
+                server.secure_sockets()?;
                 settings.set.push(("orchestrator.database_url".to_owned(), server.url()));
                 let place = server.socket_directory().display().to_string();
                 let postgres = role("postgres", state_arguments(state), place, Probe::Postgres(server));
