@@ -18,6 +18,7 @@ mod postgres;
 mod roles;
 mod sanitize;
 mod session;
+mod staged;
 mod state;
 mod status;
 mod up;

@@ -10,7 +10,7 @@ mod save;
 
 use std::{
     io::{self, Read},
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::ExitCode,
 };
 
@@ -127,13 +127,6 @@ fn is_known(path: &str) -> bool {
     };
     matches!(path, DATABASE | MANIFEST | "keys/admin.token" | "keys/worker.token" | "keys/orchestrator.key" | "keys/registration.key")
         || path.strip_prefix("artifacts/").is_some_and(is_blob)
-}
-
-/// Like `FILE.what-PID`: beside the file, and ours.
-fn beside(file: &Path, what: &str) -> Result<PathBuf, Failure> {
-    let mut name = file.file_name().ok_or_else(|| Failure::usage(format!("{} names no file", file.display())))?.to_owned();
-    name.push(format!(".{what}-{}", std::process::id()));
-    Ok(file.with_file_name(name))
 }
 
 #[cfg(test)]

@@ -5,14 +5,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use fs_err::os::unix::fs::OpenOptionsExt as _;
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
-use super::{ARTIFACTS, DATABASE, Entry, FORMAT, Hashing, MANIFEST, Manifest, artifacts, beside, database::Database, is_known, keys};
+use super::{ARTIFACTS, DATABASE, Entry, FORMAT, Hashing, MANIFEST, Manifest, artifacts, database::Database, is_known, keys};
 use crate::{
     failure::{Failure, USAGE},
     output::Progress,
     postgres::Server,
+    staged::{Staged, unless_interrupted},
     state::{Locked, StateDir},
     up,
 };
@@ -23,37 +23,38 @@ pub async fn run(file: &Path, state: &StateDir, config: &cynode_orchestrator::Co
         return Err(Failure::new(USAGE, "nothing_to_save", format!("there is no orchestrator's database in {}", state.path().display()))
             .remedy("Name the state directory by --state-dir, or the database by DATABASE_URL."));
     }
-    let (staged, dump) = (beside(file, "part")?, beside(file, "dump")?);
     let progress = Progress::start("saving the database");
-    let saved = async {
-        save_database(&dump, state, config).await?;
+    unless_interrupted(async {
+        // The dump is for nobody else, and neither is the file that it becomes a part of.
+        let (staged, archive) = Staged::create(file, 0o600)?;
+        let (dump, _) = Staged::create(file, 0o600)?;
+        save_database(dump.path(), state, config).await?;
         progress.say("saving artifacts");
-        let manifest = write(&staged, &dump, state, config)?;
-        fs_err::rename(&staged, file)?;
+        let (from, state, config) = (dump.path().to_owned(), state.clone(), config.clone());
+        let manifest = blocking(move || write(archive, &from, &state, &config)).await?;
+        staged.commit()?;
         Ok(manifest)
-    };
-    let saved = saved.await;
-    drop(fs_err::remove_file(&dump));
-    if saved.is_err() {
-        drop(fs_err::remove_file(&staged));
-    }
-    saved
+    })
+    .await
+}
+
+/// Does what can't be awaited in a thread of its own, so that a signal is heard meanwhile.
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Failure> + Send + 'static) -> Result<T, Failure> {
+    tokio::task::spawn_blocking(work).await.map_err(|error| Failure::internal(error.to_string()))?
 }
 
 async fn save_database(dump: &Path, state: &StateDir, config: &cynode_orchestrator::Config) -> Result<(), Failure> {
-    // The dump is for nobody else, and neither is the file that it becomes a part of.
-    drop(fs_err::OpenOptions::new().write(true).create_new(true).mode(0o600).open(dump)?);
     let lock = match config.database_url {
         Some(_) => None,
         None => Some(up::acquire(state).await?),
     };
     // While `up` runs, so does its server.
     let may_start = matches!(lock, Some(Locked::Ours(_)));
-    Database::open(state, config.database_url.as_deref(), may_start)?.dump(dump)
+    let (dump, state, url) = (dump.to_owned(), state.clone(), config.database_url.clone());
+    blocking(move || Database::open(&state, url.as_deref(), may_start)?.dump(&dump)).await
 }
 
-fn write(staged: &Path, dump: &Path, state: &StateDir, config: &cynode_orchestrator::Config) -> Result<Manifest, Failure> {
-    let file = fs_err::OpenOptions::new().write(true).create_new(true).mode(0o600).open(staged)?;
+fn write(file: fs_err::File, dump: &Path, state: &StateDir, config: &cynode_orchestrator::Config) -> Result<Manifest, Failure> {
     let mut archive = tar::Builder::new(io::BufWriter::with_capacity(1 << 20, file));
     let mut files = vec![append(&mut archive, DATABASE, dump)?];
     for (name, path) in keys(state, config) {

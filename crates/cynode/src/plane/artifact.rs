@@ -1,9 +1,6 @@
 //! `artifact`.
 
-use std::{
-    path::{Path, PathBuf},
-    process::ExitCode,
-};
+use std::{path::Path, process::ExitCode};
 
 use cynode_api::Artifact as Object;
 use cynode_client::{ArtifactBody, Body, UserClient};
@@ -17,7 +14,8 @@ use crate::{
     connect,
     failure::{Failure, INTERNAL},
     output,
-    session::stdio,
+    session::{stdio, transfer::local},
+    staged::{Staged, unless_interrupted},
 };
 
 pub async fn run(globals: &Globals, command: Artifact) -> Outcome {
@@ -81,28 +79,25 @@ async fn get(client: &UserClient, args: &ArtifactGet) -> Outcome {
         checked(body, async |piece| stdout.write(piece).await).await?;
         stdout.finish().await?;
     } else {
-        to_file(body, &args.to).await?;
+        unless_interrupted(to_file(body, &args.to)).await?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// Beside its place first: what broke off does not replace what was there.
-async fn to_file(body: ArtifactBody, path: &PathBuf) -> Result<(), Failure> {
-    let mut name = path.file_name().ok_or_else(|| Failure::usage(format!("{} names no file", path.display())))?.to_owned();
-    name.push(format!(".part-{}", std::process::id()));
-    let staged = path.with_file_name(name);
-    let mut file = fs_err::tokio::File::create(&staged).await?;
-    let written = async {
-        checked(body, async |piece| file.write_all(piece).await).await?;
-        file.sync_all().await?;
-        fs_err::rename(&staged, path)?;
-        Ok(())
-    };
-    let written = written.await;
-    if written.is_err() {
-        drop(fs_err::remove_file(&staged));
+async fn to_file(body: ArtifactBody, path: &Path) -> Result<(), Failure> {
+    if fs_err::metadata(path).is_ok_and(|found| !found.is_file()) {
+        // A device or a pipe is written to, not replaced.
+        let mut out = fs_err::tokio::OpenOptions::new().write(true).open(path).await.map_err(|error| local(&error))?;
+        checked(body, async |piece| out.write_all(piece).await).await?;
+        return Ok(out.flush().await?);
     }
-    written
+    let (staged, file) = Staged::create(path, 0o666)?;
+    let mut file = tokio::fs::File::from_std(file.into_parts().0);
+    checked(body, async |piece| file.write_all(piece).await).await?;
+    // Waits for the last write, too.
+    file.sync_all().await?;
+    Ok(staged.commit()?)
 }
 
 /// Takes all of it, and compares its hash with what the server says it is.

@@ -24,6 +24,7 @@ use crate::{
     cli::Cp,
     failure::{Failure, INTERNAL},
     output::Progress,
+    staged::{Staged, unless_interrupted},
 };
 
 /// One side of a copy.
@@ -240,21 +241,13 @@ async fn save(mut file: FileBody, target: &Path) -> Result<(), Failure> {
         return copy(&mut file, &mut out).await;
     }
     let target = if existing.is_some() { fs_err::canonicalize(target).map_err(|error| local(&error))? } else { target.to_owned() };
-    let (parent, name) = split(&target)?;
-    let mut staged = OsString::from(".");
-    staged.push(name);
-    staged.push(format!(".cynode-{}", uuid::Uuid::new_v4().simple()));
-    let staged = parent.join(staged);
-    let mut out = fs_err::tokio::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&staged).await.map_err(|error| local(&error))?;
-    let copied = copy(&mut file, &mut out).await.and_then(|()| {
-        fs_err::set_permissions(&staged, std::os::unix::fs::PermissionsExt::from_mode(mode))
-            .and_then(|()| fs_err::rename(&staged, &target))
-            .map_err(|error| local(&error))
-    });
-    if copied.is_err() {
-        drop(fs_err::remove_file(&staged));
-    }
-    copied
+    unless_interrupted(async {
+        let (staged, out) = Staged::create(&target, 0o600)?;
+        copy(&mut file, &mut tokio::fs::File::from_std(out.into_parts().0)).await?;
+        fs_err::set_permissions(staged.path(), std::os::unix::fs::PermissionsExt::from_mode(mode)).map_err(|error| local(&error))?;
+        staged.commit().map_err(|error| local(&error))
+    })
+    .await
 }
 
 async fn copy(file: &mut FileBody, out: &mut (impl tokio::io::AsyncWrite + Unpin)) -> Result<(), Failure> {

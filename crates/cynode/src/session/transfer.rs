@@ -62,7 +62,7 @@ pub(super) fn left_out(named: &[String], count: u64) -> Result<(), Failure> {
 }
 
 /// A failure on this side's files is the person's to put right.
-pub(super) fn local(error: &io::Error) -> Failure {
+pub fn local(error: &io::Error) -> Failure {
     match error.kind() {
         io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::IsADirectory | io::ErrorKind::AlreadyExists => {
             Failure::new(USAGE, "local_file", error.to_string())
