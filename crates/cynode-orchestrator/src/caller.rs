@@ -1,6 +1,9 @@
 //! Who calls: found out by the token, at every call.
 
-use std::time::{Duration, Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use axum::{
     extract::{FromRequestParts, Request, State},
@@ -9,7 +12,7 @@ use axum::{
 };
 use cynode_api::{AuditSubject, ErrorCode, NodeId, ProjectId, SessionId, Task, TaskId, TokenId, TokenKind, UserId};
 use cynode_policy::{Principal, Role};
-use cynode_service::{ApiError, auth};
+use cynode_service::{ApiError, admin, auth};
 use http::request::Parts;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Semaphore;
@@ -210,6 +213,26 @@ pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut r
         }
         Err(error) => error.into_response(),
     }
+}
+
+/// Admits to the metrics whoever has their token, and administrators.
+pub(crate) fn metrics_reader(orchestrator: &Orchestrator, own: Option<auth::Token>) -> admin::MetricsReader {
+    let orchestrator = orchestrator.clone();
+    Arc::new(move |offered| {
+        let is_own = own.as_ref().is_some_and(|own| own.admits(&offered));
+        let orchestrator = orchestrator.clone();
+        Box::pin(async move {
+            if is_own {
+                return Ok(());
+            }
+            let offered = hash(&offered);
+            match db::soon(orchestrator.db.authenticate(&offered, None)).await? {
+                Some((found, _)) if Caller::new(found.clone(), offered).scope.is_admin => Ok(()),
+                Some(_) => Err(admin::no_reader("the token is not an administrator's")),
+                None => Err(refused(&orchestrator, "nobody", &offered).await),
+            }
+        })
+    })
 }
 
 /// Tells whoever takes a call who calls, and where the session was that it is about.

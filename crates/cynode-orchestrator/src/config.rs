@@ -28,6 +28,8 @@ pub struct Config {
     pub key_file: Option<PathBuf>,
     /// A file with a key by which nodes may register, again and again. `up` makes one for its own worker.
     pub registration_key_file: Option<PathBuf>,
+    /// A file with a token that may read `/metrics` from beyond this machine, besides administrators'; made when it is not there.
+    pub metrics_token_file: Option<PathBuf>,
     /// What `image_ref: "default"` means while no setting says otherwise.
     pub default_image: String,
     /// Images that the system brings: allowed when a node has them.
@@ -80,6 +82,7 @@ impl Default for Config {
             database_connections: 20,
             key_file: None,
             registration_key_file: None,
+            metrics_token_file: None,
             default_image: DEFAULT_IMAGE.to_owned(),
             seed_images: vec![DEFAULT_IMAGE.to_owned()],
             node_lost_after: 900,

@@ -141,6 +141,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
         return Err(Error::OtherKey(config.key_file().display().to_string()));
     }
     seed(&db, &config).await?;
+    let metrics_token = admin::metrics_token(config.metrics_token_file.as_deref()).map_err(state("reading orchestrator.metrics_token_file"))?;
 
     let bound = listener.bind().await?;
     let control = control.bind().await?;
@@ -199,8 +200,9 @@ pub async fn run(config: Config) -> Result<(), Error> {
             })
         })
     };
-    let user_routes = api::router(orchestrator.clone(), Arc::clone(&readiness));
-    let control_routes = api::control_router(orchestrator, readiness);
+    let metrics = caller::metrics_reader(&orchestrator, metrics_token);
+    let user_routes = api::router(orchestrator.clone(), Arc::clone(&readiness), Arc::clone(&metrics));
+    let control_routes = api::control_router(orchestrator, readiness, metrics);
     tracing::info!(%url, control = %control_url, "The orchestrator serves.");
     let (served, controlled) = tokio::join!(listen::serve(bound, user_routes, stop.clone()), listen::serve(control, control_routes, stop.clone()));
     served.and(controlled).map_err(state("serving"))?;
@@ -231,6 +233,7 @@ fn held(keys: &Keys, config: &Config) -> Held {
         ("the database's password", environment("PGPASSWORD")),
         ("the key of the artifact store", environment("AWS_SECRET_ACCESS_KEY")),
         ("the token of the artifact store", environment("AWS_SESSION_TOKEN")),
+        ("the token for the metrics", config.metrics_token_file.as_ref().and_then(|path| Some(fs_err::read_to_string(path).ok()?.trim().to_owned()))),
     ] {
         if let Some(secret) = secret.filter(|secret| !secret.is_empty())
             && !held.add(what, secret.as_bytes())

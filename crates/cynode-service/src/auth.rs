@@ -51,7 +51,8 @@ impl Tokens {
         *self.0.write() = tokens;
     }
 
-    fn admits(&self, offered: &str) -> bool {
+    #[must_use]
+    pub fn admits(&self, offered: &str) -> bool {
         // All are compared, whichever fits.
         self.0.read().iter().fold(false, |found, token| token.admits(offered) | found)
     }

@@ -5,7 +5,7 @@ use std::{net::SocketAddr, path::PathBuf, sync::Arc};
 use tokio::net::TcpListener;
 use tokio_rustls::rustls;
 
-pub use crate::serve::serve;
+pub use crate::serve::{Peer, serve};
 
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {

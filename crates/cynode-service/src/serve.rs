@@ -9,6 +9,7 @@ use std::{
     collections::BTreeMap,
     convert::Infallible,
     io,
+    net::SocketAddr,
     pin::Pin,
     sync::{
         Arc,
@@ -39,6 +40,10 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tower::ServiceExt as _;
 
 use crate::listen::Bound;
+
+/// Where a request's connection comes from; every request has it among its extensions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer(pub SocketAddr);
 
 /// How long open requests may take after the stop was asked for.
 const DRAIN: Duration = Duration::from_secs(5);
@@ -72,8 +77,8 @@ async fn serve_within(bound: Bound, router: Router, stop: CancellationToken, lim
     let connections = TaskTracker::new();
     let accepting = async {
         loop {
-            let stream = match listener.accept().await {
-                Ok((stream, _)) => stream,
+            let (stream, peer) = match listener.accept().await {
+                Ok(accepted) => accepted,
                 Err(error) => {
                     // Out of descriptors, most likely: the next moment may be better.
                     tracing::warn!(%error, "Accepting a connection failed.");
@@ -90,7 +95,7 @@ async fn serve_within(bound: Bound, router: Router, stop: CancellationToken, lim
             connections.spawn(async move {
                 let dismissed = guest.dismissed.clone();
                 tokio::select! {
-                    () = attend(stream, tls, router, &guest, stop, limits) => {}
+                    () = attend(stream, Peer(peer), tls, router, &guest, stop, limits) => {}
                     () = dismissed.cancelled() => {}
                 }
                 drop(place);
@@ -106,12 +111,12 @@ async fn serve_within(bound: Bound, router: Router, stop: CancellationToken, lim
     drop(tokio::time::timeout(DRAIN, connections.wait()).await);
 }
 
-async fn attend(stream: TcpStream, tls: Option<TlsAcceptor>, router: Router, guest: &Arc<Guest>, stop: CancellationToken, limits: Limits) {
+async fn attend(stream: TcpStream, peer: Peer, tls: Option<TlsAcceptor>, router: Router, guest: &Arc<Guest>, stop: CancellationToken, limits: Limits) {
     match tls {
-        None => attend_http(stream, router, guest, stop, limits).await,
+        None => attend_http(stream, peer, router, guest, stop, limits).await,
         Some(tls) => {
             if let Ok(Ok(stream)) = tokio::time::timeout(limits.handshake, tls.accept(stream)).await {
-                attend_http(stream, router, guest, stop, limits).await;
+                attend_http(stream, peer, router, guest, stop, limits).await;
             }
         }
     }
@@ -119,12 +124,14 @@ async fn attend(stream: TcpStream, tls: Option<TlsAcceptor>, router: Router, gue
 
 async fn attend_http(
     stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    peer: Peer,
     router: Router,
     guest: &Arc<Guest>,
     stop: CancellationToken,
     limits: Limits,
 ) {
-    let service = service_fn(move |request: http::Request<Incoming>| {
+    let service = service_fn(move |mut request: http::Request<Incoming>| {
+        request.extensions_mut().insert(peer);
         let (router, served) = (router.clone(), guest.serve());
         async move {
             let response = router.oneshot(request).await?;
@@ -251,9 +258,10 @@ impl HttpBody for Answer {
 
 #[cfg(test)]
 mod tests {
-    use std::net::SocketAddr;
-
-    use axum::routing::{get, post};
+    use axum::{
+        Extension,
+        routing::{get, post},
+    };
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
     use super::*;
@@ -273,6 +281,7 @@ mod tests {
             "answer"
         };
         let router = Router::new().route("/large", get(async || vec![b'x'; LARGE])).route("/slow", get(slow)).route("/echo", post(async |body: String| body));
+        let router = router.route("/peer", get(async |Extension(Peer(peer)): Extension<Peer>| peer.to_string()));
         let limits = Limits { connections, head: HEAD, ..Limits::default() };
         let serving = tokio::spawn(serve_within(bound, router, stop.clone(), limits));
         (address, go, stop, serving)
@@ -308,6 +317,14 @@ mod tests {
         // A reset is an end as well.
         drop(stream.read_to_end(&mut bytes).await);
         String::from_utf8_lossy(&bytes).into_owned()
+    }
+
+    #[tokio::test]
+    async fn a_request_knows_where_its_connection_comes_from() {
+        let (address, ..) = server(4).await;
+        let mut stream = connected(address, b"GET /peer HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await;
+        let own = stream.local_addr().expect("an address").to_string();
+        assert!(rest(&mut stream).await.ends_with(&own));
     }
 
     #[tokio::test]

@@ -58,6 +58,8 @@ pub struct Config {
     /// Where orchestrators reach the Worker API; the address that it listens on when absent.
     pub api_url: Option<String>,
     pub labels: BTreeMap<String, String>,
+    /// A file with a token that may read `/metrics` from beyond this machine, besides the worker's own; made when it is not there.
+    pub metrics_token_file: Option<PathBuf>,
     /// A terminal whose client is not heard of for this long, though it is asked, is ended.
     pub pty_timeout_seconds: u64,
 }
@@ -112,6 +114,7 @@ impl Default for Config {
             name: None,
             api_url: None,
             labels: BTreeMap::new(),
+            metrics_token_file: None,
             pty_timeout_seconds: 120,
         }
     }

@@ -157,6 +157,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let runtime = engine(&config, &choice);
     let node_id = held.journal.node_id().map_err(state("reading the node's id"))?;
     let token = read_or_create_token(&config.state_dir.join("worker.token")).map_err(state("reading the token"))?;
+    let metrics_token = admin::metrics_token(config.metrics_token_file.as_deref()).map_err(state("reading worker.metrics_token_file"))?;
     let bound = listener.bind().await?;
     let stop = shutdown::on_signals().map_err(state("watching signals"))?;
     let url = bound.url();
@@ -186,7 +187,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
         })
     };
     let tokens = auth::Tokens::new(vec![auth::Token::new(&token)]);
-    let router = api::router(api, tokens.clone(), readiness);
+    let router = api::router(api, tokens.clone(), readiness, admin::by_tokens(metrics_token, tokens.clone()));
     let control = control::Node::new(&sessions, ready, &url, auth::Token::new(&token), tokens).map_err(state("reading the registration"))?;
     jobs.take_up();
     tokio::spawn({

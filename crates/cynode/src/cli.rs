@@ -478,9 +478,9 @@ mod tests {
         let help = Cli::command().render_long_help().to_string();
         let listed = |text: &str, role: &str| text.lines().any(|line| line.split_whitespace().next() == Some(role));
         assert!(listed(&help, "session") && !roles.iter().any(|role| listed(&help, role)), "{help}");
-        for shell in clap::ValueEnum::value_variants() {
+        for shell in <clap_complete::Shell as ValueEnum>::value_variants() {
             let mut script = Vec::new();
-            clap_complete::generate(*shell as clap_complete::Shell, &mut Cli::command(), "cynode", &mut script);
+            clap_complete::generate(*shell, &mut Cli::command(), "cynode", &mut script);
             let script = String::from_utf8(script).expect("text");
             assert!(!script.contains("postgres") && !script.contains("--parent"), "{shell}");
         }

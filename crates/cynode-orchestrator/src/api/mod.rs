@@ -171,7 +171,7 @@ const REFUSALS: &[(&str, &[ErrorCode])] = &[
     ),
 ];
 
-pub(crate) fn router(orchestrator: Orchestrator, readiness: admin::Readiness) -> Router {
+pub(crate) fn router(orchestrator: Orchestrator, readiness: admin::Readiness, metrics: admin::MetricsReader) -> Router {
     let (routes, _) = documented().split_for_parts();
     let document = openapi().to_string();
     let routes = routes
@@ -182,12 +182,12 @@ pub(crate) fn router(orchestrator: Orchestrator, readiness: admin::Readiness) ->
     // What a tool does, it does by these routes.
     let tools = mcp::routes(&orchestrator, routes.clone());
     let routes = routes.merge(tools).layer(middleware::from_fn(edge::measure)).layer(middleware::from_fn_with_state(orchestrator, caller::authenticate));
-    finished(routes.merge(admin::routes(readiness)).route("/openapi.json", get(async move || ([("content-type", "application/json")], document))))
+    finished(routes.merge(admin::routes(readiness, metrics)).route("/openapi.json", get(async move || ([("content-type", "application/json")], document))))
 }
 
 /// What nodes call, on a port of its own.
-pub(crate) fn control_router(orchestrator: Orchestrator, readiness: admin::Readiness) -> Router {
-    finished(control::routes(orchestrator).merge(admin::routes(readiness)))
+pub(crate) fn control_router(orchestrator: Orchestrator, readiness: admin::Readiness, metrics: admin::MetricsReader) -> Router {
+    finished(control::routes(orchestrator).merge(admin::routes(readiness, metrics)))
 }
 
 fn finished(router: Router) -> Router {

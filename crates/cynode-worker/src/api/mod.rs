@@ -147,7 +147,7 @@ const REFUSALS: &[(&str, &[ErrorCode])] = &[
     ("POST /v1/worker/jobs/{job_id}/ack", &[ErrorCode::JobNotFound, ErrorCode::JobNotEnded]),
 ];
 
-pub(crate) fn router(api: Api, tokens: Tokens, readiness: admin::Readiness) -> Router {
+pub(crate) fn router(api: Api, tokens: Tokens, readiness: admin::Readiness, metrics: admin::MetricsReader) -> Router {
     let (routes, _) = documented().split_for_parts();
     let document = openapi().to_string();
     let stopping = api.stop.clone();
@@ -157,7 +157,7 @@ pub(crate) fn router(api: Api, tokens: Tokens, readiness: admin::Readiness) -> R
         .layer(middleware::from_fn_with_state(stopping, refuse_when_stopping))
         .layer(middleware::from_fn_with_state(tokens, auth::require))
         .route("/openapi.json", get(move || std::future::ready(([(http::header::CONTENT_TYPE, "application/json")], document.clone()))))
-        .merge(admin::routes(readiness))
+        .merge(admin::routes(readiness, metrics))
         .fallback(edge::not_found)
         .method_not_allowed_fallback(edge::method_not_allowed)
         .layer(middleware::from_fn(edge::request_id))

@@ -327,7 +327,7 @@ fn router(shared: &Arc<Shared>) -> Router {
         .route("/v1/worker/calls/{id}/bar", post(bar_call))
         .layer(middleware::from_fn_with_state(Arc::clone(shared), remember))
         .layer(middleware::from_fn_with_state(shared.tokens.clone(), auth::require))
-        .merge(admin::routes(Arc::new(|| Box::pin(std::future::ready(Ok(()))))))
+        .merge(admin::routes(Arc::new(|| Box::pin(std::future::ready(Ok(())))), admin::by_tokens(None, shared.tokens.clone())))
         .fallback(edge::not_found)
         .method_not_allowed_fallback(edge::method_not_allowed)
         .layer(middleware::from_fn(edge::request_id))
