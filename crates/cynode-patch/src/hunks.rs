@@ -1,0 +1,309 @@
+//! Applying hunks to a content.
+//!
+//! What must stay true: context and deleted lines must be there byte for byte; a hunk may only have moved, and is looked
+//! for nearest to where it should be, after the hunk before it. Every hunk that fails is reported. The search is bounded:
+//! when a diff has used up its [`Effort`], hunks are only tried at their place.
+
+use crate::{
+    excerpt,
+    parse::{Hunk, Line, Side},
+};
+
+/// A hunk that does not apply.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Miss {
+    /// From 1.
+    pub hunk: u32,
+    /// Of the old file, from 1.
+    pub line: u64,
+    pub reason: String,
+}
+
+/// How much is still compared in search of hunks that moved, over a whole diff.
+///
+/// A comparison of two lines costs one, and one more for each 64 bytes of the line.
+#[derive(Debug)]
+pub struct Effort(u64);
+
+impl Default for Effort {
+    fn default() -> Self {
+        Self(50_000_000)
+    }
+}
+
+impl Effort {
+    fn is_left(&self) -> bool {
+        self.0 > 0
+    }
+
+    fn spend(&mut self, line: &Line<'_>) {
+        self.0 = self.0.saturating_sub(1 + line.text.len() as u64 / 64);
+    }
+}
+
+/// The lines of a content by number, without copying it.
+struct Content<'a> {
+    bytes: &'a [u8],
+    /// Where each line starts. Contents are far below 4 GiB.
+    starts: Vec<u32>,
+}
+
+impl<'a> Content<'a> {
+    fn new(bytes: &'a [u8]) -> Self {
+        let mut starts = Vec::new();
+        let mut at = 0;
+        for line in bytes.split_inclusive(|byte| *byte == b'\n') {
+            starts.push(u32::try_from(at).unwrap_or(u32::MAX));
+            at += line.len();
+        }
+        Self { bytes, starts }
+    }
+
+    fn len(&self) -> usize {
+        self.starts.len()
+    }
+
+    /// From line `from` up to, without, line `to`.
+    fn range(&self, from: usize, to: usize) -> &'a [u8] {
+        let offset = |line: usize| self.starts.get(line).map_or(self.bytes.len(), |start| *start as usize);
+        &self.bytes[offset(from)..offset(to)]
+    }
+
+    /// Whether the line is the one that the hunk expects.
+    fn is(&self, index: usize, line: &Line<'_>) -> bool {
+        let found = self.range(index, index + 1);
+        match found.strip_suffix(b"\n") {
+            Some(text) => line.newline && text == line.text,
+            None => !line.newline && found == line.text,
+        }
+    }
+}
+
+pub fn apply(old: &[u8], hunks: &[Hunk<'_>], strip_cr: bool, effort: &mut Effort) -> Result<Vec<u8>, Vec<Miss>> {
+    let content = Content::new(old);
+    let mut out = Vec::with_capacity(old.len());
+    let mut misses = Vec::new();
+    let mut done = 0;
+    let mut offset = 0_isize;
+    for (number, hunk) in (1..).zip(hunks) {
+        let lines: Vec<Line<'_>> = hunk.lines(strip_cr).collect();
+        let expected: Vec<&Line<'_>> = lines.iter().filter(|line| line.side != Side::New).collect();
+        // A hunk without old lines stands behind the line that it names.
+        let wanted = if expected.is_empty() { hunk.old_start } else { hunk.old_start.saturating_sub(1) };
+        let guess = wanted.saturating_add_signed(offset);
+        let mut miss = |reason: String| misses.push(Miss { hunk: number, line: hunk.old_start as u64, reason });
+        let Some(position) = find(&content, &expected, guess, done, effort) else {
+            miss(mismatch(&content, &expected, guess, done));
+            continue;
+        };
+        let length = out.len();
+        let end = position + expected.len();
+        let mut whole = push(&mut out, content.range(done, position));
+        for line in lines.iter().filter(|line| line.side != Side::Old) {
+            whole &= push(&mut out, line.text);
+            if line.newline {
+                out.push(b'\n');
+            }
+        }
+        if !whole || (end < content.len() && ends_open(&out)) {
+            out.truncate(length);
+            miss("a line without a newline would stand before another one".to_owned());
+            continue;
+        }
+        offset = position.cast_signed() - wanted.cast_signed();
+        done = end;
+    }
+    if !misses.is_empty() {
+        return Err(misses);
+    }
+    out.extend_from_slice(content.range(done, content.len()));
+    Ok(out)
+}
+
+/// Appends unless the last line is still open; an empty piece is always fine.
+fn push(out: &mut Vec<u8>, bytes: &[u8]) -> bool {
+    let fits = bytes.is_empty() || !ends_open(out);
+    out.extend_from_slice(bytes);
+    fits
+}
+
+fn ends_open(out: &[u8]) -> bool {
+    out.last().is_some_and(|byte| *byte != b'\n')
+}
+
+/// Where the expected lines are: nearest to `guess`, not before `done`.
+fn find(content: &Content<'_>, expected: &[&Line<'_>], guess: usize, done: usize, effort: &mut Effort) -> Option<usize> {
+    let last = content.len().checked_sub(expected.len())?;
+    if expected.is_empty() {
+        return (done..=last).contains(&guess).then_some(guess);
+    }
+    if last < done {
+        return None;
+    }
+    let fits = |position: usize, effort: &mut Effort| {
+        expected.iter().enumerate().all(|(index, line)| {
+            effort.spend(line);
+            content.is(position + index, line)
+        })
+    };
+    let guess = guess.clamp(done, last);
+    if fits(guess, effort) {
+        return Some(guess);
+    }
+    let farthest = (guess - done).max(last - guess);
+    for distance in 1..=farthest {
+        if !effort.is_left() {
+            return None;
+        }
+        let after = guess + distance;
+        if after <= last && fits(after, effort) {
+            return Some(after);
+        }
+        let before = guess.checked_sub(distance).filter(|before| *before >= done);
+        if before.is_some_and(|before| fits(before, effort)) {
+            return before;
+        }
+    }
+    None
+}
+
+/// What stands in the way at the place where the hunk should be.
+fn mismatch(content: &Content<'_>, expected: &[&Line<'_>], guess: usize, done: usize) -> String {
+    for (index, line) in expected.iter().enumerate() {
+        let at = guess.saturating_add(index);
+        if at >= content.len() {
+            return format!("the file has only {} lines", content.len());
+        }
+        if !content.is(at, line) {
+            let found = content.range(at, at + 1);
+            let newline = |has: bool| if has { "" } else { " without a newline" };
+            return format!(
+                "line {} is {}{} where the diff expects {}{}",
+                at + 1,
+                excerpt(found.strip_suffix(b"\n").unwrap_or(found)),
+                newline(found.ends_with(b"\n")),
+                excerpt(line.text),
+                newline(line.newline),
+            );
+        }
+    }
+    if guess < done { "it overlaps the hunk before it".to_owned() } else { format!("the file has only {} lines", content.len()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::Patch;
+
+    fn applied(old: &[u8], hunks: &str) -> Result<Vec<u8>, Vec<Miss>> {
+        let diff = format!("--- a/x\n+++ b/x\n{hunks}");
+        let patch = Patch::parse(diff.as_bytes(), 1).expect("parsed");
+        apply(old, &patch.sections()[0].hunks, false, &mut Effort::default())
+    }
+
+    #[test]
+    fn a_hunk_that_moved_is_found_nearest_to_its_place() {
+        let hunk = "@@ -2,3 +2,3 @@\n a\n-b\n+B\n c\n";
+        assert_eq!(applied(b"a\nb\nc\n", hunk).expect("moved up"), b"a\nB\nc\n");
+        assert_eq!(applied(b"1\n2\n3\n4\na\nb\nc\n", hunk).expect("moved down"), b"1\n2\n3\n4\na\nB\nc\n");
+        let twice = b"a\nb\nc\n1\n2\n3\n4\na\nb\nc\n";
+        assert_eq!(applied(twice, hunk).expect("nearest"), b"a\nB\nc\n1\n2\n3\n4\na\nb\nc\n");
+    }
+
+    #[test]
+    fn a_later_hunk_follows_the_offset_of_the_one_before() {
+        let hunks = "@@ -1 +1 @@\n-a\n+A\n@@ -3 +3 @@\n-x\n+X\n";
+        assert_eq!(applied(b"0\n0\na\nb\nx\nx\n", hunks).expect("applied"), b"0\n0\nA\nb\nX\nx\n");
+    }
+
+    #[test]
+    fn every_failing_hunk_is_reported_with_what_stands_there() {
+        let misses =
+            applied(b"a\nb\nc\n", "@@ -1 +1 @@\n-x\n+y\n@@ -2 +2 @@\n-b\n+B\n@@ -3 +3,2 @@\n-z\u{7}\n+y\n+w\n@@ -9 +10 @@\n-q\n+r\n").expect_err("rejected");
+        let summary: Vec<_> = misses.iter().map(|miss| (miss.hunk, miss.line, miss.reason.as_str())).collect();
+        assert_eq!(
+            summary,
+            [(1, 1, "line 1 is 'a' where the diff expects 'x'"), (3, 3, "line 3 is 'c' where the diff expects 'z\\u{7}'"), (4, 9, "the file has only 3 lines")]
+        );
+    }
+
+    #[test]
+    fn missing_newlines_are_kept_added_and_removed() {
+        assert_eq!(applied(b"a", "@@ -1 +1 @@\n-a\n\\ No newline at end of file\n+a\n").expect("added"), b"a\n");
+        assert_eq!(applied(b"a\n", "@@ -1 +1 @@\n-a\n+a\n\\ No newline at end of file\n").expect("removed"), b"a");
+        assert_eq!(applied(b"a\nb", "@@ -1,2 +1,2 @@\n-a\n+A\n b\n\\ No newline at end of file\n").expect("kept"), b"A\nb");
+        assert!(applied(b"a", "@@ -1 +1 @@\n-a\n+b\n").is_err());
+        assert!(applied(b"a\nb\n", "@@ -1 +1 @@\n-a\n+A\n\\ No newline at end of file\n").is_err());
+        assert!(applied(b"a", "@@ -1,0 +2 @@\n+b\n").is_err());
+    }
+
+    #[test]
+    fn insertions_without_context_stand_behind_their_line() {
+        assert_eq!(applied(b"a\nb\n", "@@ -1,0 +2 @@\n+x\n").expect("applied"), b"a\nx\nb\n");
+        assert_eq!(applied(b"a\n", "@@ -0,0 +1 @@\n+x\n").expect("applied"), b"x\na\n");
+        assert_eq!(applied(b"", "@@ -0,0 +1,2 @@\n+x\n+y\n").expect("applied"), b"x\ny\n");
+        assert!(applied(b"a\n", "@@ -7,0 +8 @@\n+x\n").is_err());
+    }
+
+    #[test]
+    fn a_spent_effort_still_finds_hunks_at_their_place() {
+        let patch = Patch::parse(b"--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n", 1).expect("parsed");
+        let sections = patch.sections();
+        assert_eq!(apply(b"a\n", &sections[0].hunks, false, &mut Effort(0)).expect("at its place"), b"b\n");
+        assert!(apply(b"x\na\n", &sections[0].hunks, false, &mut Effort(0)).is_err());
+        let mut effort = Effort(5);
+        assert!(apply(&b"x\n".repeat(100), &sections[0].hunks, false, &mut effort).is_err());
+        assert_eq!(effort.0, 0);
+        // A long hunk that nearly fits everywhere costs no more than the effort.
+        let hunk = format!("@@ -1,1001 +1,1000 @@\n{}-b\n", " x\n".repeat(1_000));
+        let diff = format!("--- a/x\n+++ b/x\n{hunk}");
+        let patch = Patch::parse(diff.as_bytes(), 1).expect("parsed");
+        let mut effort = Effort(100_000);
+        assert!(apply(&b"x\n".repeat(20_000), &patch.sections()[0].hunks, false, &mut effort).is_err());
+        assert_eq!(effort.0, 0);
+    }
+
+    #[test]
+    fn carriage_returns_are_part_of_a_line_unless_the_diff_was_converted() {
+        let diff = b"--- a/x\r\n+++ b/x\r\n@@ -1 +1 @@\r\n-a\r\n+b\r\n";
+        let patch = Patch::parse(diff, 1).expect("parsed");
+        let sections = patch.sections();
+        assert_eq!(apply(b"a\r\n", &sections[0].hunks, false, &mut Effort::default()).expect("applied"), b"b\r\n");
+        assert!(apply(b"a\n", &sections[0].hunks, false, &mut Effort::default()).is_err());
+        assert_eq!(apply(b"a\n", &sections[0].hunks, true, &mut Effort::default()).expect("applied"), b"b\n");
+    }
+
+    fn content() -> impl Strategy<Value = Vec<u8>> {
+        let lines: [&[u8]; 8] = [b"a\n", b"b\n", b"\n", b"--- x\n", b"+++ y\n", b"@@ -1 +1 @@\n", b"\xff\r\n", b"\\ No\n"];
+        let line = (0..lines.len()).prop_map(move |index| lines[index]);
+        (proptest::collection::vec(line, 0..30), any::<bool>()).prop_map(|(lines, open)| {
+            let mut content = lines.concat();
+            if open && content.last() == Some(&b'\n') && content.len() > 1 {
+                content.pop();
+            }
+            content
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn a_diff_leads_from_its_old_side_to_its_new_side_and_turned_around_back(old in content(), new in content(), context in 0_usize..4) {
+            crate::fuzz::there_and_back(&old, &new, context);
+        }
+
+        #[test]
+        fn applying_to_anything_never_panics(old in content(), one in content(), two in content(), strip_cr in any::<bool>()) {
+            let diff = format!("--- a/x\n+++ b/x\n{}", {
+                let patch = diffy::create_patch_bytes(&one, &two);
+                let mut text = Vec::new();
+                patch.to_bytes().split_inclusive(|byte| *byte == b'\n').skip(2).for_each(|line| text.extend_from_slice(line));
+                String::from_utf8_lossy(&text).into_owned()
+            });
+            if let Ok(patch) = Patch::parse(diff.as_bytes(), 1) {
+                let _result = apply(&old, &patch.sections()[0].hunks, strip_cr, &mut Effort::default());
+            }
+        }
+    }
+}

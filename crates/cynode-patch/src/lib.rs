@@ -1,0 +1,55 @@
+//! Unified diffs: parsing, the paths that one touches, and its application.
+//!
+//! The gate asks rules about [`Patch::paths`]; the agent applies the same [`Patch`] with [`plan`]. Nothing else reads
+//! diffs, so neither side can see a path that the other does not.
+//!
+//! Invariants: a plan touches only paths that `Patch::paths` names; what two readers could understand differently is an
+//! error, never a guess; parsing takes time and memory linear in the diff; nothing here does I/O ([`Tree`] does).
+#![forbid(unsafe_code)]
+
+#[cfg(any(test, feature = "fuzzing"))]
+pub mod fuzz;
+mod hunks;
+mod name;
+mod parse;
+mod plan;
+
+use std::fmt::Write as _;
+
+pub use self::{
+    hunks::{Effort, Miss, apply},
+    name::Location,
+    parse::{Change, Error, Hunk, Line, MAX_HEADER_BYTES, Patch, Section, Side},
+    plan::{Before, Entry, File, Found, Kind, MAX_FILE_BYTES, Operation, Plan, PlanError, Problem, Reject, Touched, Tree, plan},
+};
+
+/// Longest path, and longest target of a symbolic link.
+pub const MAX_PATH_BYTES: usize = 4_095;
+
+/// Text for people: control characters and undecodable bytes escaped.
+fn escaped(bytes: &[u8]) -> String {
+    let mut out = String::with_capacity(bytes.len());
+    for chunk in bytes.utf8_chunks() {
+        for character in chunk.valid().chars() {
+            if character.is_control() {
+                out.extend(character.escape_default());
+            } else {
+                out.push(character);
+            }
+        }
+        for byte in chunk.invalid() {
+            // Writing to a string can't fail.
+            let _written = write!(out, "\\x{byte:02x}");
+        }
+    }
+    out
+}
+
+/// The beginning of a text, for people.
+fn excerpt(text: &[u8]) -> String {
+    const LENGTH: usize = 80;
+    if text.len() <= LENGTH { format!("'{}'", escaped(text)) } else { format!("'{}…'", escaped(&text[..LENGTH])) }
+}
+
+#[cfg(test)]
+mod tests;

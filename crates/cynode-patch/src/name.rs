@@ -1,0 +1,237 @@
+//! File names: how diffs write them, and what they mean.
+
+use std::cmp::Ordering;
+
+use crate::MAX_PATH_BYTES;
+
+/// A path below the root of a tree: components joined by single slashes, none of them empty, `.` or `..`.
+///
+/// Ordered by components, so that everything below a location follows it immediately.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Location(Vec<u8>);
+
+impl Location {
+    /// Reads a name, or says why it names nothing below a root.
+    pub fn parse(name: &[u8]) -> Result<Self, &'static str> {
+        if name.starts_with(b"/") {
+            return Err("the path is absolute");
+        }
+        if name.contains(&0) {
+            return Err("the path contains a NUL byte");
+        }
+        if name.len() > MAX_PATH_BYTES {
+            return Err("the path is too long");
+        }
+        if name.ends_with(b"/") {
+            return Err("the path names a directory");
+        }
+        let mut joined = Vec::with_capacity(name.len());
+        for part in name.split(|byte| *byte == b'/') {
+            match part {
+                b"" | b"." => {}
+                b".." => return Err("the path contains '..'"),
+                part if part.eq_ignore_ascii_case(b".git") => return Err("the path lies in a .git directory"),
+                part => {
+                    if !joined.is_empty() {
+                        joined.push(b'/');
+                    }
+                    joined.extend_from_slice(part);
+                }
+            }
+        }
+        if joined.is_empty() { Err("the path is empty") } else { Ok(Self(joined)) }
+    }
+
+    /// A location from components that were checked.
+    pub fn from_parts<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Self {
+        Self(parts.into_iter().collect::<Vec<_>>().join(&b'/'))
+    }
+
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    pub fn parts(&self) -> Vec<&[u8]> {
+        self.0.split(|byte| *byte == b'/').collect()
+    }
+
+    /// Whether `self` is a directory somewhere above `other`.
+    pub fn is_above(&self, other: &Self) -> bool {
+        other.0.get(self.0.len()) == Some(&b'/') && other.0.starts_with(&self.0)
+    }
+
+    /// The same place below another location of `above`.
+    pub(crate) fn moved(&self, above: &Self, to: &Self) -> Self {
+        Self([to.as_bytes(), &self.0[above.0.len()..]].concat())
+    }
+}
+
+impl Ord for Location {
+    fn cmp(&self, other: &Self) -> Ordering {
+        let rank = |byte: &u8| if *byte == b'/' { 0 } else { u16::from(*byte) + 1 };
+        self.0.iter().map(rank).cmp(other.0.iter().map(rank))
+    }
+}
+
+impl PartialOrd for Location {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+/// A sorted set of locations that is asked for what lies above a path.
+#[derive(Debug, Default)]
+pub(crate) struct Locations(Vec<Location>);
+
+impl FromIterator<Location> for Locations {
+    fn from_iter<I: IntoIterator<Item = Location>>(locations: I) -> Self {
+        let mut sorted: Vec<Location> = locations.into_iter().collect();
+        sorted.sort_unstable();
+        sorted.dedup();
+        Self(sorted)
+    }
+}
+
+impl Locations {
+    pub(crate) fn contains(&self, location: &Location) -> bool {
+        self.0.binary_search(location).is_ok()
+    }
+
+    /// Whether something of the set lies below a location.
+    pub(crate) fn has_below(&self, location: &Location) -> bool {
+        let next = self.0.partition_point(|other| other <= location);
+        self.0.get(next).is_some_and(|other| location.is_above(other))
+    }
+
+    /// The location of the set that is highest above a path, in time that grows with the path's length and the set's logarithm.
+    pub(crate) fn above(&self, path: &Location) -> Option<&Location> {
+        let mut range = self.0.as_slice();
+        let mut start = 0;
+        for end in path.0.iter().enumerate().filter(|(_, byte)| **byte == b'/').map(|(index, _)| index) {
+            let part = &path.0[start..end];
+            // All in the range begin with the same components, so each has this component at the same offset.
+            let part_of = |other: &Location| other.0[start..].split(|byte| *byte == b'/').next().unwrap_or_default().cmp(part);
+            let low = range.partition_point(|other| part_of(other) == Ordering::Less);
+            let high = range.partition_point(|other| part_of(other) != Ordering::Greater);
+            range = &range[low..high];
+            let first = range.first()?;
+            if first.0.len() == end {
+                return Some(first);
+            }
+            start = end + 1;
+        }
+        None
+    }
+}
+
+/// Drops leading components, but never the last one. Slashes that follow each other count as one; an absolute name keeps all.
+pub(crate) fn strip_components(name: &[u8], count: usize) -> Vec<u8> {
+    let mut rest = name;
+    if rest.starts_with(b"/") {
+        return rest.to_vec();
+    }
+    for _ in 0..count {
+        let Some(slash) = rest.iter().position(|byte| *byte == b'/') else { break };
+        let after = &rest[slash..];
+        let next = &after[after.iter().take_while(|byte| **byte == b'/').count()..];
+        if next.is_empty() {
+            break;
+        }
+        rest = next;
+    }
+    rest.to_vec()
+}
+
+/// A name in double quotes with C's escapes, and what follows it.
+pub(crate) fn unquote(text: &[u8]) -> Option<(Vec<u8>, &[u8])> {
+    let mut rest = text.strip_prefix(b"\"")?;
+    let mut name = Vec::new();
+    loop {
+        let (byte, after) = rest.split_first()?;
+        rest = after;
+        match byte {
+            b'"' => return Some((name, rest)),
+            b'\\' => {
+                let (escape, after) = rest.split_first()?;
+                rest = after;
+                name.push(match escape {
+                    b'a' => 7,
+                    b'b' => 8,
+                    b't' => b'\t',
+                    b'n' => b'\n',
+                    b'v' => 11,
+                    b'f' => 12,
+                    b'r' => b'\r',
+                    b'\\' | b'"' => *escape,
+                    b'0'..=b'3' => {
+                        let (digits, after) = rest.split_at_checked(2)?;
+                        rest = after;
+                        digits.iter().try_fold(escape - b'0', |value, digit| matches!(digit, b'0'..=b'7').then(|| value * 8 + (digit - b'0')))?
+                    }
+                    _ => return None,
+                });
+            }
+            byte => name.push(*byte),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn location(path: &str) -> Location {
+        Location::parse(path.as_bytes()).expect("a location")
+    }
+
+    #[test]
+    fn components_are_dropped_but_never_the_name() {
+        for (name, count, expected) in [
+            ("a/b/c", 0, "a/b/c"),
+            ("a/b/c", 2, "c"),
+            ("a/b/c", 9, "c"),
+            ("a//b", 1, "b"),
+            ("a/", 1, "a/"),
+            ("zz", 1, "zz"),
+            ("/p/x", 1, "/p/x"),
+            ("/p/x", 2, "/p/x"),
+        ] {
+            assert_eq!(strip_components(name.as_bytes(), count), expected.as_bytes(), "{name} without {count}");
+        }
+    }
+
+    #[test]
+    fn a_location_is_below_its_root_and_spelt_in_one_way() {
+        for (name, expected) in [
+            ("/a", "absolute"),
+            ("..", "'..'"),
+            ("a/../b", "'..'"),
+            ("", "empty"),
+            (".", "empty"),
+            ("a/", "directory"),
+            ("a\0b", "NUL"),
+            (".GIT/x", ".git"),
+            ("a/.git", ".git"),
+        ] {
+            assert!(Location::parse(name.as_bytes()).expect_err(name).contains(expected), "{name}");
+        }
+        assert_eq!(location("./a//b").as_bytes(), b"a/b");
+        assert_eq!(location("a/b").parts(), [b"a", b"b"]);
+        assert!(Location::parse(&[b'x'; MAX_PATH_BYTES]).is_ok() && Location::parse(&[b'x'; MAX_PATH_BYTES + 1]).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn what_lies_above_and_below_is_found(paths in proptest::collection::vec("[ab](/[ab-]){0,4}", 0..8), path in "[ab](/[ab-]){0,4}") {
+            let all: Vec<Location> = paths.iter().map(|path| location(path)).collect();
+            let path = location(&path);
+            let set: Locations = all.iter().cloned().collect();
+            let above = all.iter().filter(|other| other.is_above(&path)).min_by_key(|other| other.as_bytes().len());
+            prop_assert_eq!(set.above(&path), above);
+            prop_assert_eq!(set.has_below(&path), all.iter().any(|other| path.is_above(other)));
+            prop_assert_eq!(set.contains(&path), all.contains(&path));
+        }
+    }
+}
