@@ -10,6 +10,9 @@ use crate::Base64Bytes;
 pub mod file_limits {
     pub const MAX_PUT_BYTES: u64 = 100 * 1024 * 1024;
     pub const MAX_PATCH_BYTES: u64 = 10 * 1024 * 1024;
+    /// Leading path components that a patch drops.
+    pub const DEFAULT_STRIP: u32 = 1;
+    pub const MAX_STRIP: u32 = 32;
     pub const MAX_PATH_BYTES: usize = 4_095;
     pub const DEFAULT_ENTRIES: u32 = 1_000;
     pub const MAX_ENTRIES: u32 = 10_000;
@@ -123,7 +126,7 @@ pub struct SearchResult {
 pub struct PatchRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub version: Option<u32>,
-    /// A unified diff, git's extensions included.
+    /// A unified diff, git's extensions included. Symbolic links (mode 120000) are changed themselves and never followed.
     pub diff: String,
     /// Leading path components to drop; 1 by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -149,6 +152,7 @@ pub struct PatchedFile {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path_b64: Option<Base64Bytes>,
     pub operation: PatchOperation,
+    /// Of the content; of a symbolic link, of its target.
     pub sha256_before: Option<String>,
     pub sha256_after: Option<String>,
     /// Where a renamed or copied file came from.

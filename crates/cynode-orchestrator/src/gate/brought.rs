@@ -8,6 +8,7 @@ use std::{
 use axum::body::Body;
 use bytes::{Bytes, BytesMut};
 use cynode_api::{ErrorCode, artifact_limits, file_limits};
+use cynode_archive::{Archive, Kind, Reader};
 use cynode_policy::{Hit, Scanner, Watch};
 use cynode_service::{ApiError, body, edge};
 use futures_util::{StreamExt as _, stream};
@@ -21,10 +22,10 @@ use crate::{Orchestrator, blobs::hex};
 
 /// What stays in memory; more goes to a file without a name.
 const IN_MEMORY: usize = 256 * 1024;
-/// So many entries of an archive are looked at and told.
+/// Largest number of entries of an archive.
 const MAX_ENTRIES: usize = 10_000;
-/// The longest header of an entry that is longer than usual.
-const MAX_HEADER: u64 = 64 * 1024;
+/// Paths and hard links' targets of all entries of an archive together.
+const MAX_ENTRY_PATH_BYTES: usize = 4 * 1024 * 1024;
 const TOLD_ENTRIES: usize = 100;
 
 /// So many bodies are written to files at once; others wait.
@@ -85,8 +86,10 @@ pub(crate) struct Held {
     pub(crate) size: u64,
     pub(crate) sha256: String,
     pub(crate) hit: Option<Hit>,
-    /// Names in an archive, and what is told of them.
+    /// Paths of an archive's entries, and what is told of them.
     pub(crate) entries: Vec<String>,
+    /// Paths that hard links of an archive lead to.
+    link_targets: Vec<String>,
     told: Vec<Value>,
 }
 
@@ -121,11 +124,13 @@ impl Brought {
         }
     }
 
-    pub(crate) fn entries(&self) -> &[String] {
-        match self {
-            Self::Held(held) => &held.entries,
-            _ => &[],
-        }
+    /// Every path of an archive that rules are asked about.
+    pub(crate) fn archive_paths(&self) -> impl Iterator<Item = &str> {
+        let (entries, targets) = match self {
+            Self::Held(held) => (held.entries.as_slice(), held.link_targets.as_slice()),
+            _ => (&[][..], &[][..]),
+        };
+        entries.iter().chain(targets).map(String::as_str)
     }
 
     /// Gives what is to be made its id, so that it can be found by it whatever happens. Says the id.
@@ -220,12 +225,11 @@ async fn hold(orchestrator: &Orchestrator, body: Body, limit: u64) -> Result<Hel
         }
     }
     drop(spooling);
-    Ok(Held { begin: begin.freeze(), rest, size, sha256: hex(&hash.finalize()), hit, entries: Vec::new(), told: Vec::new() })
+    Ok(Held { begin: begin.freeze(), rest, size, sha256: hex(&hash.finalize()), hit, entries: Vec::new(), link_targets: Vec::new(), told: Vec::new() })
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "it is a step of map_err")]
-fn unreadable(error: std::io::Error) -> ApiError {
-    ApiError::invalid(format!("the archive can't be read: {error}"))
+fn unreadable(problem: &impl std::fmt::Display) -> ApiError {
+    ApiError::invalid(format!("the archive can't be read: {problem}"))
 }
 
 fn no_room(error: &std::io::Error) -> ApiError {
@@ -245,55 +249,47 @@ impl Held {
         }
     }
 
-    /// Looks at the names in an archive. What can't be read here to its end is refused: nobody could say what gets in.
+    /// Reads an archive to its end with the reader that unpacks it, and collects its paths. What that reader refuses is refused here.
     fn with_entries(mut self) -> Result<Self, ApiError> {
         if self.hit.is_some() {
             return Ok(self);
         }
-        self.check_headers().map_err(unreadable)?;
-        let (mut entries, mut told) = (Vec::new(), Vec::new());
-        let mut archive = tar::Archive::new(self.reader().map_err(unreadable)?);
-        for entry in archive.entries().map_err(unreadable)? {
-            let mut entry = entry.map_err(unreadable)?;
-            let name = String::from_utf8_lossy(&entry.path_bytes()).into_owned();
+        let (mut entries, mut link_targets, mut told) = (Vec::new(), Vec::new(), Vec::new());
+        let mut path_bytes = 0;
+        let mut archive = Archive::new(Reader::new(self.reader().map_err(|error| unreadable(&error))?));
+        while let Some(entry) = archive.next_entry().map_err(|error| unreadable(&error))? {
+            if entries.len() >= MAX_ENTRIES {
+                return Err(unreadable(&format!("it has more than {MAX_ENTRIES} entries; split it")));
+            }
+            path_bytes += entry.path.len() + if entry.kind == Kind::HardLink { entry.link.len() } else { 0 };
+            if path_bytes > MAX_ENTRY_PATH_BYTES {
+                return Err(unreadable(&format!("the paths of its entries have more than {MAX_ENTRY_PATH_BYTES} bytes together; split it")));
+            }
+            let name = String::from_utf8_lossy(&entry.path).into_owned();
+            let target = (entry.kind == Kind::HardLink).then(|| String::from_utf8_lossy(&entry.link).into_owned());
+            if entry.kind == Kind::Special {
+                return Err(unreadable(&format!("the entry '{}' is a device or a FIFO", entry.path.escape_ascii())));
+            }
             if told.len() < TOLD_ENTRIES {
-                let mut hash = Sha256::new();
-                let is_file = entry.header().entry_type().is_file();
-                let read = is_file && std::io::copy(&mut entry, &mut HashWriter(&mut hash)).is_ok();
-                told.push(if read { json!({"path": name, "sha256_after": hex(&hash.finalize())}) } else { json!({"path": name}) });
+                told.push(match (&target, entry.kind) {
+                    (Some(target), _) => json!({"path": name, "hard_link": target}),
+                    (None, Kind::File) => {
+                        let mut hash = Sha256::new();
+                        let read = archive.read(|piece| {
+                            hash.update(piece);
+                            Ok(())
+                        });
+                        read.map_err(|error| unreadable(&error))?;
+                        json!({"path": name, "sha256_after": hex(&hash.finalize())})
+                    }
+                    (None, _) => json!({"path": name}),
+                });
             }
             entries.push(name);
+            link_targets.extend(target);
         }
         drop(archive);
-        Ok(Self { entries, told, ..self })
-    }
-
-    /// Bounds what headers may say, before anybody reads them whole.
-    fn check_headers(&mut self) -> std::io::Result<()> {
-        let bad = |why: &str| Err(std::io::Error::other(why.to_owned()));
-        let mut archive = tar::Archive::new(self.reader()?);
-        // Names that stand before an entry: with two, two readers could take two.
-        let mut names = 0;
-        for (index, entry) in archive.entries()?.raw(true).enumerate() {
-            let mut entry = entry?;
-            if index >= MAX_ENTRIES {
-                return bad("it has too many entries");
-            }
-            let kind = entry.header().entry_type();
-            if kind.is_gnu_longname() || kind.is_gnu_longlink() || kind.is_pax_local_extensions() || kind.is_pax_global_extensions() {
-                let mut text = Vec::new();
-                if entry.size() > MAX_HEADER || (&mut entry).take(MAX_HEADER).read_to_end(&mut text).is_err() {
-                    return bad("a header is too long");
-                }
-                names += if kind.is_gnu_longname() { 1 } else { memchr::memmem::find_iter(&text, b" path=").count() };
-                if names > 1 {
-                    return bad("an entry is named twice");
-                }
-            } else {
-                names = 0;
-            }
-        }
-        Ok(())
+        Ok(Self { entries, link_targets, told, ..self })
     }
 
     fn into_body(mut self) -> Body {
@@ -311,19 +307,6 @@ impl Held {
     }
 }
 
-struct HashWriter<'a>(&'a mut Sha256);
-
-impl std::io::Write for HashWriter<'_> {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.update(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 /// A body that breaks off where a secret is.
 fn watched(mut watch: Watch, body: Body, found: Found) -> Body {
     Body::from_stream(body.into_data_stream().map(move |piece| {
@@ -336,4 +319,93 @@ fn watched(mut watch: Watch, body: Body, found: Found) -> Body {
             None => Ok(piece),
         }
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use tar::{EntryType, Header};
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Maker(Vec<u8>);
+
+    impl Maker {
+        fn add(mut self, kind: EntryType, name: &[u8], link: &[u8], content: &[u8]) -> Self {
+            let mut header = Header::new_gnu();
+            header.set_entry_type(kind);
+            header.set_size(content.len() as u64);
+            header.as_old_mut().name[..name.len()].copy_from_slice(name);
+            header.as_old_mut().linkname[..link.len()].copy_from_slice(link);
+            header.set_cksum();
+            self.0.extend_from_slice(header.as_bytes());
+            self.0.extend_from_slice(content);
+            self.0.resize(self.0.len().next_multiple_of(512), 0);
+            self
+        }
+
+        fn file(self, name: &str) -> Self {
+            self.add(EntryType::Regular, name.as_bytes(), b"", b"x")
+        }
+
+        /// A file whose path stands in a long name.
+        fn long(self, path: &str) -> Self {
+            self.add(EntryType::GNULongName, b"L", b"", format!("{path}\0").as_bytes()).file("x")
+        }
+
+        fn read(self) -> Result<Brought, String> {
+            let held = Held {
+                size: self.0.len() as u64,
+                begin: self.0.into(),
+                rest: None,
+                sha256: String::new(),
+                hit: None,
+                entries: Vec::new(),
+                link_targets: Vec::new(),
+                told: Vec::new(),
+            };
+            held.with_entries().map(Brought::Held).map_err(|error| error.0.detail.clone())
+        }
+    }
+
+    fn paths(brought: &Brought) -> Vec<&str> {
+        brought.archive_paths().collect()
+    }
+
+    #[test]
+    fn an_archive_names_every_path_that_the_agent_unpacks() {
+        // The length of the comment spans the newline: only the second record is a path.
+        let records = b"26 comment=x\n14 path=fine\n20 path=protected/x\n";
+        let read = Maker::default().add(EntryType::XHeader, b"x", b"", records).file("fine").read().expect("read");
+        assert_eq!(paths(&read), ["protected/x"]);
+        let mut detail = Map::new();
+        read.tell(&mut detail);
+        assert_eq!((&detail["entries"][0]["path"], &detail["entry_count"]), (&json!("protected/x"), &json!(1)));
+        let linked = Maker::default().file("a").add(EntryType::Link, b"hard", b"protected/kept", b"").read().expect("read");
+        assert_eq!(paths(&linked), ["a", "hard", "protected/kept"]);
+        for (archive, expected) in [
+            (Maker::default().add(EntryType::Symlink, b"l", b"protected", b"").file("l/x"), "symbolic link of the same archive"),
+            (Maker::default().add(EntryType::XGlobalHeader, b"g", b"", b"20 path=protected/x\n").file("fine"), "global"),
+            (Maker::default().add(EntryType::Fifo, b"p", b"", b""), "FIFO"),
+            (Maker::default().file("../x"), "'..'"),
+        ] {
+            let refused = archive.read().expect_err(expected);
+            assert!(refused.contains(expected), "{refused}");
+        }
+    }
+
+    #[test]
+    fn entries_and_their_paths_are_bounded() {
+        let files = |count: usize| (0..count).fold(Maker::default(), |archive, number| archive.file(&number.to_string()));
+        assert_eq!(paths(&files(MAX_ENTRIES).read().expect("read")).len(), MAX_ENTRIES);
+        assert!(files(MAX_ENTRIES + 1).read().expect_err("refused").contains("10000 entries"));
+        let rest = MAX_ENTRY_PATH_BYTES % 4_000;
+        let exact = |extra: usize| {
+            let path = "p".repeat(4_000);
+            let archive = (0..MAX_ENTRY_PATH_BYTES / path.len()).fold(Maker::default(), |archive, _| archive.long(&path));
+            archive.long(&"r".repeat(rest + extra))
+        };
+        assert!(exact(0).read().is_ok());
+        assert!(exact(1).read().expect_err("refused").contains("bytes together"));
+    }
 }

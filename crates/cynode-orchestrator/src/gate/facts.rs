@@ -1,8 +1,13 @@
 //! What the record of a call says of it, and what rules may look at. Names, sizes and hashes; never the value of a variable,
 //! input, or the content of a file.
 
+use std::borrow::Cow;
+
 use base64::{Engine as _, engine::general_purpose::STANDARD};
+use cynode_api::file_limits;
+use cynode_patch::Patch;
 use cynode_policy::{Action, Call, within_workspace};
+use cynode_service::ApiError;
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
@@ -11,8 +16,10 @@ use crate::blobs::hex;
 /// The longest text that a record repeats, and how many of a list.
 const MAX_TEXT: usize = 4_096;
 const MAX_ITEMS: usize = 256;
-/// What a diff may strip of its paths; nodes take no more.
-const MAX_STRIP: u64 = 32;
+/// Paths of a diff that a record names.
+const TOLD_PATHS: usize = 100;
+/// A diff of more bytes is parsed off the async threads.
+const LARGE_DIFF: usize = 64 * 1024;
 /// All the texts of one record together.
 const MAX_TOTAL: usize = 16_384;
 
@@ -141,8 +148,53 @@ fn short(text: String, left: &mut usize) -> String {
     format!("{}… ({} bytes, sha256 {})", &text[..end], text.len(), hex(&Sha256::digest(text.as_bytes())))
 }
 
-/// What rules may look at: one for each path that a call touches.
-pub(crate) fn calls(action: Action, body: &Value, query: &[(String, String)], entries: &[String]) -> Vec<Call> {
+/// What rules may look at: one [`Call`] for each path that is touched.
+#[derive(Debug, Default)]
+pub(crate) struct Calls<'a> {
+    call: Call,
+    /// The directory that relative paths start from. Kept apart: thousands of paths share it.
+    base: Option<String>,
+    paths: Vec<Cow<'a, str>>,
+}
+
+impl<'a> Calls<'a> {
+    pub(crate) fn new(action: Action, body: &Value, query: &[(String, String)], archive_paths: impl Iterator<Item = &'a str>) -> Result<Self, ApiError> {
+        let base = (action == Action::FileImport).then(|| queried_path(query));
+        let paths = match action {
+            // The first is the directory itself.
+            Action::FileImport => std::iter::once("").chain(archive_paths).map(Cow::Borrowed).collect(),
+            Action::FilePatch => patched_paths(body)?.into_iter().map(Cow::Owned).collect(),
+            _ => paths(action, body, query).into_iter().map(Cow::Owned).collect(),
+        };
+        Ok(Self { call: call(action, body, query), base, paths })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.paths.len().max(1)
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = Call> {
+        let of_path = |path: &Cow<'_, str>| {
+            let path = match &self.base {
+                Some(base) => within_workspace(&format!("{base}/{path}")),
+                None => within_workspace(path),
+            };
+            Call { path: Some(path), ..self.call.clone() }
+        };
+        let without_path = self.paths.is_empty().then(|| self.call.clone());
+        self.paths.iter().map(of_path).chain(without_path)
+    }
+
+    /// Names the files that a diff touches; those of other calls are in their query or body.
+    pub(crate) fn tell(&self, action: Action, detail: &mut Map<String, Value>) {
+        if action == Action::FilePatch {
+            detail.insert("paths".to_owned(), self.paths.iter().take(TOLD_PATHS).map(|path| json!(path)).collect());
+            detail.insert("path_count".to_owned(), json!(self.paths.len()));
+        }
+    }
+}
+
+fn call(action: Action, body: &Value, query: &[(String, String)]) -> Call {
     let text = |name: &str| body.get(name).and_then(Value::as_str).map(str::to_owned);
     let mut call = Call::default();
     match action {
@@ -164,14 +216,10 @@ pub(crate) fn calls(action: Action, body: &Value, query: &[(String, String)], en
         Action::TokenCreate => call.token_kind = text("kind"),
         _ => {}
     }
-    let paths = paths(action, body, query, entries);
-    if paths.is_empty() {
-        return vec![call];
-    }
-    paths.into_iter().map(|path| Call { path: Some(within_workspace(&path)), ..call.clone() }).collect()
+    call
 }
 
-fn paths(action: Action, body: &Value, query: &[(String, String)], entries: &[String]) -> Vec<String> {
+fn paths(action: Action, body: &Value, query: &[(String, String)]) -> Vec<String> {
     // A name stands there as text or, when it is none, as bytes in base64.
     let named = |name: &str| -> Vec<String> {
         let text = |name: &str| body.get(name).and_then(Value::as_str);
@@ -185,13 +233,6 @@ fn paths(action: Action, body: &Value, query: &[(String, String)], entries: &[St
             if named.is_empty() { vec![".".to_owned()] } else { named }
         }
         Action::FileMove => [named("from"), named("to")].into_iter().flatten().collect(),
-        Action::FilePatch => patched(body["diff"].as_str().unwrap_or_default(), body["strip"].as_u64().unwrap_or(1)),
-        Action::FileImport => {
-            let base = queried_path(query);
-            let mut paths: Vec<String> = entries.iter().map(|entry| format!("{base}/{entry}")).collect();
-            paths.push(base);
-            paths
-        }
         _ => Vec::new(),
     }
 }
@@ -202,62 +243,23 @@ fn queried_path(query: &[(String, String)]) -> String {
     value("path").or_else(from_bytes).unwrap_or_else(|| ".".to_owned())
 }
 
-/// Every path that a diff could mean. Rather one too many: each of them must be allowed.
-fn patched(diff: &str, strip: u64) -> Vec<String> {
-    let strip = usize::try_from(strip.min(MAX_STRIP)).unwrap_or_default();
-    let mut found = std::collections::BTreeSet::new();
-    let mut add = |name: &str, strip: usize| {
-        let name = unquoted(name);
-        let parts: Vec<&str> = name.split('/').filter(|part| !part.is_empty()).skip(strip).collect();
-        if !parts.is_empty() && name != "/dev/null" {
-            found.insert(parts.join("/"));
-        }
+/// The paths that a diff touches, by the parser that the agent applies it with.
+fn patched_paths(body: &Value) -> Result<Vec<String>, ApiError> {
+    // A body of another shape is refused by whoever takes the call.
+    let Some(diff) = body.get("diff").and_then(Value::as_str) else { return Ok(Vec::new()) };
+    let strip = match body.get("strip") {
+        None | Some(Value::Null) => file_limits::DEFAULT_STRIP,
+        Some(strip) => match strip.as_u64().and_then(|strip| u32::try_from(strip).ok()) {
+            Some(strip) => strip,
+            None => return Ok(Vec::new()),
+        },
     };
-    for line in diff.lines() {
-        if let Some(name) = line.strip_prefix("--- ").or_else(|| line.strip_prefix("+++ ")) {
-            add(name.split('\t').next().unwrap_or_default(), strip);
-            add(name, strip);
-        } else if let Some(names) = line.strip_prefix("diff --git ") {
-            // Where one name ends and the other begins can't be told from the line alone.
-            for (at, _) in names.match_indices(' ') {
-                add(&names[..at], strip);
-                add(&names[at + 1..], strip);
-            }
-        } else if let Some(name) = ["rename from ", "rename to ", "copy from ", "copy to "].iter().find_map(|start| line.strip_prefix(start)) {
-            add(name, 0);
-            add(name, strip.saturating_sub(1));
-        }
-    }
-    found.into_iter().collect()
-}
-
-/// A name as git writes it: in quotes, with escapes, when it holds anything unusual.
-fn unquoted(name: &str) -> String {
-    let name = name.trim_end_matches('\r');
-    let Some(inner) = name.strip_prefix('"').and_then(|rest| rest.rfind('"').map(|end| &rest[..end])) else { return name.to_owned() };
-    let (mut bytes, mut rest) = (Vec::new(), inner.as_bytes());
-    while let Some((&first, after)) = rest.split_first() {
-        rest = after;
-        if first != b'\\' {
-            bytes.push(first);
-            continue;
-        }
-        let octal: Vec<u8> = rest.iter().copied().take(3).take_while(|byte| (b'0'..=b'7').contains(byte)).collect();
-        if octal.is_empty() {
-            let escaped = rest.first().copied().unwrap_or(b'\\');
-            bytes.push(match escaped {
-                b'n' => b'\n',
-                b't' => b'\t',
-                b'r' => b'\r',
-                other => other,
-            });
-            rest = rest.get(1..).unwrap_or_default();
-        } else {
-            bytes.push(octal.iter().fold(0_u8, |number, digit| number.wrapping_mul(8).wrapping_add(digit - b'0')));
-            rest = &rest[octal.len()..];
-        }
-    }
-    String::from_utf8_lossy(&bytes).into_owned()
+    let read = || -> Result<Vec<String>, cynode_patch::Error> {
+        let patch = Patch::parse(diff.as_bytes(), strip)?;
+        Ok(patch.paths().into_iter().map(|path| String::from_utf8_lossy(path).into_owned()).collect())
+    };
+    let paths = if diff.len() > LARGE_DIFF { tokio::task::block_in_place(read) } else { read() };
+    paths.map_err(|error| ApiError::invalid(format!("the diff can't be read: {error}")))
 }
 
 #[cfg(test)]
@@ -294,14 +296,49 @@ mod tests {
         assert!(!odd.contains("\\u0000") && odd.contains("\"0.5\""), "{odd}");
     }
 
+    fn patch_paths(diff: &str, strip: Option<u32>) -> Result<Vec<String>, String> {
+        let calls = Calls::new(Action::FilePatch, &json!({"diff": diff, "strip": strip}), &[], std::iter::empty());
+        calls.map(|calls| calls.iter().filter_map(|call| call.path).collect()).map_err(|error| error.0.detail.clone())
+    }
+
+    fn created(name: &str) -> String {
+        format!("--- /dev/null\n+++ {name}\n@@ -0,0 +1 @@\n+x\n")
+    }
+
     #[test]
-    fn a_patch_names_every_path_that_it_could_touch() {
-        let diff = "diff --git a/x b/y\nrename from x\nrename to sub/y\n--- a/x\n+++ b/sub/y\n@@ -1 +1 @@\n-a\n+b\n--- /dev/null\n+++ b/new file\t2026\n";
-        let found = patched(diff, 1);
-        assert!(["new file", "sub/y", "x", "y"].iter().all(|path| found.contains(&(*path).to_owned())), "{found:?}");
-        assert!(patched("+++ \"b/protect\\145d/x\"\n", 1).contains(&"protected/x".to_owned()));
-        assert!(patched("diff --git a/p/x b/p/x\nnew file mode 100644\n", 1).contains(&"p/x".to_owned()));
-        let calls = calls(Action::FilePatch, &json!({"diff": diff}), &[], &[]);
-        assert!(calls.iter().any(|call| call.path.as_deref() == Some("/workspace/sub/y")));
+    fn rules_are_asked_about_exactly_the_paths_that_a_patch_touches() {
+        let diff =
+            "diff --git a/x b/sub/y\nrename from x\nrename to sub/y\n--- a/x\n+++ b/sub/y\n@@ -1 +1 @@\n-a\n+b\n".to_owned() + &created("b/new file\t2026");
+        assert_eq!(patch_paths(&diff, None).expect("read"), ["/workspace/new file", "/workspace/sub/y", "/workspace/x"]);
+        for (name, strip, expected) in [
+            ("zz", 1, "/workspace/zz"),
+            ("zz", 32, "/workspace/zz"),
+            ("b//p/x", 1, "/workspace/p/x"),
+            ("b/./p//x", 1, "/workspace/p/x"),
+            ("\"b/protect\\145d/x\"", 1, "/workspace/protected/x"),
+            ("p/x", 0, "/workspace/p/x"),
+            // Absolute names are never stripped, and rejected by the agent.
+            ("/protected/x", 1, "/protected/x"),
+        ] {
+            assert_eq!(patch_paths(&created(name), Some(strip)).expect("read"), [expected], "{name} at {strip}");
+        }
+        assert_eq!(patch_paths("diff --git a/p/x b/p/x\nnew file mode 100644\n", None).expect("read"), ["/workspace/p/x"]);
+        assert!(patch_paths("no diff\n", None).expect_err("refused").contains("the diff can't be read"));
+    }
+
+    #[test]
+    fn a_line_of_many_spaces_is_refused_in_linear_memory() {
+        let line = format!("diff --git {}\nnew file mode 100644\n", "a/b ".repeat(22_000));
+        assert!(patch_paths(&line, None).expect_err("refused").contains("line 1"));
+    }
+
+    #[test]
+    fn the_base_of_an_import_is_joined_to_each_path_when_it_is_asked_about() {
+        let query = [("path".to_owned(), "sub/".to_owned())];
+        let calls = Calls::new(Action::FileImport, &Value::Null, &query, ["a", "./b//c"].into_iter()).expect("read");
+        assert_eq!(calls.len(), 3);
+        assert_eq!(calls.iter().filter_map(|call| call.path).collect::<Vec<_>>(), ["/workspace/sub", "/workspace/sub/a", "/workspace/sub/b/c"]);
+        let none = Calls::new(Action::SessionExec, &json!({"argv": ["ls"]}), &[], std::iter::empty()).expect("read");
+        assert_eq!((none.len(), none.iter().map(|call| call.program).collect::<Vec<_>>()), (1, vec![Some("ls".to_owned())]));
     }
 }

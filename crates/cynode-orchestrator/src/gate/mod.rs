@@ -37,6 +37,7 @@ use crate::{
 };
 use answer::{Begun, Said};
 use brought::{Brought, Found, Incoming};
+use facts::Calls;
 use resources::{About, Named};
 use rules::{Effect, Rule, Takes};
 
@@ -209,7 +210,8 @@ async fn admit(
         place(intent, &about);
         keep_clean(orchestrator, intent);
         check_belongs(task.as_ref(), &mut about)?;
-        decide(orchestrator, rule.action, caller, &about, &facts::calls(rule.action, &Value::Null, &query, &[]), intent)?;
+        let calls = Calls::new(rule.action, &Value::Null, &query, std::iter::empty()).map_err(at("arguments"))?;
+        decide(orchestrator, rule.action, caller, &about, &calls, intent)?;
     }
     let mut brought = Brought::take(orchestrator, rule.takes, rule.enters, incoming).await.map_err(at("arguments"))?;
     identify(rule, &mut brought, intent, &path);
@@ -220,8 +222,12 @@ async fn admit(
         keep_clean(orchestrator, intent);
         return Err(refusal);
     }
+    let calls = Calls::new(rule.action, brought.json(), &query, brought.archive_paths());
     let mut detail = facts::detail(rule.action, brought.json(), &query);
     detail.extend(by_tool(by.as_ref()));
+    if let Ok(calls) = &calls {
+        calls.tell(rule.action, &mut detail);
+    }
     brought.tell(&mut detail);
     intent.detail = facts::bounded(detail);
     if rule.enters
@@ -231,14 +237,14 @@ async fn admit(
         return Err(Refusal { stage: "secrets", error: if about.visible { error } else { about.missing() } });
     }
     keep_clean(orchestrator, intent);
-    let calls = facts::calls(rule.action, brought.json(), &query, brought.entries());
-    if calls.len() > MAX_PATHS {
-        return Err(Refusal { stage: "arguments", error: ApiError::new(ErrorCode::TooLarge, format!("names more than {MAX_PATHS} paths")) });
-    }
+    let too_many = || ApiError::new(ErrorCode::TooLarge, format!("names more than {MAX_PATHS} paths; split it"));
+    let calls = calls.and_then(|calls| if calls.len() > MAX_PATHS { Err(too_many()) } else { Ok(calls) });
+    // A caller who may not see the session does not learn from a bad diff that it exists.
+    let calls = calls.map_err(|error| Refusal { stage: "arguments", error: if about.visible { error } else { about.missing() } })?;
     decide(orchestrator, rule.action, caller, &about, &calls, intent)?;
     let implied = db::soon(orchestrator.implied(rule.action, caller, &about, &parts.headers, brought.json())).await.map_err(at("resource"))?;
     for (action, about) in implied {
-        decide(orchestrator, action, caller, &about, &[cynode_policy::Call::default()], intent)?;
+        decide(orchestrator, action, caller, &about, &Calls::default(), intent)?;
     }
     // Whoever may do something may know of it.
     let (body, found) = brought.into_body();
@@ -264,14 +270,14 @@ fn decide(
     action: Action,
     caller: &Caller,
     about: &About,
-    calls: &[cynode_policy::Call],
+    calls: &Calls<'_>,
     intent: &mut AuditBody,
 ) -> Result<(), Refusal> {
     let principal = caller.principal();
     let mut rules: std::collections::BTreeSet<String> = intent.rules.iter().cloned().collect();
     let mut ask = || {
-        for call in calls {
-            let decision = orchestrator.policies.decide(&principal, action, &about.resource, call);
+        for call in calls.iter() {
+            let decision = orchestrator.policies.decide(&principal, action, &about.resource, &call);
             if !decision.allowed {
                 return Some(decision);
             }

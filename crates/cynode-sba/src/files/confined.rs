@@ -40,20 +40,21 @@ impl Confined {
         }
         let path = parts.join(&b'/');
         if self.without_openat2 {
-            return self.directory_by_steps(parts);
+            return self.real_directory(parts);
         }
         for _ in 0..MAX_TRIES {
             match openat2(&self.root, path.as_slice(), FLAGS, Mode::empty(), ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS) {
                 Err(Errno::AGAIN) => {}
                 // Some seccomp filters answer EPERM for calls that they don't know.
-                Err(Errno::NOSYS | Errno::PERM) => return self.directory_by_steps(parts),
+                Err(Errno::NOSYS | Errno::PERM) => return self.real_directory(parts),
                 result => return result,
             }
         }
         Err(Errno::AGAIN)
     }
 
-    fn directory_by_steps(&self, parts: &[&[u8]]) -> Result<OwnedFd, Errno> {
+    /// As [`Confined::directory`], without following any link: `EXDEV` says that one is on the way.
+    pub(super) fn real_directory(&self, parts: &[&[u8]]) -> Result<OwnedFd, Errno> {
         let mut at = openat(&self.root, ".", FLAGS, Mode::empty())?;
         for part in parts {
             at = match openat(&at, *part, FLAGS | OFlags::NOFOLLOW, Mode::empty()) {
@@ -68,8 +69,23 @@ impl Confined {
     }
 
     /// As [`Confined::directory`], making what is missing. `made` gets the number of leading parts of each new directory.
-    pub(super) fn make_directory(&self, parts: &[&[u8]], mode: Mode, mut made: impl FnMut(usize)) -> Result<OwnedFd, Errno> {
-        match self.directory(parts) {
+    pub(super) fn make_directory(&self, parts: &[&[u8]], mode: Mode, made: impl FnMut(usize)) -> Result<OwnedFd, Errno> {
+        self.make_with(parts, mode, made, Self::directory)
+    }
+
+    /// As [`Confined::real_directory`], making what is missing.
+    pub(super) fn make_real_directory(&self, parts: &[&[u8]], mode: Mode, made: impl FnMut(usize)) -> Result<OwnedFd, Errno> {
+        self.make_with(parts, mode, made, Self::real_directory)
+    }
+
+    fn make_with(
+        &self,
+        parts: &[&[u8]],
+        mode: Mode,
+        mut made: impl FnMut(usize),
+        open: impl Fn(&Self, &[&[u8]]) -> Result<OwnedFd, Errno>,
+    ) -> Result<OwnedFd, Errno> {
+        match open(self, parts) {
             Err(Errno::NOENT) => {}
             result => return result,
         }
@@ -80,7 +96,7 @@ impl Confined {
                 Err(Errno::EXIST) => {}
                 Err(errno) => return Err(errno),
             }
-            at = self.directory(&parts[..count])?;
+            at = open(self, &parts[..count])?;
         }
         Ok(at)
     }

@@ -311,7 +311,7 @@ mod tests {
         assert_eq!(sandbox.get(".git/index"), index);
         assert_eq!(objects(), before);
         assert!(!diff.contains("secret"));
-        copy.files.patch(diff.clone().into_bytes(), 1, false).unwrap_or_else(|failure| panic!("{failure:?}\n{diff}"));
+        copy.files.patch(diff.as_bytes(), 1, false).unwrap_or_else(|failure| panic!("{failure:?}\n{diff}"));
         assert_eq!(copy.names("."), [".git", ".gitignore", "empty", "kept", "modified", "new-name", "staged", "untracked"]);
         assert_eq!((copy.get("modified"), copy.get("untracked/dir/file é")), (b"two\n".to_vec(), b"new\n".to_vec()));
         assert_eq!(std::fs::metadata(copy.path("kept")).expect("stat").permissions().mode() & 0o111, 0o111);

@@ -94,7 +94,7 @@ impl Files {
             FileOp::Search { request } => return send_json(&self.search(&request)?, incoming.peer),
             FileOp::Patch { strip, dry_run } => {
                 let diff = whole_body(incoming, file_limits::MAX_PATCH_BYTES)?;
-                return send_json(&self.patch(diff, strip, dry_run)?, incoming.peer);
+                return send_json(&self.patch(&diff, strip, dry_run)?, incoming.peer);
             }
             FileOp::Move { from, to, overwrite } => Reply::Ok { changed: Some(self.rename(&from.0, &to.0, overwrite)?) },
             FileOp::Mkdir { path, parents } => Reply::Ok { changed: Some(self.mkdir(&path.0, parents)?) },

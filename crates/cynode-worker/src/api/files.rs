@@ -12,7 +12,10 @@ use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::{
     Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileChange, FileChanges, FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest,
     PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, SessionId,
-    file_limits::{MAX_CONTEXT_LINES, MAX_DEPTH, MAX_ENTRIES, MAX_PATCH_BYTES, MAX_PATH_BYTES, MAX_PATTERN_BYTES, MAX_PUT_BYTES, MAX_RESULTS, SEARCH_MS},
+    file_limits::{
+        DEFAULT_STRIP, MAX_CONTEXT_LINES, MAX_DEPTH, MAX_ENTRIES, MAX_PATCH_BYTES, MAX_PATH_BYTES, MAX_PATTERN_BYTES, MAX_PUT_BYTES, MAX_RESULTS, MAX_STRIP,
+        SEARCH_MS,
+    },
 };
 use cynode_sba_proto::{FileOp, FileStat, Frame, Reply, Request};
 use cynode_service::{ApiError, JsonBody, QueryParams, body};
@@ -372,8 +375,8 @@ pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBod
     if request.diff.len() as u64 > MAX_PATCH_BYTES {
         return Err(ApiError::new(ErrorCode::TooLarge, format!("diff: more than {MAX_PATCH_BYTES} bytes")));
     }
-    check_range(request.strip, 0..=32, "strip")?;
-    let (mut channel, _activity) = open(&api, id, FileOp::Patch { strip: request.strip.unwrap_or(1), dry_run: request.dry_run }).await?;
+    check_range(request.strip, 0..=MAX_STRIP, "strip")?;
+    let (mut channel, _activity) = open(&api, id, FileOp::Patch { strip: request.strip.unwrap_or(DEFAULT_STRIP), dry_run: request.dry_run }).await?;
     let sent = match channel.send_data(request.diff.as_bytes()).await {
         Ok(()) => channel.send(&Frame::End).await,
         Err(error) => Err(error),

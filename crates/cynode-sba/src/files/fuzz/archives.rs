@@ -1,7 +1,13 @@
 //! Archives that want to write elsewhere.
 
-use std::fs;
+use std::{
+    ffi::OsStr,
+    fs,
+    os::unix::ffi::OsStrExt as _,
+    path::{Path, PathBuf},
+};
 
+use cynode_archive::{Archive, Reader, components};
 use tar::Header;
 
 use super::{
@@ -21,8 +27,24 @@ pub fn archives(input: &[u8]) {
     }
     let pieces = [(archive.len() + 1), usize::from(knob) * 4 + 1];
     let [(one, first), (other, second)] = pieces.map(|size| unpacked(&archive, size));
+    let named = named(&archive);
+    let was_there = ["beside", "into", "into/file", "into/out"].map(Path::new);
+    for path in first.keys().filter(|path| !was_there.contains(&path.as_path())) {
+        assert!(named.iter().any(|name| name.starts_with(path)), "{} was made and the archive does not name it", path.display());
+    }
     assert_eq!(one, other, "how it ends does not depend on the pieces");
     assert_eq!(first, second, "nor what it leaves");
+}
+
+/// The paths that the gate would ask rules about.
+fn named(archive: &[u8]) -> Vec<PathBuf> {
+    let mut archive = Archive::new(Reader::new(archive));
+    let mut named = Vec::new();
+    while let Ok(Some(entry)) = archive.next_entry() {
+        let parts = components(&entry.path).map(OsStr::from_bytes);
+        named.push(std::iter::once(OsStr::new("into")).chain(parts).collect());
+    }
+    named
 }
 
 /// How an import ended, and what it made.

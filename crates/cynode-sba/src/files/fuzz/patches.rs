@@ -22,15 +22,16 @@ pub fn patches(input: &[u8]) {
 
     let scratch = workspace();
     let before = scratch.inside();
-    let dry = scratch.files.patch(diff.to_vec(), strip, true);
+    let dry = scratch.files.patch(diff, strip, true);
     assert_eq!(scratch.inside(), before, "a dry run changes nothing");
-    let real = scratch.files.patch(diff.to_vec(), strip, false);
+    let real = scratch.files.patch(diff, strip, false);
     let after = scratch.inside();
     scratch.assert_outside_is_untouched();
     match (dry, real) {
         (Ok(dry), Ok(real)) => {
             assert_eq!(dry, real, "a dry run tells what would be done");
             assert_told(&scratch, &real, &before, &after);
+            assert_named(diff, strip, &real);
         }
         (Err(Failure::Refused(dry)), Err(Failure::Refused(real))) => {
             assert_eq!((dry.code, dry.rejects), (real.code, real.rejects));
@@ -40,6 +41,16 @@ pub fn patches(input: &[u8]) {
         (Ok(_), Err(Failure::Refused(error))) => assert_eq!(after, before, "a diff that fails changes nothing: {error:?}"),
         (dry, real) => panic!("a dry run gave {dry:?}, the real one {real:?}"),
     }
+}
+
+/// Everything that was done is at a path that the gate would ask rules about.
+fn assert_named(diff: &[u8], strip: u32, result: &PatchResult) {
+    let patch = cynode_patch::Patch::parse(diff, strip).expect("it was applied");
+    let named: BTreeSet<_> = patch.paths().into_iter().map(String::from_utf8_lossy).collect();
+    for path in result.files.iter().flat_map(|file| file.from.iter().chain([&file.path])) {
+        assert!(named.contains(path.as_str()), "{path} was touched and the diff does not name it");
+    }
+    cynode_patch::fuzz::Memory::default().patch(diff, strip);
 }
 
 /// Files of many kinds under short names, which a mutated diff has a chance to hit.

@@ -1,8 +1,17 @@
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
+use cynode_archive::BLOCK;
 use proptest::prelude::*;
+use tar::{EntryType, Header};
 
 use super::{super::tests::*, *};
+
+/// A POSIX record with its length in front.
+fn record(key: &str, value: &str) -> String {
+    let rest = key.len() + value.len() + 3;
+    let length = (rest..rest + 10).find(|length| length.to_string().len() + rest == *length).expect("a length");
+    format!("{length} {key}={value}\n")
+}
 
 /// An archive of entries as nobody should make them: names are not checked.
 #[derive(Default)]
@@ -104,7 +113,7 @@ fn what_was_unpacked_before_a_fault_is_told_with_it() {
     assert_eq!(told, [FileChange::new(b"into/good").after(Some(HELLO.to_owned()))]);
     assert_eq!(sandbox.names("into"), ["good"]);
     let nothing = refusal(&sandbox, &Maker::default().file("../evil", "x").end());
-    assert_eq!(nothing.changed, Some(FileChanges::default()));
+    assert_eq!(nothing.changed, None);
 }
 
 #[test]
@@ -122,12 +131,18 @@ fn nothing_gets_out_of_the_directory() {
     let outside = sandbox.outside("secret");
     std::fs::write(&outside, "secret").expect("written");
     let outside = outside.to_str().expect("text").to_owned();
+    std::fs::create_dir(sandbox.path("into")).expect("made");
+    symlink("../..", sandbox.path("into/out")).expect("link");
     for (archive, expected) in [
         (Maker::default().file("../evil", "x"), "'..'"),
         (Maker::default().file("a/../../evil", "x"), "'..'"),
         (Maker::default().file("/evil", "x"), "absolute"),
-        (Maker::default().add(EntryType::Symlink, b"up", b"../..", 0o777, b"").file("up/evil", "x"), "leads outside"),
-        (Maker::default().add(EntryType::Symlink, b"abs", b"/tmp", 0o777, b"").add(EntryType::Directory, b"abs/evil/", b"", 0o755, b""), "leads outside"),
+        (Maker::default().add(EntryType::Symlink, b"up", b"../..", 0o777, b"").file("up/evil", "x"), "symbolic link of the same archive"),
+        (Maker::default().file("out/evil", "x"), "leads outside"),
+        (
+            Maker::default().add(EntryType::Symlink, b"abs", b"/tmp", 0o777, b"").add(EntryType::Directory, b"abs/evil/", b"", 0o755, b""),
+            "symbolic link of the same archive",
+        ),
         (Maker::default().add(EntryType::Link, b"steal", outside.as_bytes(), 0o644, b""), "link target"),
         (Maker::default().add(EntryType::Link, b"steal", b"../../secret", 0o644, b""), "link target"),
         (Maker::default().add(EntryType::Symlink, b"s", b"../../secret", 0o777, b"").add(EntryType::Link, b"steal", b"s", 0o644, b""), "regular file"),
@@ -159,11 +174,6 @@ fn a_file_replaces_a_link_instead_of_writing_through_it() {
 fn extension_headers_name_the_next_entry() {
     let sandbox = Sandbox::new();
     let name = "n".repeat(150);
-    let record = |key: &str, value: &str| {
-        let rest = key.len() + value.len() + 3;
-        let length = (rest..rest + 10).find(|length| length.to_string().len() + rest == *length).expect("a length");
-        format!("{length} {key}={value}\n")
-    };
     let records = record("path", &name) + &record("mtime", "12345.678") + &record("comment", "x");
     let archive = Maker::default()
         .add(EntryType::XGlobalHeader, b"g", b"", 0, b"12 comment=\n")
@@ -176,6 +186,19 @@ fn extension_headers_name_the_next_entry() {
     for records in ["nonsense", "99 path=x\n", "5 x\n"] {
         refusal(&sandbox, &Maker::default().add(EntryType::XHeader, b"x", b"", 0, records.as_bytes()).end());
     }
+}
+
+#[test]
+fn no_record_is_hidden_by_a_newline_in_another() {
+    let sandbox = Sandbox::new();
+    let records = record("comment", "x\n14 path=fine") + &record("path", "other");
+    import(&sandbox, &Maker::default().add(EntryType::XHeader, b"x", b"", 0, records.as_bytes()).file("fine", "hello").end()).expect("unpacked");
+    assert_eq!(sandbox.names("into"), ["other"]);
+    let smuggled = Maker::default().file("smuggled", "x").0;
+    let records = record("comment", "x\n13 size=1024") + &record("size", "0");
+    let archive = Maker::default().add(EntryType::XHeader, b"x", b"", 0, records.as_bytes()).add(EntryType::Regular, b"fine", b"", 0o644, &smuggled);
+    assert!(refusal(&sandbox, &archive.end()).message.contains("two sizes"));
+    assert_eq!(sandbox.names("into"), ["other"]);
 }
 
 #[test]

@@ -3,13 +3,17 @@
 //! First every new content is written under a hidden name beside its place, so that a full disk shows before anything
 //! changes. Then the files are swapped in one by one; the old ones keep hidden names until all is done. A failure on the
 //! way is undone in reverse. Only the end of the process between two swaps leaves a part of the diff applied.
+//!
+//! Swaps go in the order of locations, so a file that becomes a directory is out of the way before what comes below it, and a
+//! directory that becomes a file is moved aside with everything that the diff deletes below it.
 
-use std::{collections::BTreeMap, io::Write as _, os::fd::OwnedFd};
+use std::{collections::BTreeMap, ffi::OsStr, io::Write as _, os::fd::OwnedFd, path::Path};
 
 use cynode_api::ErrorCode;
+use cynode_patch::{Before, Entry, File, Kind, Location};
 use cynode_sba_proto::AgentError;
 use rustix::{
-    fs::{AtFlags, Mode, RenameFlags, Stat, fchmod, renameat, renameat_with, statat, unlinkat},
+    fs::{AtFlags, Mode, OFlags, RenameFlags, Stat, fchmod, openat, renameat, renameat_with, statat, symlinkat, unlinkat},
     io::Errno,
 };
 
@@ -19,89 +23,145 @@ use super::{
         error::{Failure, Outcome, shown},
         read::same,
         staged::{Staged, rename_to_free_name, with_hidden_name},
+        tree::remove_tree,
     },
-    plan::{Entry, Key},
+    disk::files_below,
 };
+
+type Entries = BTreeMap<Location, Entry<Stat>>;
 
 /// One file to change.
 struct Swap<'a> {
-    key: &'a Key,
-    before: Option<Stat>,
-    /// The hidden name: of the new content before the swap, of the old one after it.
-    hidden: Option<String>,
+    location: &'a Location,
+    before: &'a Before<Stat>,
     /// Whether there is a new content.
     writes: bool,
+    /// The hidden name: of the new content before the swap, of the old file after it.
+    hidden: Option<String>,
+    /// Leading parts of the location whose directory has the hidden name: fewer than its parents while one of them is still a
+    /// file or a link.
+    staged_at: usize,
+    /// Directories that the swap made, by their number of leading parts.
+    made: Vec<usize>,
+    /// The hidden name of the directory that the file replaces.
+    aside: Option<String>,
 }
 
 impl Swap<'_> {
     fn directory(&self, root: &Confined) -> Result<OwnedFd, Errno> {
-        let parents: Vec<&[u8]> = self.key.iter().take(self.key.len() - 1).map(Vec::as_slice).collect();
-        root.directory(&parents)
+        let parts = self.location.parts();
+        root.real_directory(&parts[..parts.len() - 1])
     }
 
     fn name(&self) -> &[u8] {
-        self.key.last().map_or(b"", Vec::as_slice)
+        self.location.parts().last().copied().unwrap_or_default()
     }
 
-    /// Puts the new state in place. The old one then has the hidden name, if there was one.
-    fn swap(&mut self, root: &Confined) -> Result<(), Errno> {
-        let directory = self.directory(root)?;
-        match (&self.before, &self.hidden) {
-            (Some(before), hidden) => {
-                let now = statat(&directory, self.name(), AtFlags::SYMLINK_NOFOLLOW)?;
-                if !same(before, &now) {
+    /// Puts the new state in place. The old one then has a hidden name, if there was one.
+    fn swap(&mut self, root: &Confined, entries: &Entries) -> Result<(), Errno> {
+        match self.before {
+            Before::File(before) => {
+                let directory = self.directory(root)?;
+                if !same(before, &statat(&directory, self.name(), AtFlags::SYMLINK_NOFOLLOW)?) {
                     return Err(Errno::AGAIN);
                 }
-                if let Some(hidden) = hidden {
+                if let Some(hidden) = &self.hidden {
                     return exchange(&directory, hidden.as_bytes(), self.name());
                 }
-                let (hidden, ()) = with_hidden_name(|hidden| rename_free(&directory, self.name(), hidden.as_bytes()))?;
+                let (hidden, ()) = with_hidden_name(|hidden| rename_free(&directory, self.name(), &directory, hidden.as_bytes()))?;
                 self.hidden = Some(hidden);
                 Ok(())
             }
-            (None, Some(hidden)) => {
-                rename_free(&directory, hidden.as_bytes(), self.name())?;
+            Before::Directory(before) => self.replace_directory(root, before, entries),
+            Before::Nothing => {
+                let Some(hidden) = self.hidden.clone() else { return Ok(()) };
+                let parts = self.location.parts();
+                let mut made = Vec::new();
+                let directory = root.make_real_directory(&parts[..parts.len() - 1], Mode::from_raw_mode(0o755), |count| made.push(count));
+                self.made = made;
+                rename_free(&root.real_directory(&parts[..self.staged_at])?, hidden.as_bytes(), &directory?, self.name())?;
                 self.hidden = None;
                 Ok(())
             }
-            (None, None) => Ok(()),
         }
+    }
+
+    fn replace_directory(&mut self, root: &Confined, before: &Stat, entries: &Entries) -> Result<(), Errno> {
+        let Some(hidden) = self.hidden.clone() else { return Ok(()) };
+        let directory = self.directory(root)?;
+        let now = statat(&directory, self.name(), AtFlags::SYMLINK_NOFOLLOW)?;
+        if (before.st_dev, before.st_ino) != (now.st_dev, now.st_ino) {
+            return Err(Errno::AGAIN);
+        }
+        let (aside, ()) = with_hidden_name(|aside| rename_free(&directory, self.name(), &directory, aside.as_bytes()))?;
+        // Out of sight nobody adds to it by name any more: what is in it now is all that goes.
+        let is_deleted = |location: &Location| entries.get(location).is_some_and(|entry| entry.changed && entry.now.is_none());
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let is_empty = openat(&directory, aside.as_str(), flags, Mode::empty())
+            .is_ok_and(|opened| files_below(opened, self.location, entries.len()).is_ok_and(|below| below.iter().all(is_deleted)));
+        let replaced = if is_empty { rename_free(&directory, hidden.as_bytes(), &directory, self.name()) } else { Err(Errno::AGAIN) };
+        match replaced {
+            Ok(()) => (self.hidden, self.aside) = (None, Some(aside)),
+            Err(_) => rename_free(&directory, aside.as_bytes(), &directory, self.name())?,
+        }
+        replaced
     }
 
     /// Takes a finished swap back. What was new then has the hidden name, or is gone.
     fn undo(&mut self, root: &Confined) -> Result<(), Errno> {
         let directory = self.directory(root)?;
-        match (&self.before, &self.hidden) {
-            (Some(_), Some(hidden)) if self.writes => exchange(&directory, hidden.as_bytes(), self.name()),
-            (Some(_), Some(hidden)) => {
-                rename_free(&directory, hidden.as_bytes(), self.name())?;
+        match (self.before, &self.hidden) {
+            (Before::File(_), Some(hidden)) if self.writes => exchange(&directory, hidden.as_bytes(), self.name()),
+            (Before::File(_), Some(hidden)) => {
+                rename_free(&directory, hidden.as_bytes(), &directory, self.name())?;
                 self.hidden = None;
                 Ok(())
             }
-            _ => unlinkat(&directory, self.name(), AtFlags::empty()),
+            (Before::Directory(_), _) => {
+                let Some(aside) = self.aside.take() else { return Ok(()) };
+                unlinkat(&directory, self.name(), AtFlags::empty())?;
+                rename_free(&directory, aside.as_bytes(), &directory, self.name())
+            }
+            _ => {
+                unlinkat(&directory, self.name(), AtFlags::empty())?;
+                self.remove_made(root);
+                Ok(())
+            }
+        }
+    }
+
+    fn remove_made(&mut self, root: &Confined) {
+        for count in std::mem::take(&mut self.made).into_iter().rev() {
+            remove_directory(root, self.location, count);
         }
     }
 
     fn discard_hidden(&mut self, root: &Confined) {
+        let parts = self.location.parts();
+        // A hidden file that stays is untidy, no more.
         if let Some(hidden) = self.hidden.take()
+            && let Ok(directory) = root.real_directory(&parts[..self.staged_at])
+        {
+            let _gone = unlinkat(&directory, hidden, AtFlags::empty());
+        }
+        if let Some(aside) = self.aside.take()
             && let Ok(directory) = self.directory(root)
         {
-            // A hidden file that stays is untidy, no more.
-            let _gone = unlinkat(&directory, hidden, AtFlags::empty());
+            let _gone = remove_tree(directory, OsStr::new(&aside), Path::new(&aside));
         }
     }
 }
 
-fn rename_free(directory: &OwnedFd, from: &[u8], to: &[u8]) -> Result<(), Errno> {
-    use std::{ffi::OsStr, os::unix::ffi::OsStrExt, path::Path};
-    rename_to_free_name(directory, Path::new(OsStr::from_bytes(from)), directory, Path::new(OsStr::from_bytes(to)))
+fn rename_free(from_directory: &OwnedFd, from: &[u8], to_directory: &OwnedFd, to: &[u8]) -> Result<(), Errno> {
+    use std::os::unix::ffi::OsStrExt as _;
+    rename_to_free_name(from_directory, Path::new(OsStr::from_bytes(from)), to_directory, Path::new(OsStr::from_bytes(to)))
 }
 
 /// Lets two files change names.
 fn exchange(directory: &OwnedFd, one: &[u8], other: &[u8]) -> Result<(), Errno> {
     match renameat_with(directory, one, directory, other, RenameFlags::EXCHANGE) {
         Err(Errno::INVAL | Errno::NOSYS) => {
-            let (aside, ()) = with_hidden_name(|aside| rename_free(directory, other, aside.as_bytes()))?;
+            let (aside, ()) = with_hidden_name(|aside| rename_free(directory, other, directory, aside.as_bytes()))?;
             renameat(directory, one, directory, other)?;
             renameat(directory, aside, directory, one)
         }
@@ -109,34 +169,51 @@ fn exchange(directory: &OwnedFd, one: &[u8], other: &[u8]) -> Result<(), Errno> 
     }
 }
 
-pub(super) fn commit(root: &Confined, entries: &BTreeMap<Key, Entry>) -> Outcome<()> {
+pub(super) fn commit(root: &Confined, entries: &Entries) -> Outcome<()> {
     let mut made = Vec::new();
-    let mut swaps = Vec::new();
-    for (key, entry) in entries.iter().filter(|(_, entry)| entry.changed && (entry.stat.is_some() || entry.now.is_some())) {
-        match stage(root, key, entry, &mut made) {
-            Ok(swap) => swaps.push(swap),
-            Err(errno) => {
-                let failure = failed(errno, "writing", key);
-                clear(root, &mut swaps, &made);
-                return Err(failure);
-            }
+    let mut swaps: Vec<Swap<'_>> = Vec::new();
+    let mut replaced: Option<&Location> = None;
+    for (location, entry) in entries.iter().filter(|(_, entry)| entry.changed) {
+        if replaced.is_some_and(|directory| directory.is_above(location)) || (matches!(entry.before, Before::Nothing) && entry.now.is_none()) {
+            continue;
         }
+        if matches!(entry.before, Before::Directory(_)) {
+            replaced = Some(location);
+        }
+        let mut swap = Swap {
+            location,
+            before: &entry.before,
+            writes: entry.now.is_some(),
+            hidden: None,
+            staged_at: location.parts().len() - 1,
+            made: Vec::new(),
+            aside: None,
+        };
+        if let Some(file) = &entry.now
+            && let Err(errno) = stage(root, &mut swap, file, &mut made)
+        {
+            let failure = failed(errno, "writing", location);
+            clear(root, &mut swaps, &made);
+            return Err(failure);
+        }
+        swaps.push(swap);
     }
     for index in 0..swaps.len() {
-        if let Err(errno) = swaps[index].swap(root) {
+        if let Err(errno) = swaps[index].swap(root, entries) {
             let failure = match errno {
                 Errno::AGAIN => Failure::new(
                     ErrorCode::Internal,
-                    format!("{} changed while the diff was applied; nothing was changed", shown(&swaps[index].key.join(&b'/'))),
+                    format!("{} changed while the diff was applied; nothing was changed", shown(swaps[index].location.as_bytes())),
                 ),
-                errno => failed(errno, "replacing", swaps[index].key),
+                errno => failed(errno, "replacing", swaps[index].location),
             };
+            swaps[index].remove_made(root);
             let mut stuck = Vec::new();
             for swap in swaps[..index].iter_mut().rev() {
                 if swap.undo(root).is_err() {
                     // The hidden name has the only copy of the old content.
-                    stuck.push(format!("{} (kept as {})", shown(&swap.key.join(&b'/')), swap.hidden.as_deref().unwrap_or("-")));
-                    swap.hidden = None;
+                    let kept = swap.hidden.take().or_else(|| swap.aside.take());
+                    stuck.push(format!("{} (kept as {})", shown(swap.location.as_bytes()), kept.as_deref().unwrap_or("-")));
                 }
             }
             clear(root, &mut swaps, &made);
@@ -149,37 +226,53 @@ pub(super) fn commit(root: &Confined, entries: &BTreeMap<Key, Entry>) -> Outcome
     Ok(())
 }
 
-fn stage<'a>(root: &Confined, key: &'a Key, entry: &Entry, made: &mut Vec<(&'a Key, usize)>) -> Result<Swap<'a>, Errno> {
-    let mut swap = Swap { key, before: entry.stat, hidden: None, writes: entry.now.is_some() };
-    if let Some(content) = &entry.now {
-        let parents: Vec<&[u8]> = key.iter().take(key.len() - 1).map(Vec::as_slice).collect();
-        let directory = root.make_directory(&parents, Mode::from_raw_mode(0o755), |count| made.push((key, count)))?;
-        let mut staged = Staged::named(directory)?;
-        staged.file().write_all(&content.bytes).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
-        fchmod(staged.file(), Mode::from_raw_mode(content.mode))?;
-        swap.hidden = staged.keep();
+/// Writes a new content under a hidden name: in its directory, or, while that can't be made, in one above it.
+fn stage<'a>(root: &Confined, swap: &mut Swap<'a>, file: &File, made: &mut Vec<(&'a Location, usize)>) -> Result<(), Errno> {
+    let location = swap.location;
+    let parts = location.parts();
+    let mut directory = root.make_real_directory(&parts[..swap.staged_at], Mode::from_raw_mode(0o755), |count| made.push((location, count)));
+    while matches!(directory, Err(Errno::NOTDIR | Errno::XDEV | Errno::NOENT)) && swap.staged_at > 0 {
+        swap.staged_at -= 1;
+        directory = root.real_directory(&parts[..swap.staged_at]);
     }
-    Ok(swap)
+    let directory = directory?;
+    match file.kind {
+        Kind::Symlink => {
+            let (hidden, ()) = with_hidden_name(|hidden| symlinkat(file.bytes.as_slice(), &directory, hidden))?;
+            swap.hidden = Some(hidden);
+        }
+        Kind::Regular(mode) => {
+            let mut staged = Staged::named(directory)?;
+            staged.file().write_all(&file.bytes).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+            fchmod(staged.file(), Mode::from_raw_mode(mode))?;
+            swap.hidden = staged.keep();
+        }
+    }
+    Ok(())
 }
 
 /// Deletes hidden files, and directories that were made for nothing.
-fn clear(root: &Confined, swaps: &mut [Swap<'_>], made: &[(&Key, usize)]) {
+fn clear(root: &Confined, swaps: &mut [Swap<'_>], made: &[(&Location, usize)]) {
     for swap in swaps {
         swap.discard_hidden(root);
     }
-    for (key, count) in made.iter().rev() {
-        let parts: Vec<&[u8]> = key.iter().take(*count).map(Vec::as_slice).collect();
-        if let Some((name, parents)) = parts.split_last()
-            && let Ok(directory) = root.directory(parents)
-        {
-            // Somebody may have put something into it meanwhile; then it stays.
-            let _gone = unlinkat(directory, *name, AtFlags::REMOVEDIR);
-        }
+    for (location, count) in made.iter().rev() {
+        remove_directory(root, location, *count);
     }
 }
 
-fn failed(errno: Errno, doing: &str, key: &Key) -> Failure {
-    match Failure::system(errno, doing, &key.join(&b'/')) {
+fn remove_directory(root: &Confined, location: &Location, count: usize) {
+    let parts = location.parts();
+    if let Some((name, parents)) = parts[..count].split_last()
+        && let Ok(directory) = root.real_directory(parents)
+    {
+        // Somebody may have put something into it meanwhile; then it stays.
+        let _gone = unlinkat(directory, *name, AtFlags::REMOVEDIR);
+    }
+}
+
+fn failed(errno: Errno, doing: &str, location: &Location) -> Failure {
+    match Failure::system(errno, doing, location.as_bytes()) {
         Failure::Refused(error) => Failure::Refused(AgentError { message: format!("{}; nothing was changed", error.message), ..error }),
         gone @ Failure::Connection(_) => gone,
     }

@@ -8,11 +8,11 @@ use proptest::prelude::*;
 use super::super::{digest, tests::*};
 
 fn patch(sandbox: &Sandbox, diff: &str) -> PatchResult {
-    sandbox.files.patch(diff.as_bytes().to_vec(), 1, false).unwrap_or_else(|failure| panic!("{failure:?}"))
+    sandbox.files.patch(diff.as_bytes(), 1, false).unwrap_or_else(|failure| panic!("{failure:?}"))
 }
 
 fn rejected(sandbox: &Sandbox, diff: &str) -> AgentError {
-    let error = refused(sandbox.files.patch(diff.as_bytes().to_vec(), 1, false));
+    let error = refused(sandbox.files.patch(diff.as_bytes(), 1, false));
     assert_eq!(error.code, ErrorCode::PatchRejected, "{error:?}");
     error
 }
@@ -76,7 +76,7 @@ fn a_plain_diff_applies_and_names_may_differ_by_a_suffix() {
     let sandbox = Sandbox::new();
     sandbox.put("dir/file.c", b"a\n\xff\nc\n");
     let diff = b"--- dir/file.c.orig\t2024-01-01\n+++ dir/file.c\t2024-01-02\n@@ -1,3 +1,3 @@\n a\n \xff\n-c\n+C";
-    let result = sandbox.files.patch(diff.to_vec(), 0, false).expect("applied");
+    let result = sandbox.files.patch(diff, 0, false).expect("applied");
     assert_eq!(summary(&result), [("dir/file.c", PatchOperation::Modify)]);
     assert_eq!(sandbox.get("dir/file.c"), b"a\n\xff\nC\n");
     let created = patch(&sandbox, "--- a/fresh\n+++ b/fresh\n@@ -0,0 +1 @@\n+x\n");
@@ -106,7 +106,7 @@ fn a_dry_run_answers_the_same_and_changes_nothing() {
     let sandbox = Sandbox::new();
     sandbox.put("file", "a\n");
     let diff = "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-a\n+b\n--- /dev/null\n+++ b/new/file\n@@ -0,0 +1 @@\n+x\n";
-    let dry = sandbox.files.patch(diff.as_bytes().to_vec(), 1, true).expect("applies");
+    let dry = sandbox.files.patch(diff.as_bytes(), 1, true).expect("applies");
     assert_eq!(sandbox.names("."), ["file"]);
     assert_eq!(sandbox.get("file"), b"a\n");
     assert_eq!(patch(&sandbox, diff), dry);
@@ -133,12 +133,12 @@ fn paths_stay_in_the_workspace_and_out_of_git() {
         (".git/hooks/x", ".git"),
         ("sub/.GIT/config", ".git"),
         ("git/hooks/x", ".git"),
-        ("final", "symbolic link"),
+        ("final", "already exists"),
         ("file/x", "not a directory"),
     ] {
         let diff = if path.starts_with('/') { format!("--- /dev/null\n+++ b//{path}\n@@ -0,0 +1 @@\n+x\n").replace("b//", "") } else { create(path) };
         let strip = u32::from(!path.starts_with('/'));
-        let error = refused(sandbox.files.patch(diff.into_bytes(), strip, false));
+        let error = refused(sandbox.files.patch(diff.as_bytes(), strip, false));
         assert!(error.code == ErrorCode::PatchRejected && error.rejects[0].reason.contains(expected), "{path}: {error:?}");
     }
     let out = "diff --git a/file b/../evil\nrename from file\nrename to ../evil\n";
@@ -157,14 +157,11 @@ fn a_link_inside_the_workspace_leads_to_the_same_file() {
 }
 
 #[test]
-fn links_submodules_and_binary_changes_are_rejected() {
+fn submodules_and_binary_changes_are_rejected() {
     let sandbox = Sandbox::new();
     sandbox.put("file", "x\n");
     for (diff, expected) in [
-        ("diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/etc/passwd\n\\ No newline at end of file\n", "120000"),
         ("diff --git a/s b/s\nnew file mode 160000\n--- /dev/null\n+++ b/s\n@@ -0,0 +1 @@\n+Subproject commit 1\n", "160000"),
-        ("diff --git a/file b/file\nold mode 100644\nnew mode 120000\n", "120000"),
-        ("diff --git a/file b/file\nindex 1..2 120000\n--- a/file\n+++ b/file\n@@ -1 +1 @@\n-x\n+y\n", "120000"),
         ("diff --git a/file b/file\nold mode 100644\nnew mode 040755\n", "regular file"),
         ("diff --git a/file b/file\nindex 1..2 100644\nBinary files a/file and b/file differ\n", "binary"),
         ("diff --git a/file b/file\nindex 1..2 100644\nGIT binary patch\nliteral 2\nJc$@@\n\nliteral 0\nHcm\n\n", "binary"),
@@ -229,7 +226,7 @@ fn a_converted_diff_applies_to_files_of_both_kinds() {
 fn what_is_no_diff_is_an_invalid_request() {
     let sandbox = Sandbox::new();
     for diff in ["", "\n", "hello\n", "--- a/x\n+++ b/x\n@@ -1,5 +1 @@\n-a\n"] {
-        assert_eq!(code(sandbox.files.patch(diff.as_bytes().to_vec(), 1, false)), ErrorCode::InvalidRequest, "{diff:?}");
+        assert_eq!(code(sandbox.files.patch(diff.as_bytes(), 1, false)), ErrorCode::InvalidRequest, "{diff:?}");
     }
 }
 
@@ -238,15 +235,125 @@ fn a_failure_in_the_middle_is_undone() {
     let sandbox = Sandbox::new();
     sandbox.put("a", "1\n");
     sandbox.put("b", "1\n");
-    // 'z' is planned as a file and as a directory, which shows only when it is written.
-    let diff = "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-1\n+2\n--- a/b\n+++ /dev/null\n@@ -1 +0,0 @@\n-1\n--- /dev/null\n+++ b/new/c\n@@ -0,0 +1 @@\n+x\n--- /dev/null\n+++ b/z\n@@ -0,0 +1 @@\n+x\n--- /dev/null\n+++ b/z/y\n@@ -0,0 +1 @@\n+x\n";
+    let diff = "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-1\n+2\n--- a/b\n+++ /dev/null\n@@ -1 +0,0 @@\n-1\n--- /dev/null\n+++ b/new/c\n@@ -0,0 +1 @@\n+x\n--- /dev/null\n+++ b/z\n@@ -0,0 +1 @@\n+x\n";
     let inode = |path: &str| std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(sandbox.path(path)).expect("stat"));
     let before = (inode("a"), inode("b"));
-    let error = refused(sandbox.files.patch(diff.as_bytes().to_vec(), 1, false));
+    let error = overtaken(&sandbox, diff, || sandbox.put("z", "theirs"));
     assert!(error.message.contains("nothing was changed"), "{error:?}");
-    assert_eq!(sandbox.names("."), ["a", "b"]);
-    assert_eq!((sandbox.get("a"), sandbox.get("b")), (b"1\n".to_vec(), b"1\n".to_vec()));
+    assert_eq!(sandbox.names("."), ["a", "b", "z"]);
+    assert_eq!((sandbox.get("a"), sandbox.get("b"), sandbox.get("z")), (b"1\n".to_vec(), b"1\n".to_vec(), b"theirs".to_vec()));
     assert_eq!((inode("a"), inode("b")), before);
+}
+
+/// Plans a diff, lets somebody change the workspace, and gives the refusal to write it.
+fn overtaken(sandbox: &Sandbox, diff: &str, meanwhile: impl FnOnce()) -> AgentError {
+    let patch = cynode_patch::Patch::parse(diff.as_bytes(), 1).expect("parsed");
+    let root = super::Confined::open(&sandbox.files.root).expect("opened");
+    let plan = cynode_patch::plan(&super::Disk { root: &root }, &patch).unwrap_or_else(|error| panic!("{error:?}"));
+    assert!(plan.rejects.is_empty(), "{:?}", plan.rejects);
+    meanwhile();
+    refused(super::commit::commit(&root, &plan.entries))
+}
+
+fn create_link(path: &str, target: &str) -> String {
+    format!(
+        "diff --git a/{path} b/{path}\nnew file mode 120000\nindex 0000000..1\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+{target}\n\\ No newline at end of file\n"
+    )
+}
+
+fn delete_link(path: &str, target: &str) -> String {
+    format!(
+        "diff --git a/{path} b/{path}\ndeleted file mode 120000\nindex 1..0000000\n--- a/{path}\n+++ /dev/null\n@@ -1 +0,0 @@\n-{target}\n\\ No newline at end of file\n"
+    )
+}
+
+fn create(path: &str) -> String {
+    format!("diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x\n")
+}
+
+fn delete(path: &str) -> String {
+    format!("diff --git a/{path} b/{path}\ndeleted file mode 100644\n--- a/{path}\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n")
+}
+
+fn target(sandbox: &Sandbox, path: &str) -> String {
+    std::fs::read_link(sandbox.path(path)).expect("a link").into_os_string().into_string().expect("text")
+}
+
+#[test]
+fn a_link_is_created_changed_renamed_and_deleted_and_never_followed() {
+    let sandbox = Sandbox::new();
+    std::fs::write(sandbox.outside("secret"), "secret").expect("written");
+    sandbox.put("file", "x\n");
+    let result = patch(&sandbox, &create_link("l", "../secret"));
+    assert_eq!((summary(&result), target(&sandbox, "l")), (vec![("l", Create)], "../secret".to_owned()));
+    assert_eq!(result.files[0].sha256_after, Some(digest::of(b"../secret")));
+    let change =
+        "diff --git a/l b/l\nindex 1..2 120000\n--- a/l\n+++ b/l\n@@ -1 +1 @@\n-../secret\n\\ No newline at end of file\n+file\n\\ No newline at end of file\n";
+    assert_eq!(summary(&patch(&sandbox, change)), [("l", Modify)]);
+    assert_eq!(target(&sandbox, "l"), "file");
+    patch(&sandbox, "diff --git a/l b/d/m\nsimilarity index 100%\nrename from l\nrename to d/m\n");
+    assert_eq!((target(&sandbox, "d/m"), sandbox.path("l").exists()), ("file".to_owned(), false));
+    assert!(reason(&sandbox, &delete_link("d/m", "other")).contains("expects 'other'"));
+    patch(&sandbox, &delete_link("d/m", "file"));
+    assert!(sandbox.names("d").is_empty());
+    assert_eq!(std::fs::read(sandbox.outside("secret")).expect("read"), b"secret");
+    assert_eq!(sandbox.get("file"), b"x\n");
+}
+
+#[test]
+fn files_links_and_directories_take_each_others_place() {
+    let sandbox = Sandbox::new();
+    sandbox.put("f", "x\n");
+    sandbox.put("kept/x", "kept\n");
+    // A file becomes a link, and a link a file.
+    patch(&sandbox, &(delete("f") + &create_link("f", "kept")));
+    assert_eq!(target(&sandbox, "f"), "kept");
+    // A link becomes a directory: what it led to stays.
+    patch(&sandbox, &(delete_link("f", "kept") + &create("f/x") + &create("f/deep/y")));
+    assert_eq!((sandbox.get("f/x"), sandbox.get("f/deep/y"), sandbox.get("kept/x")), (b"x\n".to_vec(), b"x\n".to_vec(), b"kept\n".to_vec()));
+    // A directory becomes a link.
+    patch(&sandbox, &(create_link("f", "kept") + &delete("f/x") + &delete("f/deep/y")));
+    assert_eq!((target(&sandbox, "f"), sandbox.names(".")), ("kept".to_owned(), vec!["f".to_owned(), "kept".to_owned()]));
+    patch(&sandbox, &(delete_link("f", "kept") + &create("f")));
+    assert_eq!(sandbox.get("f"), b"x\n");
+    // One with more in it stays.
+    sandbox.put("d/x", "x\n");
+    sandbox.put("d/untracked", "");
+    assert!(reason(&sandbox, &(create_link("d", "kept") + &delete("d/x"))).contains("'d/untracked' in it is not deleted"));
+    assert_eq!(sandbox.names("d"), ["untracked", "x"]);
+}
+
+#[test]
+fn nothing_goes_below_a_link_that_the_same_diff_creates() {
+    let sandbox = Sandbox::new();
+    sandbox.put("protected/x", "x\n");
+    symlink(".", sandbox.path("here")).expect("link");
+    for diff in [
+        create_link("l", "protected") + &create("l/y"),
+        create("l/y") + &create_link("l", "protected"),
+        create_link("l", "protected") + "--- a/l/x\n+++ b/l/x\n@@ -1 +1 @@\n-x\n+y\n",
+        create_link("l", "protected") + &create("here/l/y"),
+    ] {
+        let error = rejected(&sandbox, &diff);
+        assert!(error.rejects.iter().any(|reject| reject.reason.contains("symbolic link")), "{error:?}");
+    }
+    assert_eq!((sandbox.names("protected"), sandbox.names(".")), (vec!["x".to_owned()], vec!["here".to_owned(), "protected".to_owned()]));
+    symlink("nowhere", sandbox.path("dangling")).expect("link");
+    assert!(reason(&sandbox, &create("dangling/x")).contains("leads nowhere"));
+}
+
+#[test]
+fn a_change_of_types_that_is_overtaken_is_undone() {
+    let sandbox = Sandbox::new();
+    sandbox.put("d/x", "x\n");
+    symlink("d", sandbox.path("l")).expect("link");
+    let diff = create_link("d", "t") + &delete("d/x") + &delete_link("l", "d") + &create("l/deep/y") + &create("z");
+    let error = overtaken(&sandbox, &diff, || sandbox.put("z", "theirs"));
+    assert!(error.message.contains("nothing was changed"), "{error:?}");
+    assert_eq!((sandbox.get("d/x"), target(&sandbox, "l")), (b"x\n".to_vec(), "d".to_owned()));
+    let error = overtaken(&sandbox, &(create_link("d", "t") + &delete("d/x")), || sandbox.put("d/theirs", ""));
+    assert!(error.message.contains("changed while"), "{error:?}");
+    assert_eq!((sandbox.names("d"), sandbox.names(".")), (vec!["theirs".to_owned(), "x".to_owned()], vec!["d".to_owned(), "l".to_owned(), "z".to_owned()]));
 }
 
 #[test]
@@ -274,7 +381,7 @@ proptest! {
         let sandbox = Sandbox::new();
         symlink("..", sandbox.path("a")).expect("link");
         let diff = names.iter().map(|name| format!("--- /dev/null\n+++ {name}\n@@ -0,0 +1 @@\n+x\n")).collect::<Vec<_>>().concat();
-        let _result = sandbox.files.patch(diff.into_bytes(), strip, false);
+        let _result = sandbox.files.patch(diff.as_bytes(), strip, false);
         let outside: Vec<_> = std::fs::read_dir(sandbox.outside(".")).expect("listed").map(|entry| entry.expect("entry").file_name()).collect();
         prop_assert_eq!(outside, vec![std::ffi::OsString::from("workspace")]);
     }

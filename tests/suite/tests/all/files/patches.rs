@@ -132,7 +132,12 @@ async fn a_diff_that_does_not_apply_names_every_place_and_changes_nothing() -> R
         ("--- a/dir\n+++ b/dir\n@@ -1 +1 @@\n-x\n+y\n", "directory"),
         ("--- a/link\n+++ b/link\n@@ -1 +1 @@\n-same\n+y\n", "symbolic link"),
         ("--- a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+y\n", "may not"),
-        ("diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/etc/passwd\n\\ No newline at end of file\n", "120000"),
+        ("diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/etc/passwd\n", "No newline at end of file"),
+        (
+            "diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+dir\n\\ No newline at end of file\n\
+             diff --git a/l/x b/l/x\nnew file mode 100644\n--- /dev/null\n+++ b/l/x\n@@ -0,0 +1 @@\n+x\n",
+            "below 'l', a symbolic link",
+        ),
         ("diff --git a/b b/b\nnew file mode 100644\nGIT binary patch\nliteral 0\nHcmV?d00001\n\n", "binary"),
     ] {
         let rejects = sandbox.rejects(json!({"diff": diff})).await?;

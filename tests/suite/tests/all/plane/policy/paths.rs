@@ -157,6 +157,13 @@ async fn no_diff_hides_from_a_rule_which_path_it_changes() -> Result<()> {
         ("nothing dropped", created("protected/5"), 0),
         ("more dropped", created("a/b/protected/6"), 2),
         ("more dropped of a rename", "diff --git a/z/other/file b/z/protected/file\nrename from z/other/file\nrename to z/protected/file\n".to_owned(), 2),
+        ("a name without a slash, from which nothing is dropped", "--- protected\n+++ protected\n@@ -0,0 +1 @@\n+x\n".to_owned(), 1),
+        (
+            "a link",
+            "diff --git a/protected/l b/protected/l\nnew file mode 120000\n--- /dev/null\n+++ b/protected/l\n@@ -0,0 +1 @@\n+x\n\\ No newline at end of file\n"
+                .to_owned(),
+            1,
+        ),
         (
             "a name that is escaped in a rename",
             "diff --git a/other/second b/protected/file\nrename from other/second\nrename to \"protect\\145d/file\"\n".to_owned(),
@@ -169,6 +176,14 @@ async fn no_diff_hides_from_a_rule_which_path_it_changes() -> Result<()> {
         }
     }
     ensure!(passed.is_empty(), "{passed:#?}");
+    // An absolute name is never stripped.
+    refusal(&protected.post("files:patch", &json!({"diff": created("/protected/x")})).await?, 409, "patch_rejected")?;
+    // What can be read in two ways, or costs more than its length to read, is refused before anybody is asked.
+    let spaces = format!("diff --git {}\nnew file mode 100644\n", "a/b ".repeat(22_000));
+    let two_names = format!("diff --git a/other/x b/other/x\nnew file mode 100644\n{}", created("b/protected/x"));
+    for diff in [spaces, two_names, "no diff\n".to_owned()] {
+        refusal(&protected.post("files:patch", &json!({"diff": diff})).await?, 400, "invalid_request")?;
+    }
     assert_eq!(protected.files().await?, before, "nothing has changed");
     Ok(())
 }
@@ -182,12 +197,31 @@ fn attribute(name: &str, value: &str) -> Vec<u8> {
 
 #[tokio::test]
 async fn no_archive_and_no_other_spelling_hides_from_a_rule_which_path_it_is_about() -> Result<()> {
-    use tar::EntryType::{GNULongName, Regular, XHeader};
+    use tar::EntryType::{GNULongName, Link, Regular, Symlink, XGlobalHeader, XHeader};
     let protected = Protected::start().await?;
     let before = protected.files().await?;
     let (path, time) = (attribute("path", "protected/new"), attribute("mtime", "1"));
+    // Split by lines, these two say 'fine' and nothing of a size.
+    let hidden_path = [attribute("comment", "x\n14 path=fine"), path.clone()].concat();
+    let hidden_size = [attribute("comment", "x\n13 size=1024"), attribute("size", "0")].concat();
+    let smuggled = archive(&[(Regular, "protected/new", b"x")])?;
+    let link = |kind, name: &str, target: &str| -> Result<Vec<u8>> {
+        let mut tar = tar::Builder::new(Vec::new());
+        let mut header = tar::Header::new_gnu();
+        header.set_entry_type(kind);
+        header.set_size(0);
+        tar.append_link(&mut header, name, target)?;
+        header.set_entry_type(Regular);
+        tar.append_data(&mut header, "link/new", &b""[..])?;
+        Ok(tar.into_inner()?)
+    };
     let mut passed = Vec::new();
     for (what, tar) in [
+        ("a name behind a newline in a comment", archive(&[(XHeader, "x", &hidden_path), (Regular, "fine", b"x")])?),
+        ("a size behind a newline in a comment", archive(&[(XHeader, "x", &hidden_size), (Regular, "fine", &smuggled)])?),
+        ("a name for all entries", archive(&[(XGlobalHeader, "x", &path), (Regular, "fine", b"x")])?),
+        ("a link of the archive's own", link(Symlink, "link", "protected")?),
+        ("a hard link", link(Link, "hard", "protected/kept")?),
         ("a name in an extension header", archive(&[(XHeader, "x", &path), (Regular, "fine", b"x")])?),
         ("a long name", archive(&[(GNULongName, "x", b"protected/new\0"), (Regular, "fine", b"x")])?),
         ("two extension headers", archive(&[(XHeader, "x", &time), (XHeader, "x", &path), (Regular, "fine", b"x")])?),
