@@ -265,14 +265,7 @@ async fn admit(
 }
 
 /// Asks the policies; for each path that a call touches. The rules of an earlier decision on the same call stay in its record.
-fn decide(
-    orchestrator: &Orchestrator,
-    action: Action,
-    caller: &Caller,
-    about: &About,
-    calls: &Calls<'_>,
-    intent: &mut AuditBody,
-) -> Result<(), Refusal> {
+fn decide(orchestrator: &Orchestrator, action: Action, caller: &Caller, about: &About, calls: &Calls<'_>, intent: &mut AuditBody) -> Result<(), Refusal> {
     let principal = caller.principal();
     let mut rules: std::collections::BTreeSet<String> = intent.rules.iter().cloned().collect();
     let mut ask = || {
