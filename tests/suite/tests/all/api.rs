@@ -121,6 +121,11 @@ async fn health_readiness_metrics_and_description_need_no_token_and_tell_no_secr
     for name in ["cynode_session_create_seconds_bucket", "cynode_http_request_seconds_bucket"] {
         assert!(metrics.contains(name), "{name} is missing in {metrics}");
     }
+    // For somebody elsewhere, as a proxy says, only with the worker's token.
+    let elsewhere = || http.anonymous(Method::GET, "/metrics").header("x-forwarded-for", "192.0.2.1");
+    assert_eq!(Answer::of(elsewhere()).await?.outcome(), (401, "unauthorized".to_owned()));
+    assert_eq!(Answer::of(elsewhere().bearer_auth("cyn_wrong")).await?.status, 401);
+    assert_eq!(Answer::of(elsewhere().bearer_auth(worker.token()?)).await?.status, 200);
     Ok(())
 }
 

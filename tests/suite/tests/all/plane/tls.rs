@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result};
 use cynode_api::{JobState, NodeState, UserSessionCreate};
 use cynode_client::{PtyMessage, PtyOpen, Trust, UserClient};
-use cynode_tests::{Options, World, eventually, sh};
+use cynode_tests::{Options, Plane, World, eventually, sh};
 
 use super::{
     nodes::{Fleet, PATIENCE, ended, free_address, job, until, wanted},
@@ -15,6 +15,54 @@ use crate::{
     api::listener::certificates,
     cli::{cynode, run},
 };
+
+/// The address of this machine by which others would call it, if it has one besides loopback. Nothing is sent.
+fn own_address() -> Option<std::net::IpAddr> {
+    let socket = std::net::UdpSocket::bind("0.0.0.0:0").ok()?;
+    socket.connect("192.0.2.1:9").ok()?;
+    socket.local_addr().ok().map(|address| address.ip()).filter(|address| !address.is_loopback() && !address.is_unspecified())
+}
+
+#[tokio::test]
+async fn metrics_need_a_token_from_beyond_this_machine_on_both_ports() -> Result<()> {
+    let plane = Plane::new().await?;
+    let file = plane.world.directory().join("metrics.token");
+    let listen = [("listen", "0.0.0.0:0"), ("control_listen", "0.0.0.0:0"), ("insecure_listen", "true")];
+    let orchestrator = plane.orchestrator("", &[&listen[..], &[("metrics_token_file", file.to_str().context("a path")?)]].concat()).await?;
+    let http = reqwest::Client::builder().no_proxy().build()?;
+    let admin = orchestrator.token()?;
+    let user = |kind: &str| serde_json::json!({"kind": kind, "user": "ann"});
+    http.post(format!("{}/v1/users", orchestrator.url()?)).bearer_auth(&admin).json(&serde_json::json!({"name": "ann"})).send().await?.error_for_status()?;
+    let made = http.post(format!("{}/v1/tokens", orchestrator.url()?)).bearer_auth(&admin).json(&user("user")).send().await?.error_for_status()?;
+    let ann = made.json::<serde_json::Value>().await?["token"].as_str().context("a token")?.to_owned();
+    let scraper = fs_err::read_to_string(&file)?.trim().to_owned();
+    for url in [orchestrator.url()?, orchestrator.control_url()?] {
+        let port = url.rsplit(':').next().context("a port")?.to_owned();
+        let ask = async |host: &str, proxied: bool, token: Option<&str>| -> Result<u16> {
+            let mut request = http.get(format!("http://{host}:{port}/metrics"));
+            if proxied {
+                request = request.header("x-forwarded-for", "192.0.2.1");
+            }
+            if let Some(token) = token {
+                request = request.bearer_auth(token);
+            }
+            Ok(request.send().await?.status().as_u16())
+        };
+        assert_eq!(ask("127.0.0.1", false, None).await?, 200, "{url}");
+        let beyond = own_address().map(|address| (address.to_string(), false));
+        for (host, proxied) in [("127.0.0.1".to_owned(), true)].into_iter().chain(beyond) {
+            for (token, status) in
+                [(None, 401), (Some("cyn_wrong"), 401), (Some(ann.as_str()), 401), (Some(admin.as_str()), 200), (Some(scraper.as_str()), 200)]
+            {
+                assert_eq!(ask(&host, proxied, token).await?, status, "{host} {url} {token:?}");
+            }
+        }
+    }
+    // It reads metrics and nothing else.
+    let tasks = http.get(format!("{}/v1/tasks", orchestrator.url()?)).bearer_auth(&scraper).send().await?;
+    assert_eq!(tasks.status().as_u16(), 401);
+    Ok(())
+}
 
 /// An authority, and a certificate for this machine that it signed.
 struct Signed {
