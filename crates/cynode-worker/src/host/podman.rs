@@ -1,6 +1,6 @@
 //! Checks of Podman and what it runs on.
 
-use std::path::Path;
+use std::{os::unix::fs::DirBuilderExt as _, path::Path};
 
 use cynode_api::Unenforced;
 use serde_json::Value;
@@ -160,7 +160,11 @@ impl Drop for Root {
 }
 
 fn prepare_root(agent: &Path) -> std::io::Result<Root> {
-    let root = Root(std::env::temp_dir().join(format!("cynode-trial-{}", uuid::Uuid::new_v4().simple())));
+    let root = std::env::temp_dir().join(format!("cynode-trial-{}", uuid::Uuid::new_v4().simple()));
+    // New, and for nobody else to write to, whatever the umask is: what is put here is run.
+    std::fs::DirBuilder::new().mode(0o755).create(&root)?;
+    let root = Root(root);
+    fs_err::set_permissions(root.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
     for name in ["dev", "proc", "sys", "etc", "run", "tmp"] {
         fs_err::create_dir_all(root.path().join(name))?;
     }
