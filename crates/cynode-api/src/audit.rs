@@ -198,6 +198,9 @@ pub struct AuditPage {
     pub items: Vec<AuditRecord>,
     /// Pass it back as `after`.
     pub next_cursor: i64,
+    /// The page has fewer records than were asked for, because they are large: more follow `next_cursor`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub truncated: bool,
 }
 
 /// The signed checkpoints that are kept, each the line that was signed and its signature.

@@ -22,6 +22,8 @@ pub mod file_limits {
     pub const MAX_CONTEXT_LINES: u32 = 20;
     pub const MAX_PATTERN_BYTES: usize = 4_096;
     pub const SEARCH_MS: u64 = 10_000;
+    /// The answer to a listing or a search, as JSON, has about this many bytes at most; then it is truncated.
+    pub const MAX_ANSWER_BYTES: usize = 4 * 1024 * 1024;
     /// A matching or context line longer than this is cut.
     pub const MAX_LINE_BYTES: usize = 2_048;
     /// Files larger than this are not searched.
@@ -228,4 +230,15 @@ pub struct ExportRequest {
     /// The directory that a tar holds; `/workspace` by default.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub path: Option<String>,
+}
+
+/// How long a text is in JSON, with what stands around it.
+#[must_use]
+pub fn json_text_bytes(text: &str) -> usize {
+    let escaped = |byte: u8| match byte {
+        b'"' | b'\\' | b'\n' | b'\r' | b'\t' => 2,
+        0..=0x1f => 6,
+        _ => 1,
+    };
+    text.bytes().map(escaped).sum::<usize>() + 24
 }

@@ -39,7 +39,7 @@ pub use exec::{
 };
 pub use files::{
     ExportFormat, ExportRequest, FileEntry, FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchOperation, PatchReject,
-    PatchRequest, PatchResult, PatchedFile, SearchMatch, SearchRequest, SearchResult, file_limits,
+    PatchRequest, PatchResult, PatchedFile, SearchMatch, SearchRequest, SearchResult, file_limits, json_text_bytes,
 };
 pub use identity::{DEFAULT_TOKEN_SECONDS, Group, GroupCreate, MAX_TOKEN_SECONDS, TOKEN_PREFIX, Token, TokenCreate, TokenCreated, TokenKind, User, UserCreate};
 pub use ids::{

@@ -40,6 +40,9 @@ pub struct RawAuditPage {
     pub items: Vec<Value>,
     /// Pass it back as `after`.
     pub next_cursor: i64,
+    /// More follow, although the page has fewer records than were asked for.
+    #[serde(default)]
+    pub truncated: bool,
 }
 
 /// A verification that goes on, line by line.

@@ -180,8 +180,7 @@ impl UserClient {
     }
 
     pub async fn settings(&self) -> Result<Vec<Setting>> {
-        // It has no pages.
-        Ok(self.0.get::<Page<Setting>>("/v1/settings", &()).await?.items)
+        self.all("/v1/settings", Vec::new()).await
     }
 
     pub async fn setting(&self, key: &str) -> Result<Setting> {
@@ -195,12 +194,12 @@ impl UserClient {
     /// The preferences that count for somebody.
     pub async fn effective_preferences(&self, task: Option<TaskId>, project: Option<ProjectId>) -> Result<Vec<Preference>> {
         let query = query([("task_id", task.map(|id| id.to_string())), ("project_id", project.map(|id| id.to_string()))]);
-        Ok(self.0.get::<Page<Preference>>("/v1/preferences", &query).await?.items)
+        self.all("/v1/preferences", query).await
     }
 
     /// Those of one scope; the system has no id, and whatever stands there means it.
     pub async fn preferences(&self, scope: PreferenceScope, id: &str) -> Result<Vec<Preference>> {
-        Ok(self.0.get::<Page<Preference>>(&format!("/v1/preferences/{}/{}", scope.as_str(), part(id)), &()).await?.items)
+        self.all(&format!("/v1/preferences/{}/{}", scope.as_str(), part(id)), Vec::new()).await
     }
 
     pub async fn put_preference(&self, scope: PreferenceScope, id: &str, key: &str, value: Value) -> Result<Preference> {

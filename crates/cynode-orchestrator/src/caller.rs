@@ -12,7 +12,7 @@ use axum::{
 };
 use cynode_api::{AuditSubject, ErrorCode, NodeId, ProjectId, SessionId, Task, TaskId, TokenId, TokenKind, UserId};
 use cynode_policy::{Principal, Role};
-use cynode_service::{ApiError, admin, auth};
+use cynode_service::{ApiError, admin, answers::Payer, auth};
 use http::request::Parts;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Semaphore;
@@ -244,6 +244,7 @@ pub(crate) fn introduce(
     at: Instant,
 ) -> Caller {
     let caller = Caller::new(found, token_hash);
+    extensions.insert(Payer(caller.scope.user_id.as_uuid().as_u128()));
     extensions.insert(caller.clone());
     extensions.remove::<Seen>();
     if let Some((session_id, placed)) = session.zip(placed) {

@@ -15,6 +15,7 @@ use cynode_client::{OutputQuery as ClientQuery, WorkerClient};
 use cynode_service::{
     ApiError,
     events::{EVENT_HEADERS, accepts_events, empty_event, without_output, write_event},
+    pages::json_size,
 };
 use futures_util::{Stream, StreamExt as _, TryStreamExt as _, stream};
 use http::HeaderMap;
@@ -33,6 +34,8 @@ use crate::{
 /// What a node keeps of a job, as lines of JSON in base64, and then some.
 const MAX_BYTES: u64 = 128 << 20;
 const PAGE_BYTES: u64 = 1 << 20;
+/// What a page may hold, whatever was asked for.
+const MAX_PAGE_BYTES: u64 = 4 << 20;
 /// How long a node may take for a page.
 const PAGE_WAIT: Duration = Duration::from_secs(30);
 
@@ -42,7 +45,7 @@ const PAGE_WAIT: Duration = Duration::from_secs(30);
 pub(crate) struct OutputQuery {
     /// Exclusive; 0 is the start.
     after_seq: Option<u64>,
-    /// About how much to return; 1 MiB by default, 16 MiB at most. At least one piece comes when there is one.
+    /// About how much to return; 1 MiB by default. A page ends at about 4 MiB of JSON, with at least one piece when there is one.
     max_bytes: Option<u64>,
     /// How long to wait for something new, at most 60,000.
     wait_ms: Option<u64>,
@@ -131,7 +134,7 @@ impl Orchestrator {
         if asked.events {
             return Ok(events(lines, job, asked));
         }
-        let limit = asked.tail_bytes.or(asked.max_bytes).unwrap_or(PAGE_BYTES).clamp(1, 16 << 20);
+        let limit = asked.tail_bytes.or(asked.max_bytes).unwrap_or(PAGE_BYTES).clamp(1, MAX_PAGE_BYTES);
         let mut kept = std::collections::VecDeque::new();
         let (mut bytes, mut first, mut exit) = (0, None, None);
         let mut lines = std::pin::pin!(lines);
@@ -198,8 +201,10 @@ fn lines(fleet: &Fleet, node_id: NodeId, client: &WorkerClient, id: JobId, first
     })
 }
 
+/// How long a chunk is; as JSON, when that is more than twice as long.
 fn size(chunk: &Chunk) -> u64 {
-    chunk.data.as_ref().map_or_else(|| chunk.data_b64.as_ref().map_or(0, |data| data.0.len()), String::len) as u64
+    let bytes = chunk.data.as_ref().map_or_else(|| chunk.data_b64.as_ref().map_or(0, |data| data.0.len()), String::len);
+    (bytes as u64).max(json_size(&chunk.data) as u64 / 2)
 }
 
 fn events(lines: impl Stream<Item = Result<Line, std::io::Error>> + Send + 'static, job: &Job, asked: Asked) -> Response {

@@ -3,16 +3,20 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod answers;
 pub mod auth;
 pub mod body;
 pub mod checks;
+pub mod compute;
 pub mod config;
 pub mod describe;
 pub mod edge;
 pub mod events;
 pub mod files;
+pub mod json;
 pub mod linger;
 pub mod listen;
+pub mod pages;
 pub mod private;
 mod serve;
 pub mod shutdown;

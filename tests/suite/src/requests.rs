@@ -29,6 +29,11 @@ impl Http {
         Ok(Self { client: reqwest::Client::builder().no_proxy().build()?, base: worker.url()?, token: worker.token()? })
     }
 
+    /// A client of whoever is at an address.
+    pub fn to(base: &str, token: &str) -> Result<Self> {
+        Ok(Self { client: reqwest::Client::builder().no_proxy().build()?, base: base.to_owned(), token: token.to_owned() })
+    }
+
     /// With the token.
     pub fn request(&self, method: Method, path: &str) -> RequestBuilder {
         self.anonymous(method, path).bearer_auth(&self.token)

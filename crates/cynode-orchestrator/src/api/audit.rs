@@ -107,9 +107,32 @@ pub(super) async fn list(
 /// The signed words on where the trail stood, each a line, and the key by which they are checked.
 #[utoipa::path(get, path = "/v1/audit/checkpoints", tag = "audit",
     responses((status = 200, body = AuditCheckpoints), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn checkpoints(State(orchestrator): State<Orchestrator>, Person(_): Person) -> Result<Json<AuditCheckpoints>, ApiError> {
-    let items = orchestrator.db.checkpoints(0).await?.into_iter().map(|(_, line)| line).collect();
-    Ok(Json(AuditCheckpoints { items, key: orchestrator.checkpoints.key.public().to_text() }))
+pub(super) async fn checkpoints(State(orchestrator): State<Orchestrator>, Person(_): Person) -> Result<Response, ApiError> {
+    // A failure before the first byte is a problem document, a later one breaks the answer off.
+    let first = orchestrator.db.some_checkpoints(0).await?;
+    let begin = format!("{{\"key\":{},\"items\":[", crate::db::to_json(&orchestrator.checkpoints.key.public().to_text()));
+    // They grow with the trail, without bound: some of them at a time are in memory.
+    let lines = stream::try_unfold(Some((first, true)), move |state| {
+        let orchestrator = orchestrator.clone();
+        async move {
+            let Some((lines, is_first)) = state else { return Ok::<_, std::io::Error>(None) };
+            let Some((last, _)) = lines.last() else { return Ok(None) };
+            let last = *last;
+            let mut text = String::new();
+            for (index, (_, line)) in lines.iter().enumerate() {
+                if index > 0 || !is_first {
+                    text.push(',');
+                }
+                text.push_str(&crate::db::to_json(line).to_string());
+            }
+            drop(lines);
+            let next = orchestrator.db.some_checkpoints(last).await.map_err(|error| std::io::Error::other(error.0.detail))?;
+            Ok(Some((text, Some((next, false)))))
+        }
+    });
+    let (begin, end) = (stream::once(async move { Ok(begin) }), stream::once(async { Ok("]}".to_owned()) }));
+    let response = Response::builder().header(header::CONTENT_TYPE, "application/json").body(HttpBody::from_stream(begin.chain(lines).chain(end)));
+    response.map_err(|_| ApiError::new(ErrorCode::Internal, "the answer could not be made"))
 }
 
 /// Verify the whole trail. Lines of JSON: how far it is, and last the verdict.

@@ -1,7 +1,7 @@
 //! What nodes call: registration, heartbeats, their configuration, and words about jobs.
 
 use axum::{
-    Json, Router,
+    Extension, Json, Router,
     extract::{DefaultBodyLimit, Request, State},
     middleware::{self, Next},
     response::{IntoResponse as _, Response},
@@ -20,6 +20,9 @@ use crate::{
     db::{NodeRow, Registration},
 };
 
+/// A registration: anybody may send one, and most of it is the images that a node has.
+const MAX_REGISTRATION_BYTES: usize = 1024 * 1024;
+
 pub(super) fn routes(orchestrator: Orchestrator) -> Router {
     let nodes = Router::new()
         .route("/v1/nodes/heartbeat", post(heartbeat))
@@ -28,7 +31,7 @@ pub(super) fn routes(orchestrator: Orchestrator) -> Router {
         .route("/v1/nodes/artifacts/{id}", get(artifact))
         .layer(middleware::from_fn_with_state(orchestrator.clone(), authenticate));
     Router::new()
-        .route("/v1/nodes/register", post(register))
+        .route("/v1/nodes/register", post(register).layer(Extension(edge::BodyLimit(MAX_REGISTRATION_BYTES))))
         .merge(nodes)
         .method_not_allowed_fallback(edge::method_not_allowed)
         .fallback(edge::not_found)

@@ -20,6 +20,9 @@ use crate::{
     keys,
 };
 
+/// Users in one group.
+const MAX_MEMBERS: usize = 1_000;
+
 /// Create a user. Administrators only.
 #[utoipa::path(post, path = "/v1/users", tag = "identity", request_body = UserCreate,
     responses((status = 201, body = User), (status = "default", body = Problem, content_type = "application/problem+json")))]
@@ -69,6 +72,9 @@ pub(super) async fn create_group(
 ) -> Result<(StatusCode, Json<Group>), ApiError> {
     check_version(body.version)?;
     check_name("name", &body.name)?;
+    if body.members.len() > MAX_MEMBERS {
+        return Err(ApiError::new(ErrorCode::TooLarge, format!("members: names more than {MAX_MEMBERS}")));
+    }
     let mut members = Vec::new();
     for (index, name) in body.members.iter().enumerate() {
         let user = orchestrator.db.user(name).await?;

@@ -23,7 +23,7 @@ use axum::{
     routing::get,
 };
 use cynode_api::{ErrorCode, Problem, text_limits};
-use cynode_service::{ApiError, admin, body, describe, edge, linger};
+use cynode_service::{ApiError, admin, answers, body, compute, describe, edge, linger};
 use http::request::Parts;
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
@@ -173,7 +173,7 @@ const REFUSALS: &[(&str, &[ErrorCode])] = &[
 
 pub(crate) fn router(orchestrator: Orchestrator, readiness: admin::Readiness, metrics: admin::MetricsReader) -> Router {
     let (routes, _) = documented().split_for_parts();
-    let document = openapi().to_string();
+    let document = Bytes::from(openapi().to_string());
     let routes = routes
         .method_not_allowed_fallback(edge::method_not_allowed)
         .fallback(edge::not_found)
@@ -181,8 +181,14 @@ pub(crate) fn router(orchestrator: Orchestrator, readiness: admin::Readiness, me
         .with_state(orchestrator.clone());
     // What a tool does, it does by these routes.
     let tools = mcp::routes(&orchestrator, routes.clone());
-    let routes = routes.merge(tools).layer(middleware::from_fn(edge::measure)).layer(middleware::from_fn_with_state(orchestrator, caller::authenticate));
-    finished(routes.merge(admin::routes(readiness, metrics)).route("/openapi.json", get(async move || ([("content-type", "application/json")], document))))
+    let routes = routes
+        .merge(tools)
+        .layer(middleware::from_fn(answers::hold))
+        .layer(middleware::from_fn(edge::measure))
+        .layer(middleware::from_fn_with_state(orchestrator, caller::authenticate));
+    finished(
+        routes.merge(admin::routes(readiness, metrics)).route("/openapi.json", get(async move || ([("content-type", "application/json")], document.clone()))),
+    )
 }
 
 /// What nodes call, on a port of its own.
@@ -202,15 +208,18 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, state: &S) -> Result<Self, Self::Rejection> {
-        let edge::JsonBytes(bytes) = edge::JsonBytes::from_request(request, state).await?;
-        let value = edge::parse(&bytes)?;
-        without_nul(&bytes)?;
-        Ok(Self(value))
+        let edge::JsonBytes { bytes, .. } = &edge::JsonBytes::from_request(request, state).await?;
+        let read = || {
+            let value = edge::parse(bytes)?;
+            without_nul(bytes)?;
+            Ok(Self(value))
+        };
+        compute::apart(bytes.len(), read).await
     }
 }
 
 fn without_nul(bytes: &Bytes) -> Result<(), ApiError> {
-    if !bytes.windows(6).any(|window| window == b"\\u0000") {
+    if memchr::memmem::find(bytes, b"\\u0000").is_none() {
         return Ok(());
     }
     let value: Value = serde_json::from_slice(bytes).unwrap_or_default();
@@ -278,6 +287,38 @@ impl Paging {
     pub(crate) fn after(&self) -> Result<Option<Uuid>, ApiError> {
         after(self.cursor.as_deref())
     }
+}
+
+/// Which part of a list that is sorted by names.
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(crate) struct NamePaging {
+    /// 1 to 1000; 1000 by default.
+    limit: Option<u32>,
+    cursor: Option<String>,
+}
+
+impl NamePaging {
+    pub(crate) fn limit(&self) -> Result<u32, ApiError> {
+        name_limit(self.limit)
+    }
+
+    pub(crate) fn after(self) -> Result<Option<String>, ApiError> {
+        after_name(self.cursor)
+    }
+}
+
+/// These lists had no pages once: who asks for none gets as many as a page may have.
+pub(crate) fn name_limit(asked: Option<u32>) -> Result<u32, ApiError> {
+    limit(Some(asked.unwrap_or(1_000)))
+}
+
+pub(crate) fn after_name(cursor: Option<String>) -> Result<Option<String>, ApiError> {
+    if cursor.as_ref().is_some_and(|cursor| cursor.contains('\0')) {
+        return Err(ApiError::invalid("cursor: must not contain the character NUL"));
+    }
+    Ok(cursor)
 }
 
 pub(crate) fn limit(asked: Option<u32>) -> Result<u32, ApiError> {

@@ -40,7 +40,7 @@ pub(super) async fn list(
     let mut nodes = orchestrator.db.nodes().await?;
     nodes.sort_by_key(|node| node.id);
     let (cursor, limit) = (paging.after()?, paging.limit()?);
-    let items = nodes.iter().filter(|node| cursor.is_none_or(|cursor| *node.id.as_uuid() > cursor)).map(|node| orchestrator.node_object(node)).collect();
+    let items = nodes.iter().filter(|node| cursor.is_none_or(|cursor| *node.id.as_uuid() > cursor)).map(|node| orchestrator.node_object(node));
     Ok(Json(crate::db::page(items, limit, |node: &Node| node.id.to_string())))
 }
 

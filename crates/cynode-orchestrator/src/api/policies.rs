@@ -3,11 +3,11 @@
 use axum::{Json, extract::State};
 use cynode_api::{ErrorCode, Page, Policy, PolicyPut, PolicyRule, PolicyTest, PolicyVerdict, Problem, file_limits};
 use cynode_policy::{Action, Call, MAX_DOCUMENT_BYTES, Policies as Set, Principal, Resource, within_workspace};
-use cynode_service::ApiError;
+use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
 use tokio::task::block_in_place;
 
-use super::{Body, Path, check_version};
+use super::{Body, NamePaging, Path, check_version};
 use crate::{
     Orchestrator,
     caller::{Caller, Person},
@@ -31,12 +31,19 @@ fn check_id(id: &str) -> Result<(), ApiError> {
 }
 
 /// List the policies that count.
-#[utoipa::path(get, path = "/v1/policies", tag = "policies",
+#[utoipa::path(get, path = "/v1/policies", tag = "policies", params(NamePaging),
     responses((status = 200, body = Page<Policy>), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn list(State(orchestrator): State<Orchestrator>, Person(_): Person) -> Result<Json<Page<Policy>>, ApiError> {
-    let (_, rows) = orchestrator.db.policies().await?;
-    let items = block_in_place(|| rows.into_iter().map(object).collect());
-    Ok(Json(Page { items, next_cursor: None }))
+pub(super) async fn list(
+    State(orchestrator): State<Orchestrator>,
+    Person(_): Person,
+    QueryParams(paging): QueryParams<NamePaging>,
+) -> Result<Json<Page<Policy>>, ApiError> {
+    let limit = paging.limit()?;
+    let after = paging.after()?;
+    let (_, mut rows) = orchestrator.db.policies().await?;
+    rows.sort_by(|one, other| one.id.cmp(&other.id));
+    let rows = rows.into_iter().filter(|row| after.as_ref().is_none_or(|after| row.id > *after));
+    Ok(Json(block_in_place(|| crate::db::page(rows.map(object), limit, |policy| policy.id.clone()))))
 }
 
 /// Show a policy.

@@ -72,9 +72,7 @@ pub(super) async fn list(
         return Err(ApiError::invalid("label: must not contain the character NUL"));
     }
     let label = query.label.as_deref().map(|label| label.split_once('=').map_or((label, None), |(name, value)| (name, Some(value))));
-    let page = orchestrator.db.list_sessions(&caller.scope, state, query.task_id, label, after(query.cursor.as_deref())?, limit(query.limit)?).await?;
-    let items = page.items.into_iter().map(|row| row.object).collect();
-    Ok(Json(Page { items, next_cursor: page.next_cursor }))
+    orchestrator.db.list_sessions(&caller.scope, state, query.task_id, label, after(query.cursor.as_deref())?, limit(query.limit)?).await.map(Json)
 }
 
 /// Show a session.

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use utoipa::IntoParams;
 use uuid::Uuid;
 
-use super::{Body, Path, check_version};
+use super::{Body, NamePaging, Path, after_name, check_version, name_limit};
 use crate::{
     Orchestrator,
     caller::{Caller, Person},
@@ -35,10 +35,15 @@ fn check_key(key: &str, put: &ValuePut, is_setting: bool) -> Result<(), ApiError
 }
 
 /// List the system's settings.
-#[utoipa::path(get, path = "/v1/settings", tag = "settings",
+#[utoipa::path(get, path = "/v1/settings", tag = "settings", params(NamePaging),
     responses((status = 200, body = Page<Setting>), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn list_settings(State(orchestrator): State<Orchestrator>, Person(_): Person) -> Result<Json<Page<Setting>>, ApiError> {
-    Ok(Json(Page { items: orchestrator.db.list_settings().await?, next_cursor: None }))
+pub(super) async fn list_settings(
+    State(orchestrator): State<Orchestrator>,
+    Person(_): Person,
+    QueryParams(paging): QueryParams<NamePaging>,
+) -> Result<Json<Page<Setting>>, ApiError> {
+    let limit = paging.limit()?;
+    orchestrator.db.list_settings(paging.after()?, limit).await.map(Json)
 }
 
 /// Show a setting.
@@ -87,16 +92,32 @@ async fn check_scope(orchestrator: &Orchestrator, caller: &Caller, scope: &str, 
     Ok((scope, id))
 }
 
+#[derive(Debug, Deserialize, IntoParams)]
+#[serde(deny_unknown_fields)]
+#[into_params(parameter_in = Query)]
+pub(super) struct PreferenceQuery {
+    /// Only the one that has this key.
+    key: Option<String>,
+    /// 1 to 1000; 1000 by default.
+    limit: Option<u32>,
+    cursor: Option<String>,
+}
+
 /// List the preferences of one scope; for `system` the id is anything.
-#[utoipa::path(get, path = "/v1/preferences/{scope}/{scope_id}", tag = "settings", params(("scope" = PreferenceScope, Path), ("scope_id" = String, Path)),
+#[utoipa::path(get, path = "/v1/preferences/{scope}/{scope_id}", tag = "settings", params(("scope" = PreferenceScope, Path), ("scope_id" = String, Path), PreferenceQuery),
     responses((status = 200, body = Page<Preference>), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list_preferences(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
     Path((scope, id)): Path<(String, String)>,
+    QueryParams(query): QueryParams<PreferenceQuery>,
 ) -> Result<Json<Page<Preference>>, ApiError> {
+    let (limit, after) = (name_limit(query.limit)?, after_name(query.cursor)?);
+    if query.key.as_ref().is_some_and(|key| key.contains('\0')) {
+        return Err(ApiError::invalid("key: must not contain the character NUL"));
+    }
     let (scope, id) = check_scope(&orchestrator, &caller, &scope, &id).await?;
-    Ok(Json(Page { items: orchestrator.db.list_preferences(scope, id).await?, next_cursor: None }))
+    orchestrator.db.list_preferences(scope, id, query.key.as_deref(), after, limit).await.map(Json)
 }
 
 /// Change a preference. Those of groups and of the system are for administrators.
@@ -120,6 +141,9 @@ pub(super) async fn put_preference(
 pub(super) struct EffectiveQuery {
     task_id: Option<TaskId>,
     project_id: Option<ProjectId>,
+    /// 1 to 1000; 1000 by default.
+    limit: Option<u32>,
+    cursor: Option<String>,
 }
 
 /// The preferences that count: task before project before user before group before system.
@@ -130,6 +154,7 @@ pub(super) async fn effective(
     Person(caller): Person,
     QueryParams(query): QueryParams<EffectiveQuery>,
 ) -> Result<Json<Page<Preference>>, ApiError> {
+    let (limit, after) = (name_limit(query.limit)?, after_name(query.cursor)?);
     let mut of = Of { task: query.task_id, project: query.project_id, user: Some(caller.scope.user_id) };
     if let Some(id) = query.task_id {
         of.project = orchestrator.db.task(&caller.scope, id).await?.project_id.or(of.project);
@@ -137,5 +162,5 @@ pub(super) async fn effective(
     if let Some(id) = query.project_id {
         orchestrator.db.project(&caller.scope, id).await?;
     }
-    Ok(Json(Page { items: orchestrator.db.effective_preferences(of).await?, next_cursor: None }))
+    orchestrator.db.effective_preferences(of, after, limit).await.map(Json)
 }

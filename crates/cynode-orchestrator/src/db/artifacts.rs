@@ -5,7 +5,7 @@ use cynode_service::ApiError;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, page, problem, quotas};
+use super::{Db, PageReader, problem, quotas};
 use crate::blobs::{Blobs, Staged};
 
 /// Held shared by who puts bytes in their place until it is written down who needs them, and alone by who removes bytes that
@@ -90,15 +90,18 @@ impl Db {
     }
 
     pub(crate) async fn list_artifacts(&self, task_id: TaskId, after: Option<Uuid>, limit: u32) -> Result<Page<Artifact>, ApiError> {
-        let rows = sqlx::query("select * from artifacts where task_id = $1 and ($2::uuid is null or id > $2) order by id limit $3")
-            .bind(task_id.as_uuid())
-            .bind(after)
-            .bind(i64::from(limit) + 1)
-            .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
-        let items = rows.iter().map(artifact).collect::<Result<Vec<_>, _>>().map_err(problem)?;
-        Ok(page(items, limit, |artifact| artifact.id.to_string()))
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted() {
+            let rows = sqlx::query("select * from artifacts where task_id = $1 and ($2::uuid is null or id > $2) order by id limit $3")
+                .bind(task_id.as_uuid())
+                .bind(pages.after())
+                .bind(count)
+                .fetch_all(&self.pool)
+                .await
+                .map_err(problem)?;
+            pages.add(rows.iter().map(artifact).collect::<Result<Vec<_>, _>>().map_err(problem)?, |artifact| *artifact.id.as_uuid());
+        }
+        Ok(pages.finish())
     }
 
     /// Whether a node was given work that begins with an artifact and has not ended.

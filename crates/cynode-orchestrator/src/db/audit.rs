@@ -15,6 +15,8 @@ const SIGNING: i64 = 0x6379_6e61_7564_6974;
 /// A writer that was not heard of for so long is gone. It finds out by itself before it writes again.
 const GONE_SECONDS: f64 = 15.0;
 
+/// Checkpoints that one statement reads for an answer.
+const CHECKPOINTS_AT_ONCE: i64 = 500;
 /// So many records are removed at once.
 const TRUNCATED_AT_ONCE: i64 = 50_000;
 
@@ -303,6 +305,17 @@ impl Db {
     pub(crate) async fn checkpoints(&self, after: u64) -> Result<Vec<(u64, String)>, ApiError> {
         let rows: Vec<(i64, String)> = sqlx::query_as("select number, line from audit_checkpoints where number > $1 order by number")
             .bind(signed64(after))
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+        Ok(rows.into_iter().map(|(number, line)| (unsigned64(number), line)).collect())
+    }
+
+    /// Some of the checkpoints after a number: the next in order.
+    pub(crate) async fn some_checkpoints(&self, after: u64) -> Result<Vec<(u64, String)>, ApiError> {
+        let rows: Vec<(i64, String)> = sqlx::query_as("select number, line from audit_checkpoints where number > $1 order by number limit $2")
+            .bind(signed64(after))
+            .bind(CHECKPOINTS_AT_ONCE)
             .fetch_all(&self.pool)
             .await
             .map_err(problem)?;

@@ -1,7 +1,8 @@
 //! Pages of the audit trail, by what somebody asks for. Each filter has an index, or narrows the cursors: a trail grows long.
 
 use cynode_api::{AuditPage, AuditRecord, JobId, SessionId, TaskId};
-use cynode_service::ApiError;
+use cynode_service::{ApiError, pages::json_size};
+use futures_util::TryStreamExt as _;
 use sqlx::postgres::PgRow;
 use time::{Duration, OffsetDateTime};
 use uuid::Uuid;
@@ -26,6 +27,8 @@ pub(crate) struct Wanted {
 /// Records are in the order in which they were committed, and that is about the order of their times: not where clocks differ, or
 /// where the database was away. So far apart are they still found.
 const APART: Duration = Duration::HOUR;
+/// The records of a page, as JSON, have this many bytes at most; a thousand of the usual size have fewer.
+const MAX_PAGE_BYTES: usize = 4 * 1024 * 1024;
 /// So many records tell the time at a place.
 const WINDOW: i64 = 100;
 
@@ -58,7 +61,7 @@ impl Db {
         };
         // A name may look like an id.
         let (name, id) = if named.is_some() { (named, id) } else { (wanted.subject.clone(), None) };
-        let rows = sqlx::query(
+        let mut rows = sqlx::query(
             "select cursor, stream, seq, at, body, hash from audit_events
              where cursor > $1 and ($2::uuid is null or task_id = $2) and ($3::uuid is null or session_id = $3) and ($4::uuid is null or job_id = $4)
                and ($5::uuid is null or call_id = $5) and ($6::text is null or subject = $6) and ($7::text is null or decision = $7)
@@ -81,12 +84,19 @@ impl Db {
         .bind(to)
         // Planned anew each time: which of the conditions count decides which index does.
         .persistent(false)
-        .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
-        let items = rows.iter().map(record).collect::<Result<Vec<_>, _>>()?;
-        let next_cursor = items.last().map_or(after, |record| record.cursor);
-        Ok(AuditPage { items, next_cursor })
+        .fetch(&self.pool);
+        let (mut items, mut bytes, mut truncated) = (Vec::new(), 0, false);
+        while let Some(row) = rows.try_next().await.map_err(problem)? {
+            let record = record(&row)?;
+            bytes += json_size(&record);
+            if bytes > MAX_PAGE_BYTES && !items.is_empty() {
+                truncated = true;
+                break;
+            }
+            items.push(record);
+        }
+        let next_cursor = items.last().map_or(after, |record: &AuditRecord| record.cursor);
+        Ok(AuditPage { items, next_cursor, truncated })
     }
 
     /// The newest cursor.

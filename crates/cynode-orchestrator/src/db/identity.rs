@@ -6,7 +6,7 @@ use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, Found, PlacedSession, own::Asked, page, places, problem};
+use super::{Db, Found, PageReader, PlacedSession, own::Asked, places, problem};
 use crate::caller::Scope;
 
 /// Whom a token speaks for.
@@ -214,19 +214,22 @@ impl Db {
     }
 
     pub(crate) async fn list_tokens(&self, scope: &Scope, after: Option<Uuid>, limit: u32) -> Result<Page<Token>, ApiError> {
-        let rows = sqlx::query(
-            "select t.*, u.name as user_name from api_tokens t join users u on u.id = t.user_id
-             where ($1 or t.user_id = $2) and ($3::uuid is null or t.id > $3) order by t.id limit $4",
-        )
-        .bind(scope.sees_all)
-        .bind(scope.user_id.as_uuid())
-        .bind(after)
-        .bind(i64::from(limit) + 1)
-        .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
-        let items = rows.iter().map(token).collect::<Result<Vec<_>, _>>().map_err(problem)?;
-        Ok(page(items, limit, |token| token.id.to_string()))
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted() {
+            let rows = sqlx::query(
+                "select t.*, u.name as user_name from api_tokens t join users u on u.id = t.user_id
+                 where ($1 or t.user_id = $2) and ($3::uuid is null or t.id > $3) order by t.id limit $4",
+            )
+            .bind(scope.sees_all)
+            .bind(scope.user_id.as_uuid())
+            .bind(pages.after())
+            .bind(count)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+            pages.add(rows.iter().map(token).collect::<Result<Vec<_>, _>>().map_err(problem)?, |token| *token.id.as_uuid());
+        }
+        Ok(pages.finish())
     }
 
     pub(crate) async fn token(&self, scope: &Scope, id: TokenId) -> Result<Token, ApiError> {
@@ -275,16 +278,19 @@ impl Db {
 
     /// Administrators see all, others themselves.
     pub(crate) async fn list_users(&self, scope: &Scope, after: Option<Uuid>, limit: u32) -> Result<Page<User>, ApiError> {
-        let rows = sqlx::query("select * from users where ($1 or id = $2) and ($3::uuid is null or id > $3) order by id limit $4")
-            .bind(scope.sees_all)
-            .bind(scope.user_id.as_uuid())
-            .bind(after)
-            .bind(i64::from(limit) + 1)
-            .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
-        let items = rows.iter().map(user).collect::<Result<Vec<_>, _>>().map_err(problem)?;
-        Ok(page(items, limit, |user| user.id.to_string()))
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted() {
+            let rows = sqlx::query("select * from users where ($1 or id = $2) and ($3::uuid is null or id > $3) order by id limit $4")
+                .bind(scope.sees_all)
+                .bind(scope.user_id.as_uuid())
+                .bind(pages.after())
+                .bind(count)
+                .fetch_all(&self.pool)
+                .await
+                .map_err(problem)?;
+            pages.add(rows.iter().map(user).collect::<Result<Vec<_>, _>>().map_err(problem)?, |user| *user.id.as_uuid());
+        }
+        Ok(pages.finish())
     }
 
     pub(crate) async fn insert_group(&self, id: GroupId, name: &str, members: &[UserId], created_by: &str) -> Result<(), ApiError> {
@@ -309,21 +315,6 @@ impl Db {
 
     /// Administrators see all, others those they are in.
     pub(crate) async fn list_groups(&self, scope: &Scope, only: Option<GroupId>, after: Option<Uuid>, limit: u32) -> Result<Page<Group>, ApiError> {
-        let rows = sqlx::query(
-            "select g.*, coalesce(array_agg(u.name order by u.name) filter (where u.id is not null), '{}') as members
-             from groups g left join group_members m on m.group_id = g.id left join users u on u.id = m.user_id
-             where ($1 or exists (select from group_members own where own.group_id = g.id and own.user_id = $2))
-               and ($3::uuid is null or g.id = $3) and ($4::uuid is null or g.id > $4)
-             group by g.id order by g.id limit $5",
-        )
-        .bind(scope.sees_all)
-        .bind(scope.user_id.as_uuid())
-        .bind(only.map(|id| *id.as_uuid()))
-        .bind(after)
-        .bind(i64::from(limit) + 1)
-        .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
         let group = |row: &PgRow| -> Result<Group, sqlx::Error> {
             Ok(Group {
                 id: GroupId::from_uuid(row.try_get("id")?),
@@ -333,7 +324,25 @@ impl Db {
                 created_at: row.try_get("created_at")?,
             })
         };
-        let items = rows.iter().map(group).collect::<Result<Vec<_>, _>>().map_err(problem)?;
-        Ok(page(items, limit, |group| group.id.to_string()))
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted() {
+            let rows = sqlx::query(
+                "select g.*, coalesce(array_agg(u.name order by u.name) filter (where u.id is not null), '{}') as members
+                 from groups g left join group_members m on m.group_id = g.id left join users u on u.id = m.user_id
+                 where ($1 or exists (select from group_members own where own.group_id = g.id and own.user_id = $2))
+                   and ($3::uuid is null or g.id = $3) and ($4::uuid is null or g.id > $4)
+                 group by g.id order by g.id limit $5",
+            )
+            .bind(scope.sees_all)
+            .bind(scope.user_id.as_uuid())
+            .bind(only.map(|id| *id.as_uuid()))
+            .bind(pages.after())
+            .bind(count)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+            pages.add(rows.iter().map(group).collect::<Result<Vec<_>, _>>().map_err(problem)?, |group| *group.id.as_uuid());
+        }
+        Ok(pages.finish())
     }
 }

@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, page, problem};
+use super::{Db, PageReader, problem};
 
 /// The version of an image that a request gets.
 #[derive(Clone, Debug)]
@@ -133,44 +133,48 @@ impl Db {
     }
 
     pub(crate) async fn images(&self, only: Option<ImageId>, allowed: bool, after: Option<Uuid>, limit: u32) -> Result<Page<Image>, ApiError> {
-        let rows = sqlx::query(
-            "select * from sandbox_images i where ($1::uuid is null or id = $1) and ($2::uuid is null or id > $2)
-               and (not $4 or exists (select from sandbox_image_versions v where v.sandbox_image_id = i.id and v.is_allowed)) order by id limit $3",
-        )
-        .bind(only.map(|id| *id.as_uuid()))
-        .bind(after)
-        .bind(i64::from(limit) + 1)
-        .bind(allowed)
-        .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
-        let mut items = Vec::with_capacity(rows.len());
-        for row in rows {
-            let id: Uuid = row.try_get("id").map_err(problem)?;
-            let versions = sqlx::query(
-                "select v.*, coalesce((select jsonb_object_agg(n.name, a.status) from node_sandbox_image_availability a join nodes n on n.id = a.node_id
-                                       where a.sandbox_image_version_id = v.id), '{}') as nodes
-                 from sandbox_image_versions v where v.sandbox_image_id = $1 and (not $2 or v.is_allowed) order by v.id",
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted() {
+            let rows = sqlx::query(
+                "select * from sandbox_images i where ($1::uuid is null or id = $1) and ($2::uuid is null or id > $2)
+                   and (not $4 or exists (select from sandbox_image_versions v where v.sandbox_image_id = i.id and v.is_allowed)) order by id limit $3",
             )
-            .bind(id)
+            .bind(only.map(|id| *id.as_uuid()))
+            .bind(pages.after())
+            .bind(count)
             .bind(allowed)
             .fetch_all(&self.pool)
             .await
             .map_err(problem)?;
-            let image = || -> Result<Image, sqlx::Error> {
-                Ok(Image {
-                    id: ImageId::from_uuid(id),
-                    name: row.try_get("name")?,
-                    description: row.try_get("description")?,
-                    versions: versions.iter().map(version).collect::<Result<_, _>>()?,
-                    created_at: row.try_get("created_at")?,
-                    updated_at: row.try_get("updated_at")?,
-                    updated_by: row.try_get("updated_by")?,
-                })
-            };
-            items.push(image().map_err(problem)?);
+            let mut items = Vec::with_capacity(rows.len());
+            for row in rows {
+                let id: Uuid = row.try_get("id").map_err(problem)?;
+                let versions = sqlx::query(
+                    "select v.*, coalesce((select jsonb_object_agg(n.name, a.status) from node_sandbox_image_availability a join nodes n on n.id = a.node_id
+                                           where a.sandbox_image_version_id = v.id), '{}') as nodes
+                     from sandbox_image_versions v where v.sandbox_image_id = $1 and (not $2 or v.is_allowed) order by v.id",
+                )
+                .bind(id)
+                .bind(allowed)
+                .fetch_all(&self.pool)
+                .await
+                .map_err(problem)?;
+                let image = || -> Result<Image, sqlx::Error> {
+                    Ok(Image {
+                        id: ImageId::from_uuid(id),
+                        name: row.try_get("name")?,
+                        description: row.try_get("description")?,
+                        versions: versions.iter().map(version).collect::<Result<_, _>>()?,
+                        created_at: row.try_get("created_at")?,
+                        updated_at: row.try_get("updated_at")?,
+                        updated_by: row.try_get("updated_by")?,
+                    })
+                };
+                items.push(image().map_err(problem)?);
+            }
+            pages.add(items, |image: &Image| *image.id.as_uuid());
         }
-        Ok(page(items, limit, |image| image.id.to_string()))
+        Ok(pages.finish())
     }
 
     pub(crate) async fn patch_image(&self, id: ImageId, patch: &ImagePatch, by: &str) -> Result<Image, ApiError> {

@@ -9,7 +9,7 @@ use sqlx::{Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, NewEvent, events, page, problem, quotas, stored, to_json};
+use super::{Db, NewEvent, PageReader, events, problem, quotas, stored, to_json};
 use crate::{
     blobs::{Blobs, Staged},
     caller::Scope,
@@ -160,21 +160,6 @@ impl Db {
         after: Option<Uuid>,
         limit: u32,
     ) -> Result<Page<Job>, ApiError> {
-        let rows = sqlx::query(concat!(
-            "select j.object || '{\"stdout\": \"\", \"stderr\": \"\", \"encoding\": \"utf-8\"}' as object, j.job_id, j.state, j.node_id, j.created_by
-             from jobs j where ($1::uuid is null or j.job_id > $1) and ",
-            visible_by_task!("j"),
-            " and ($4::text is null or j.state = $4) and ($5::uuid is null or j.task_id = $5) order by j.job_id limit $6"
-        ))
-        .bind(after)
-        .bind(scope.sees_all)
-        .bind(scope.user_id.as_uuid())
-        .bind(state.map(JobState::as_str))
-        .bind(task_id.map(|id| *id.as_uuid()))
-        .bind(i64::from(limit) + 1)
-        .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
         let listed = |row: &PgRow| -> Result<Job, ApiError> {
             let object: Job = stored(row.try_get("object").map_err(problem)?)?;
             Ok(Job {
@@ -185,8 +170,26 @@ impl Db {
                 ..object
             })
         };
-        let items = rows.iter().map(listed).collect::<Result<Vec<_>, _>>()?;
-        Ok(page(items, limit, |job| job.job_id.to_string()))
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted() {
+            let rows = sqlx::query(concat!(
+                "select j.object || '{\"stdout\": \"\", \"stderr\": \"\", \"encoding\": \"utf-8\"}' as object, j.job_id, j.state, j.node_id, j.created_by
+                 from jobs j where ($1::uuid is null or j.job_id > $1) and ",
+                visible_by_task!("j"),
+                " and ($4::text is null or j.state = $4) and ($5::uuid is null or j.task_id = $5) order by j.job_id limit $6"
+            ))
+            .bind(pages.after())
+            .bind(scope.sees_all)
+            .bind(scope.user_id.as_uuid())
+            .bind(state.map(JobState::as_str))
+            .bind(task_id.map(|id| *id.as_uuid()))
+            .bind(count)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+            pages.add(rows.iter().map(listed).collect::<Result<Vec<_>, _>>()?, |job| *job.job_id.as_uuid());
+        }
+        Ok(pages.finish())
     }
 
     /// Jobs that wait for something, for this orchestrator to bring forward. Nobody else does so before the lease has passed.

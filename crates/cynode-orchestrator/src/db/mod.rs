@@ -39,8 +39,11 @@ mod work;
 
 use std::{borrow::Cow, str::FromStr as _, sync::Arc, time::Duration};
 
-use cynode_api::ErrorCode;
-use cynode_service::ApiError;
+use cynode_api::{ErrorCode, Page};
+use cynode_service::{
+    ApiError,
+    pages::{PageBuilder, json_size},
+};
 use sqlx::{
     ConnectOptions as _, Connection as _, PgConnection, PgPool, Postgres, Transaction,
     migrate::{Migration, MigrationType, Migrator},
@@ -191,10 +194,112 @@ pub(crate) fn to_json(value: &impl serde::Serialize) -> serde_json::Value {
     serde_json::to_value(value).unwrap_or_default()
 }
 
-/// A page of a list that was asked for one longer than shown.
-pub(crate) fn page<T>(mut items: Vec<T>, limit: u32, id: impl Fn(&T) -> String) -> cynode_api::Page<T> {
-    let limit = limit as usize;
-    let next_cursor = (items.len() > limit).then(|| id(&items[limit - 1]));
-    items.truncate(limit);
-    cynode_api::Page { items, next_cursor }
+/// Rows that one statement reads. The rows of a whole page could be hundreds of MiB, a chunk of the largest is a few.
+const CHUNK: usize = 16;
+
+/// A page that is read chunk by chunk, in the order of its keys: as long as some are `wanted`, those `after` the last one are added.
+#[derive(Debug)]
+pub(crate) struct PageReader<T, K> {
+    page: PageBuilder<T>,
+    after: Option<K>,
+    asked: usize,
+    /// Known once all has been read: whether that was the last page.
+    is_last: Option<bool>,
+}
+
+impl<T: serde::Serialize, K: Clone + ToString> PageReader<T, K> {
+    pub(crate) const fn new(limit: u32, after: Option<K>) -> Self {
+        Self { page: PageBuilder::new(limit as usize), after, asked: 0, is_last: None }
+    }
+
+    /// How many rows to read next, if any.
+    pub(crate) fn wanted(&mut self) -> Option<i64> {
+        if self.is_last.is_some() {
+            return None;
+        }
+        // One more than is shown tells whether there is a next page.
+        self.asked = self.page.left().saturating_add(1).min(CHUNK);
+        i64::try_from(self.asked).ok()
+    }
+
+    pub(crate) fn after(&self) -> Option<K> {
+        self.after.clone()
+    }
+
+    /// Adds the rows that were read.
+    pub(crate) fn add(&mut self, chunk: Vec<T>, key: impl Fn(&T) -> K) {
+        if chunk.len() < self.asked {
+            self.is_last = Some(true);
+        }
+        for item in chunk {
+            let (next, size) = (key(&item), json_size(&item));
+            if !self.page.add(item, size) {
+                self.is_last = Some(false);
+                return;
+            }
+            self.after = Some(next);
+        }
+    }
+
+    pub(crate) fn finish(self) -> Page<T> {
+        let next_cursor = if self.is_last == Some(true) { None } else { self.after.map(|key| key.to_string()) };
+        Page { items: self.page.into_items(), next_cursor }
+    }
+}
+
+/// A page of items that are in memory already.
+pub(crate) fn page<T: serde::Serialize>(items: impl IntoIterator<Item = T>, limit: u32, key: impl Fn(&T) -> String) -> Page<T> {
+    let mut page = PageBuilder::new(limit as usize);
+    for item in items {
+        let size = json_size(&item);
+        if !page.add(item, size) {
+            let items = page.into_items();
+            return Page { next_cursor: items.last().map(key), items };
+        }
+    }
+    Page { items: page.into_items(), next_cursor: None }
+}
+
+#[cfg(test)]
+mod tests {
+    use cynode_service::pages::MAX_PAGE_BYTES;
+
+    use super::*;
+
+    /// Lists items that are texts of these lengths; says how many the pages have, and the most that one statement read.
+    fn pages(lengths: &[usize], limit: u32) -> (Vec<usize>, usize) {
+        let (mut after, mut counts, mut most) = (None, Vec::new(), 0);
+        loop {
+            let mut pages = PageReader::new(limit, after);
+            while let Some(count) = pages.wanted() {
+                let from = pages.after().map_or(0, |after: usize| after + 1);
+                let found: Vec<(usize, String)> =
+                    (from..lengths.len()).take(usize::try_from(count).expect("a count")).map(|n| (n, "x".repeat(lengths[n]))).collect();
+                most = most.max(found.len());
+                pages.add(found, |item| item.0);
+            }
+            let page = pages.finish();
+            assert_eq!(
+                page.items.first().map(|item| item.0),
+                (!lengths.is_empty()).then(|| after.map_or(0, |after| after + 1)),
+                "none is left out or comes twice"
+            );
+            counts.push(page.items.len());
+            let Some(cursor) = page.next_cursor else { return (counts, most) };
+            after = Some(cursor.parse().expect("a key"));
+        }
+    }
+
+    #[test]
+    fn a_page_ends_at_its_count_or_at_its_bytes_and_the_next_one_goes_on_there() {
+        assert_eq!(pages(&[], 10), (vec![0], 0));
+        assert_eq!(pages(&[1; 10], 10), (vec![10], 10));
+        assert_eq!(pages(&[1; 11], 10).0, [10, 1]);
+        assert_eq!(pages(&[1; 100], 1_000), (vec![100], CHUNK));
+        // Around each text there are a few bytes more.
+        assert_eq!(pages(&[MAX_PAGE_BYTES / 4 - 10; 9], 1_000).0, [4, 4, 1]);
+        assert_eq!(pages(&[MAX_PAGE_BYTES / 4; 8], 1_000).0, [3, 3, 2]);
+        // One that is larger than a page is a page.
+        assert_eq!(pages(&[1, 2 * MAX_PAGE_BYTES, 1, 1], 1_000).0, [1, 1, 2]);
+    }
 }

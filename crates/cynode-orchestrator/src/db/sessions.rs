@@ -10,7 +10,7 @@ use sqlx::{Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
-use super::{Db, NewEvent, events, page, problem, quotas, stored, to_json};
+use super::{Db, NewEvent, PageReader, events, problem, quotas, stored, to_json};
 use crate::caller::Scope;
 
 #[derive(Clone, Debug)]
@@ -178,29 +178,34 @@ impl Db {
         label: Option<(&str, Option<&str>)>,
         after: Option<Uuid>,
         limit: u32,
-    ) -> Result<Page<SessionRow>, ApiError> {
+    ) -> Result<Page<Session>, ApiError> {
         let (name, value) = label.map_or((None, None), |(name, value)| (Some(name), value));
-        let rows = sqlx::query(concat!(
-            "select *, clock_timestamp() as read_at from sessions s where ($1::uuid is null or s.session_id > $1) and ",
-            visible_by_task!("s"),
-            " and ($4::text is null or s.state = $4) and ($5::uuid is null or s.task_id = $5)
-              and ($6::text is null or coalesce(s.object->'labels', s.request->'labels', '{}') ? $6)
-              and ($7::text is null or coalesce(s.object->'labels', s.request->'labels')->>$6 = $7)
-              order by s.session_id limit $8"
-        ))
-        .bind(after)
-        .bind(scope.sees_all)
-        .bind(scope.user_id.as_uuid())
-        .bind(state.map(|state| state.to_string()))
-        .bind(task_id.map(|id| *id.as_uuid()))
-        .bind(name)
-        .bind(value)
-        .bind(i64::from(limit) + 1)
-        .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
-        let items = rows.iter().map(session).collect::<Result<Vec<_>, _>>()?;
-        Ok(page(items, limit, |row| row.session_id.to_string()))
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted() {
+            let rows = sqlx::query(concat!(
+                "select *, clock_timestamp() as read_at from sessions s where ($1::uuid is null or s.session_id > $1) and ",
+                visible_by_task!("s"),
+                " and ($4::text is null or s.state = $4) and ($5::uuid is null or s.task_id = $5)
+                  and ($6::text is null or coalesce(s.object->'labels', s.request->'labels', '{}') ? $6)
+                  and ($7::text is null or coalesce(s.object->'labels', s.request->'labels')->>$6 = $7)
+                  order by s.session_id limit $8"
+            ))
+            .bind(pages.after())
+            .bind(scope.sees_all)
+            .bind(scope.user_id.as_uuid())
+            .bind(state.map(|state| state.to_string()))
+            .bind(task_id.map(|id| *id.as_uuid()))
+            .bind(name)
+            .bind(value)
+            .bind(count)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+            pages.add(rows.iter().map(|row| session(row).map(|row| row.object)).collect::<Result<Vec<_>, _>>()?, |session: &Session| {
+                *session.session_id.as_uuid()
+            });
+        }
+        Ok(pages.finish())
     }
 
     /// Writes down what a node said of a session when it was asked at `as_of` (by the database's clock). What was written since

@@ -1,12 +1,12 @@
 //! System settings and preferences.
 
-use cynode_api::{ErrorCode, Preference, PreferenceScope, ProjectId, Setting, TaskId, UserId};
+use cynode_api::{ErrorCode, Page, Preference, PreferenceScope, ProjectId, Setting, TaskId, UserId};
 use cynode_service::ApiError;
 use serde_json::Value;
 use sqlx::{Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, problem};
+use super::{Db, PageReader, problem};
 
 fn setting(row: &PgRow) -> Result<Setting, sqlx::Error> {
     Ok(Setting {
@@ -43,9 +43,18 @@ pub(crate) struct Of {
 }
 
 impl Db {
-    pub(crate) async fn list_settings(&self) -> Result<Vec<Setting>, ApiError> {
-        let rows = sqlx::query("select * from system_settings order by key").fetch_all(&self.pool).await.map_err(problem)?;
-        rows.iter().map(setting).collect::<Result<_, _>>().map_err(problem)
+    pub(crate) async fn list_settings(&self, after: Option<String>, limit: u32) -> Result<Page<Setting>, ApiError> {
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted() {
+            let rows = sqlx::query("select * from system_settings where ($1::text is null or key > $1) order by key limit $2")
+                .bind(pages.after())
+                .bind(count)
+                .fetch_all(&self.pool)
+                .await
+                .map_err(problem)?;
+            pages.add(rows.iter().map(setting).collect::<Result<Vec<_>, _>>().map_err(problem)?, |setting| setting.key.clone());
+        }
+        Ok(pages.finish())
     }
 
     pub(crate) async fn setting(&self, key: &str) -> Result<Option<Setting>, ApiError> {
@@ -81,14 +90,32 @@ impl Db {
         row.as_ref().map(setting).transpose().map_err(problem)?.ok_or_else(|| changed_meanwhile(key))
     }
 
-    pub(crate) async fn list_preferences(&self, scope: PreferenceScope, scope_id: Uuid) -> Result<Vec<Preference>, ApiError> {
-        let rows = sqlx::query("select * from preferences where scope = $1 and scope_id = $2 order by key")
+    /// Those of one scope; with `key` the one that has it.
+    pub(crate) async fn list_preferences(
+        &self,
+        scope: PreferenceScope,
+        scope_id: Uuid,
+        key: Option<&str>,
+        after: Option<String>,
+        limit: u32,
+    ) -> Result<Page<Preference>, ApiError> {
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted() {
+            let rows = sqlx::query(
+                "select * from preferences where scope = $1 and scope_id = $2 and ($3::text is null or key > $3) and ($5::text is null or key = $5)
+                 order by key limit $4",
+            )
             .bind(scope.as_str())
             .bind(scope_id)
+            .bind(pages.after())
+            .bind(count)
+            .bind(key)
             .fetch_all(&self.pool)
             .await
             .map_err(problem)?;
-        rows.iter().map(preference).collect::<Result<_, _>>().map_err(problem)
+            pages.add(rows.iter().map(preference).collect::<Result<Vec<_>, _>>().map_err(problem)?, |preference| preference.key.clone());
+        }
+        Ok(pages.finish())
     }
 
     pub(crate) async fn put_preference(
@@ -136,20 +163,28 @@ impl Db {
     }
 
     /// For each key the value of the narrowest scope. Of several groups the first by name counts.
-    pub(crate) async fn effective_preferences(&self, of: Of) -> Result<Vec<Preference>, ApiError> {
-        let rows = sqlx::query(
-            "select distinct on (p.key) p.* from preferences p
-             left join groups g on p.scope = 'group' and g.id = p.scope_id
-             where (p.scope = 'task' and p.scope_id = $1) or (p.scope = 'project' and p.scope_id = $2) or (p.scope = 'user' and p.scope_id = $3)
-                or (p.scope = 'group' and exists (select from group_members m where m.group_id = p.scope_id and m.user_id = $3)) or p.scope = 'system'
-             order by p.key, array_position(array['task', 'project', 'user', 'group', 'system'], p.scope), g.name",
-        )
-        .bind(of.task.map(|id| *id.as_uuid()))
-        .bind(of.project.map(|id| *id.as_uuid()))
-        .bind(of.user.map(|id| *id.as_uuid()))
-        .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
-        rows.iter().map(preference).collect::<Result<_, _>>().map_err(problem)
+    pub(crate) async fn effective_preferences(&self, of: Of, after: Option<String>, limit: u32) -> Result<Page<Preference>, ApiError> {
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted() {
+            let rows = sqlx::query(
+                "select distinct on (p.key) p.* from preferences p
+                 left join groups g on p.scope = 'group' and g.id = p.scope_id
+                 where ((p.scope = 'task' and p.scope_id = $1) or (p.scope = 'project' and p.scope_id = $2) or (p.scope = 'user' and p.scope_id = $3)
+                        or (p.scope = 'group' and exists (select from group_members m where m.group_id = p.scope_id and m.user_id = $3))
+                        or p.scope = 'system')
+                   and ($4::text is null or p.key > $4)
+                 order by p.key, array_position(array['task', 'project', 'user', 'group', 'system'], p.scope), g.name limit $5",
+            )
+            .bind(of.task.map(|id| *id.as_uuid()))
+            .bind(of.project.map(|id| *id.as_uuid()))
+            .bind(of.user.map(|id| *id.as_uuid()))
+            .bind(pages.after())
+            .bind(count)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+            pages.add(rows.iter().map(preference).collect::<Result<Vec<_>, _>>().map_err(problem)?, |preference| preference.key.clone());
+        }
+        Ok(pages.finish())
     }
 }

@@ -6,7 +6,7 @@ use serde_json::Value;
 use sqlx::{PgExecutor, Row as _, postgres::PgRow};
 use uuid::Uuid;
 
-use super::{Db, page, problem, to_json};
+use super::{Db, PageReader, problem, to_json};
 use crate::caller::{Named, Scope};
 
 fn project(row: &PgRow) -> Result<Project, sqlx::Error> {
@@ -76,21 +76,24 @@ impl Db {
     }
 
     pub(crate) async fn list_projects(&self, scope: &Scope, named: &Named, after: Option<Uuid>, limit: u32) -> Result<Page<Project>, ApiError> {
-        let rows = sqlx::query(
-            "select * from projects where ($1 or owner_id = $2) and ($3::uuid is null or id > $3)
-               and ($5 or id = $6) order by id limit $4",
-        )
-        .bind(scope.sees_all)
-        .bind(scope.user_id.as_uuid())
-        .bind(after)
-        .bind(i64::from(limit) + 1)
-        .bind(named.all)
-        .bind(named.project)
-        .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
-        let items = rows.iter().map(project).collect::<Result<Vec<_>, _>>().map_err(problem)?;
-        Ok(page(items, limit, |project| project.id.to_string()))
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted() {
+            let rows = sqlx::query(
+                "select * from projects where ($1 or owner_id = $2) and ($3::uuid is null or id > $3)
+                   and ($5 or id = $6) order by id limit $4",
+            )
+            .bind(scope.sees_all)
+            .bind(scope.user_id.as_uuid())
+            .bind(pages.after())
+            .bind(count)
+            .bind(named.all)
+            .bind(named.project)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+            pages.add(rows.iter().map(project).collect::<Result<Vec<_>, _>>().map_err(problem)?, |project| *project.id.as_uuid());
+        }
+        Ok(pages.finish())
     }
 
     pub(crate) async fn patch_project(&self, scope: &Scope, id: ProjectId, patch: &ProjectPatch) -> Result<Project, ApiError> {
@@ -134,24 +137,27 @@ impl Db {
         after: Option<Uuid>,
         limit: u32,
     ) -> Result<Page<Task>, ApiError> {
-        let rows = sqlx::query(concat!(
-            "select * from tasks t where ($1::uuid is null or t.id > $1) and ",
-            visible!("t"),
-            " and ($4::uuid is null or t.project_id = $4) and ($6 or t.project_id = $7 or t.id = any($8)) order by t.id limit $5"
-        ))
-        .bind(after)
-        .bind(scope.sees_all)
-        .bind(scope.user_id.as_uuid())
-        .bind(in_project.map(|id| *id.as_uuid()))
-        .bind(i64::from(limit) + 1)
-        .bind(named.all)
-        .bind(named.project)
-        .bind(&named.tasks)
-        .fetch_all(&self.pool)
-        .await
-        .map_err(problem)?;
-        let items = rows.iter().map(task).collect::<Result<Vec<_>, _>>().map_err(problem)?;
-        Ok(page(items, limit, |task| task.id.to_string()))
+        let mut pages = PageReader::new(limit, after);
+        while let Some(count) = pages.wanted() {
+            let rows = sqlx::query(concat!(
+                "select * from tasks t where ($1::uuid is null or t.id > $1) and ",
+                visible!("t"),
+                " and ($4::uuid is null or t.project_id = $4) and ($6 or t.project_id = $7 or t.id = any($8)) order by t.id limit $5"
+            ))
+            .bind(pages.after())
+            .bind(scope.sees_all)
+            .bind(scope.user_id.as_uuid())
+            .bind(in_project.map(|id| *id.as_uuid()))
+            .bind(count)
+            .bind(named.all)
+            .bind(named.project)
+            .bind(&named.tasks)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+            pages.add(rows.iter().map(task).collect::<Result<Vec<_>, _>>().map_err(problem)?, |task| *task.id.as_uuid());
+        }
+        Ok(pages.finish())
     }
 
     pub(crate) async fn patch_task(&self, scope: &Scope, id: TaskId, patch: &TaskPatch) -> Result<Task, ApiError> {

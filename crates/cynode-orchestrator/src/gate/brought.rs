@@ -5,12 +5,15 @@ use std::{
     sync::{Arc, OnceLock},
 };
 
-use axum::body::Body;
+use axum::body::{Body, HttpBody as _};
 use bytes::{Bytes, BytesMut};
 use cynode_api::{ErrorCode, artifact_limits, file_limits};
 use cynode_archive::{Archive, Kind, Reader};
 use cynode_policy::{Hit, Scanner, Watch};
-use cynode_service::{ApiError, body, edge};
+use cynode_service::{
+    ApiError, body, compute, edge,
+    json::{self, Room},
+};
 use futures_util::{StreamExt as _, stream};
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
@@ -42,10 +45,14 @@ pub(crate) enum Incoming {
 }
 
 impl Incoming {
-    async fn json(self) -> Result<Bytes, ApiError> {
+    async fn json(self, orchestrator: &Orchestrator) -> Result<(Bytes, Room), ApiError> {
         match self {
-            Self::Coming(body) => json_bytes(body).await,
-            Self::Here(taken) => taken,
+            Self::Coming(body) => json_body(orchestrator, body).await,
+            Self::Here(taken) => {
+                let bytes = taken?;
+                let nodes = json::count(&bytes)?;
+                Ok((bytes.clone(), json::room(bytes.len(), nodes).await))
+            }
         }
     }
 
@@ -62,7 +69,7 @@ impl Incoming {
 pub(crate) enum Brought {
     Nothing(Body),
     /// What it says, if it can be read; who takes the call reads it again, strictly.
-    Json(Bytes, Value),
+    Json(Bytes, Value, Room),
     Held(Held),
     /// Looked through on its way.
     Passing(Body, Found),
@@ -97,13 +104,17 @@ impl Brought {
     pub(crate) async fn take(orchestrator: &Orchestrator, takes: Takes, enters: bool, incoming: Incoming) -> Result<Self, ApiError> {
         match takes {
             Takes::Json => {
-                let bytes = incoming.json().await?;
-                let value = edge::parse(&bytes).unwrap_or_default();
-                Ok(Self::Json(bytes, value))
+                let (bytes, room) = incoming.json(orchestrator).await?;
+                let value = compute::apart(bytes.len(), || edge::parse(&bytes).unwrap_or_default()).await;
+                Ok(Self::Json(bytes, value, room))
             }
-            Takes::File => hold(orchestrator, incoming.into_body()?, file_limits::MAX_PUT_BYTES).await.map(Self::Held),
+            Takes::File => {
+                let mut watch = orchestrator.scanner.watch();
+                hold(orchestrator, incoming.into_body()?, file_limits::MAX_PUT_BYTES, |piece| Ok(watch.feed(piece))).await.map(Self::Held)
+            }
             Takes::Archive => {
-                let held = hold(orchestrator, incoming.into_body()?, artifact_limits::MAX_BYTES).await?;
+                let mut watch = orchestrator.scanner.watch();
+                let held = hold(orchestrator, incoming.into_body()?, artifact_limits::MAX_BYTES, |piece| Ok(watch.feed(piece))).await?;
                 let read = tokio::task::spawn_blocking(move || held.with_entries()).await;
                 read.unwrap_or_else(|_| Err(ApiError::new(ErrorCode::Internal, "reading the archive was interrupted"))).map(Self::Held)
             }
@@ -119,8 +130,17 @@ impl Brought {
 
     pub(crate) fn json(&self) -> &Value {
         match self {
-            Self::Json(_, value) => value,
+            Self::Json(_, value, _) => value,
             _ => &Value::Null,
+        }
+    }
+
+    /// How much of it there is to work on.
+    pub(crate) fn size(&self) -> usize {
+        match self {
+            Self::Json(bytes, ..) => bytes.len(),
+            Self::Held(_) => self.archive_paths().map(str::len).sum(),
+            Self::Nothing(_) | Self::Passing(..) => 0,
         }
     }
 
@@ -135,7 +155,7 @@ impl Brought {
 
     /// Gives what is to be made its id, so that it can be found by it whatever happens. Says the id.
     pub(crate) fn identify(&mut self, name: &str, new: impl FnOnce() -> String) -> Option<String> {
-        let Self::Json(bytes, value) = self else { return None };
+        let Self::Json(bytes, value, _) = self else { return None };
         let members = value.as_object_mut()?;
         if let Some(id) = members.get(name).filter(|id| !id.is_null()) {
             return id.as_str().map(str::to_owned);
@@ -149,7 +169,7 @@ impl Brought {
     /// Where a secret is, and what kind.
     pub(crate) fn secret(&self, scanner: &Scanner) -> Option<(String, &'static str)> {
         match self {
-            Self::Json(_, value) => scanner.find_in_json(value).map(|(field, hit)| (field, hit.what)),
+            Self::Json(_, value, _) => scanner.find_in_json(value).map(|(field, hit)| (field, hit.what)),
             Self::Held(held) => held.hit.as_ref().map(|hit| ("body".to_owned(), hit.what)),
             Self::Nothing(_) | Self::Passing(..) => None,
         }
@@ -168,11 +188,32 @@ impl Brought {
     pub(crate) fn into_body(self) -> (Body, Found) {
         match self {
             Self::Nothing(body) => (body, Found::default()),
-            Self::Json(bytes, _) => (Body::from(bytes), Found::default()),
+            Self::Json(bytes, _, room) => (json::body(bytes, room), Found::default()),
             Self::Held(held) => (held.into_body(), Found::default()),
             Self::Passing(body, found) => (body, found),
         }
     }
+}
+
+/// A JSON body, whole. A long one waits in a file until there is room for what it becomes.
+pub(crate) async fn json_body(orchestrator: &Orchestrator, body: Body) -> Result<(Bytes, Room), ApiError> {
+    if body.size_hint().upper().is_some_and(|size| size <= IN_MEMORY as u64) {
+        let bytes = json_bytes(body).await?;
+        let nodes = json::count(&bytes)?;
+        let room = json::room(bytes.len(), nodes).await;
+        return Ok((bytes, room));
+    }
+    let mut scan = json::Scan::default();
+    let mut held = hold(orchestrator, body, edge::MAX_BODY as u64, |piece| scan.feed(piece).map(|()| None)).await?;
+    let size = usize::try_from(held.size).unwrap_or(usize::MAX);
+    let room = json::room(size, scan.nodes()).await;
+    let read = move || {
+        let mut bytes = Vec::with_capacity(size);
+        held.reader()?.read_to_end(&mut bytes)?;
+        std::io::Result::Ok(Bytes::from(bytes))
+    };
+    let bytes = compute::apart(size, read).await.map_err(|error| no_room(&error))?;
+    Ok((bytes, room))
 }
 
 pub(crate) async fn json_bytes(body: Body) -> Result<Bytes, ApiError> {
@@ -188,8 +229,13 @@ pub(crate) async fn json_bytes(body: Body) -> Result<Bytes, ApiError> {
     Ok(bytes.freeze())
 }
 
-async fn hold(orchestrator: &Orchestrator, body: Body, limit: u64) -> Result<Held, ApiError> {
-    let mut watch = orchestrator.scanner.watch();
+/// Holds a body, and stops where `look` finds something.
+async fn hold(
+    orchestrator: &Orchestrator,
+    body: Body,
+    limit: u64,
+    mut look: impl FnMut(&[u8]) -> Result<Option<Hit>, ApiError> + Send,
+) -> Result<Held, ApiError> {
     let mut pieces = body.into_data_stream();
     let mut spooling = None;
     let mut looked_at = 0;
@@ -203,7 +249,7 @@ async fn hold(orchestrator: &Orchestrator, body: Body, limit: u64) -> Result<Hel
             return Err(ApiError::new(ErrorCode::TooLarge, format!("the body exceeds {limit} bytes")));
         }
         hash.update(&piece);
-        hit = hit.or_else(|| watch.feed(&piece));
+        hit = look(&piece)?;
         if hit.is_some() {
             break;
         }

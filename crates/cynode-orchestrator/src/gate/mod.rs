@@ -20,11 +20,12 @@ use axum::{
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditSubject, CALL_HEADER, ErrorCode, ExecId, JobId, SessionId, TokenKind};
 use cynode_policy::{Action, Decision, Resource};
-use cynode_service::{ApiError, edge};
+use cynode_service::{ApiError, compute, edge, json};
 use http::{HeaderName, HeaderValue, request::Parts};
 use serde_json::{Map, Value, json};
 use uuid::Uuid;
 
+pub(crate) use brought::json_body;
 pub(crate) use resources::wants_bytes;
 pub(crate) use rules::runs_on_node;
 
@@ -45,6 +46,8 @@ use rules::{Effect, Rule, Takes};
 const LITTLE: u64 = 64 * 1024;
 /// So many paths may one call touch.
 const MAX_PATHS: usize = 10_000;
+/// The texts of all of them together.
+const MAX_PATHS_BYTES: usize = 16 * 1024 * 1024;
 /// And with more than so many, deciding leaves the others' thread.
 const MANY_PATHS: usize = 64;
 
@@ -199,6 +202,7 @@ async fn admit(
     if by.is_none() {
         check_kind(rule, caller).map_err(at("agent_type"))?;
     }
+    edge::check_query(&parts.uri).map_err(at("arguments"))?;
     let path = path_of(&mut parts).await.map_err(at("arguments"))?;
     let query = query_of(&parts.uri);
     let mut seen = parts.extensions.remove::<Seen>();
@@ -214,7 +218,9 @@ async fn admit(
         decide(orchestrator, rule.action, caller, &about, &calls, intent)?;
     }
     let mut brought = Brought::take(orchestrator, rule.takes, rule.enters, incoming).await.map_err(at("arguments"))?;
-    identify(rule, &mut brought, intent, &path);
+    let size = brought.size();
+    let permit = compute::permit(size).await;
+    permit.run(|| identify(rule, &mut brought, intent, &path));
     let named = Named { path: &path, query: &query, body: brought.json(), seen };
     let mut about = db::soon(orchestrator.about(rule.on, caller, &named)).await.map_err(at("resource"))?;
     place(intent, &about);
@@ -222,26 +228,31 @@ async fn admit(
         keep_clean(orchestrator, intent);
         return Err(refusal);
     }
-    let calls = Calls::new(rule.action, brought.json(), &query, brought.archive_paths());
-    let mut detail = facts::detail(rule.action, brought.json(), &query);
-    detail.extend(by_tool(by.as_ref()));
-    if let Ok(calls) = &calls {
-        calls.tell(rule.action, &mut detail);
-    }
-    brought.tell(&mut detail);
-    intent.detail = facts::bounded(detail);
-    if rule.enters
-        && let Err(error) = check_secrets(orchestrator, &brought, &query, &path, intent)
-    {
-        // Who may not know of a thing does not learn of it by this either.
-        return Err(Refusal { stage: "secrets", error: if about.visible { error } else { about.missing() } });
-    }
-    keep_clean(orchestrator, intent);
-    let too_many = || ApiError::new(ErrorCode::TooLarge, format!("names more than {MAX_PATHS} paths; split it"));
-    let calls = calls.and_then(|calls| if calls.len() > MAX_PATHS { Err(too_many()) } else { Ok(calls) });
-    // A caller who may not see the session does not learn from a bad diff that it exists.
-    let calls = calls.map_err(|error| Refusal { stage: "arguments", error: if about.visible { error } else { about.missing() } })?;
-    decide(orchestrator, rule.action, caller, &about, &calls, intent)?;
+    let permit_to_judge = compute::permit(size).await;
+    let judge = || {
+        let within = check_path_bytes(&query, brought.archive_paths());
+        let calls = within.and_then(|()| Calls::new(rule.action, brought.json(), &query, brought.archive_paths()));
+        let mut detail = facts::detail(rule.action, brought.json(), &query);
+        detail.extend(by_tool(by.as_ref()));
+        if let Ok(calls) = &calls {
+            calls.tell(rule.action, &mut detail);
+        }
+        brought.tell(&mut detail);
+        intent.detail = facts::bounded(detail);
+        if rule.enters
+            && let Err(error) = check_secrets(orchestrator, &brought, &query, &path, intent)
+        {
+            // Who may not know of a thing does not learn of it by this either.
+            return Err(Refusal { stage: "secrets", error: if about.visible { error } else { about.missing() } });
+        }
+        keep_clean(orchestrator, intent);
+        let too_many = || ApiError::new(ErrorCode::TooLarge, format!("names more than {MAX_PATHS} paths; split it"));
+        let calls = calls.and_then(|calls| if calls.len() > MAX_PATHS { Err(too_many()) } else { Ok(calls) });
+        // A caller who may not see the session does not learn from a bad diff that it exists.
+        let calls = calls.map_err(|error| Refusal { stage: "arguments", error: if about.visible { error } else { about.missing() } })?;
+        decide(orchestrator, rule.action, caller, &about, &calls, intent)
+    };
+    permit_to_judge.run(judge)?;
     let implied = db::soon(orchestrator.implied(rule.action, caller, &about, &parts.headers, brought.json())).await.map_err(at("resource"))?;
     for (action, about) in implied {
         decide(orchestrator, action, caller, &about, &Calls::default(), intent)?;
@@ -255,6 +266,9 @@ async fn admit(
     if let Some(id) = intent.call_id {
         parts.extensions.insert(Called(id));
     }
+    if matches!(rule.takes, Takes::Json) {
+        parts.extensions.insert(json::Reserved);
+    }
     if by.is_some() && caller.kind != TokenKind::User {
         parts.extensions.insert(caller.clone().let_through());
     }
@@ -262,6 +276,16 @@ async fn admit(
         parts.extensions.insert(Decided(at));
     }
     Ok((Request::from_parts(parts, body), found))
+}
+
+/// Refuses an archive whose paths, each with the directory that it is unpacked into, would take too much memory.
+fn check_path_bytes<'a>(query: &[(String, String)], entries: impl Iterator<Item = &'a str>) -> Result<(), ApiError> {
+    let directory = query.iter().filter(|(name, _)| name.starts_with("path")).map(|(_, value)| value.len() + 1).sum::<usize>();
+    let bytes = entries.map(|entry| entry.len().saturating_add(directory)).fold(0, usize::saturating_add);
+    if bytes > MAX_PATHS_BYTES {
+        return Err(ApiError::new(ErrorCode::TooLarge, format!("the paths of the archive have more than {MAX_PATHS_BYTES} bytes together")));
+    }
+    Ok(())
 }
 
 /// Asks the policies; for each path that a call touches. The rules of an earlier decision on the same call stay in its record.

@@ -15,9 +15,14 @@ mod tools;
 
 use std::{panic::AssertUnwindSafe, sync::Arc, time::Duration};
 
-use axum::Router;
-use cynode_api::ErrorCode;
-use cynode_service::{ApiError, edge};
+use axum::{
+    Router,
+    extract::{Request, State},
+    middleware::{self, Next},
+    response::{IntoResponse as _, Response},
+};
+use cynode_api::{ErrorCode, TaskId};
+use cynode_service::{ApiError, compute, edge, json};
 use futures_util::FutureExt as _;
 use http::request::Parts;
 use rmcp::{
@@ -33,7 +38,7 @@ use serde_json::{Value, json};
 
 pub(crate) use run::Stage;
 
-use crate::{Orchestrator, caller::Caller};
+use crate::{Orchestrator, caller::Caller, gate};
 use tools::{Kind, Tool};
 
 /// How often a client that asked for it hears that a call goes on.
@@ -63,7 +68,25 @@ pub(crate) fn routes(orchestrator: &Orchestrator, routes: Router) -> Router {
         .with_max_request_body_bytes(edge::MAX_BODY)
         .with_allowed_hosts(orchestrator.config.mcp_hosts())
         .enforce_origin_validation();
-    Router::new().route_service("/mcp", StreamableHttpService::new(move || Ok(gateway.clone()), Arc::new(NeverSessionManager::default()), config))
+    Router::new()
+        .route_service("/mcp", StreamableHttpService::new(move || Ok(gateway.clone()), Arc::new(NeverSessionManager::default()), config))
+        .layer(middleware::from_fn_with_state(orchestrator.clone(), bounded))
+}
+
+/// The size of the body that a call came in.
+#[derive(Clone, Copy, Debug)]
+struct BodyBytes(usize);
+
+/// Takes the body before the protocol's own parser does, within the bounds of every JSON body.
+async fn bounded(State(orchestrator): State<Orchestrator>, request: Request, next: Next) -> Response {
+    let (mut parts, body) = request.into_parts();
+    match gate::json_body(&orchestrator, body).await {
+        Ok((bytes, room)) => {
+            parts.extensions.insert(BodyBytes(bytes.len()));
+            next.run(Request::from_parts(parts, json::body(bytes, room))).await
+        }
+        Err(error) => error.into_response(),
+    }
 }
 
 /// What a request says beside the call itself.
@@ -71,6 +94,7 @@ struct Asked<'a> {
     caller: &'a Caller,
     underscored: bool,
     request_id: Option<&'a str>,
+    body_bytes: usize,
 }
 
 fn asked(context: &RequestContext<RoleServer>) -> Result<Asked<'_>, ErrorData> {
@@ -79,7 +103,8 @@ fn asked(context: &RequestContext<RoleServer>) -> Result<Asked<'_>, ErrorData> {
     let (parts, caller) = found.ok_or_else(|| ErrorData::internal_error("nobody is known to call", None))?;
     let underscored = parts.uri.query().is_some_and(|query| query.split('&').any(|pair| pair == "names=underscore"));
     let request_id = parts.headers.get("x-request-id").and_then(|id| id.to_str().ok());
-    Ok(Asked { caller, underscored, request_id })
+    let body_bytes = parts.extensions.get::<BodyBytes>().map_or(0, |size| size.0);
+    Ok(Asked { caller, underscored, request_id, body_bytes })
 }
 
 /// As clients see a tool.
@@ -141,9 +166,11 @@ impl ServerHandler for Gateway {
 impl Gateway {
     /// One call, from its name to its result. Only a tool that there is not, for this caller, is an error of the protocol.
     async fn called(&self, asked: &Asked<'_>, request: CallToolRequestParams) -> Result<CallToolResult, ErrorData> {
-        let arguments = request.arguments.unwrap_or_default();
-        let refusal = |stage: &'static str, error: ApiError| run::Refused { tool: &request.name, stage, error, arguments: &arguments };
-        let Some(tool) = tools::find(&request.name, asked.underscored) else {
+        let CallToolRequestParams { name, arguments, .. } = request;
+        let arguments = arguments.unwrap_or_default();
+        let task_id = arguments.get("task_id").and_then(Value::as_str).and_then(|id| id.parse::<TaskId>().ok());
+        let refusal = |stage: &'static str, error: ApiError| run::Refused { tool: &name, stage, error, task_id };
+        let Some(tool) = tools::find(&name, asked.underscored) else {
             return self.unknown(asked, &refusal("tool", no_tool())).await;
         };
         if !tool.for_whom.has(asked.caller.kind) {
@@ -152,7 +179,8 @@ impl Gateway {
         if let Some(error) = self.disabled(tool).await {
             return Ok(self.refused(asked, &refusal("enabled", error)).await);
         }
-        match tool.plan(&arguments) {
+        // The arguments are large, and a call may last for hours: only the plan outlives this.
+        match compute::apart(asked.body_bytes, move || tool.plan(&arguments)).await {
             Ok(plan) => Ok(match self.run(asked, tool, plan).await {
                 Ok(result) => succeeded(result),
                 Err(failed) if failed.is_recorded => failed.result(asked),

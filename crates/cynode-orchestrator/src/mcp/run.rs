@@ -5,11 +5,11 @@ use axum::{
     response::Response,
 };
 use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditResult, Base64Bytes, ErrorCode, Problem, TaskId};
-use cynode_service::ApiError;
+use cynode_service::{ApiError, compute, json};
 use futures_util::StreamExt as _;
 use http::{Method, Request, StatusCode, header};
 use rmcp::model::{CallToolResult, ContentBlock};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 use tower::ServiceExt as _;
 use uuid::Uuid;
@@ -21,8 +21,8 @@ use super::{
     tools::Tool,
 };
 
-/// The longest answer that becomes a result: what tools ask for at most, with every byte escaped.
-const MAX_ANSWER: usize = 16 * 1024 * 1024;
+/// The longest answer that becomes a result. Pages of output, listings and searches have half of that.
+const MAX_ANSWER: usize = 8 * 1024 * 1024;
 /// So many answers are read at once, each of them whole.
 static READ_AT_ONCE: Semaphore = Semaphore::const_new(16);
 
@@ -71,7 +71,8 @@ pub(super) struct Refused<'a> {
     pub(super) tool: &'a str,
     pub(super) stage: &'static str,
     pub(super) error: ApiError,
-    pub(super) arguments: &'a Map<String, Value>,
+    /// As far as the arguments name one.
+    pub(super) task_id: Option<TaskId>,
 }
 
 impl Gateway {
@@ -94,11 +95,20 @@ impl Gateway {
                 self.call(asked, tool, Call::get(format!("/v1/projects/{id}"), task)).await
             }
             Plan::LastOutput(call) => {
-                let execs = self.call(asked, tool, Call::get(call.path.clone(), call.task)).await?;
-                let items = execs["items"].as_array().map(Vec::as_slice).unwrap_or_default();
-                let last = items.iter().max_by_key(|exec| exec["started_at"].as_str());
+                let (mut last, mut cursor) = (None, None);
+                loop {
+                    let execs = self.call(asked, tool, Call::get(call.path.clone(), call.task).query("cursor", cursor.take())).await?;
+                    let started =
+                        execs["items"].as_array().into_iter().flatten().filter_map(|exec| Some((exec["started_at"].as_str()?, exec["exec_id"].as_str()?)));
+                    let newest = started.max().map(|(at, id)| (at.to_owned(), id.to_owned()));
+                    last = last.max(newest);
+                    cursor = execs["next_cursor"].as_str().map(str::to_owned);
+                    if cursor.is_none() {
+                        break;
+                    }
+                }
                 let missing = || ApiError::new(ErrorCode::ExecNotFound, "no command has been run in this sandbox");
-                let id = last.and_then(|exec| exec["exec_id"].as_str()).ok_or_else(|| Failed::here("run", missing()))?;
+                let (_, id) = last.ok_or_else(|| Failed::here("run", missing()))?;
                 let path = format!("{}/{id}/output", call.path);
                 self.call(asked, tool, Call { path, ..call }).await
             }
@@ -191,7 +201,11 @@ async fn object(response: Response) -> Result<Value, ApiError> {
     if bytes.is_empty() {
         return Ok(json!({}));
     }
-    serde_json::from_slice(&bytes).map_err(|error| ApiError::new(ErrorCode::Internal, format!("an answer could not be read: {error}")))
+    let mut scan = json::Scan::up_to(usize::MAX);
+    scan.feed(&bytes)?;
+    let _room = json::room(bytes.len(), scan.nodes()).await;
+    let read = compute::apart(bytes.len(), || serde_json::from_slice(&bytes)).await;
+    read.map_err(|error| ApiError::new(ErrorCode::Internal, format!("an answer could not be read: {error}")))
 }
 
 /// An answer that can't be taken whole. What was asked for has been done.
@@ -279,7 +293,7 @@ impl Gateway {
         let mut intent = self.record(asked, refused.tool);
         intent.decision = (refused.stage != "run").then_some(AuditDecision::Deny);
         intent.stage = Some(refused.stage.to_owned());
-        intent.task_id = refused.arguments.get("task_id").and_then(Value::as_str).and_then(|id| id.parse::<TaskId>().ok());
+        intent.task_id = refused.task_id;
         let outcome = AuditBody {
             kind: AuditKind::Outcome,
             result: Some(AuditResult::of_status(refused.error.0.status)),

@@ -1,8 +1,8 @@
 //! Listing a directory.
 //!
 //! What must stay true: entries come in the order of their paths' bytes, and when there are more than asked for, those
-//! given are the first ones; memory holds at most that many entries, however large the directories are; links are shown,
-//! never followed, except the listed path itself.
+//! given are the first ones; memory holds at most that many entries, and no more bytes of them than an answer may have, however
+//! large the directories are; links are shown, never followed, except the listed path itself.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use cynode_api::{Base64Bytes, FileEntry, FileType, ListRequest, ListResult, file_limits};
+use cynode_api::{Base64Bytes, FileEntry, FileType, ListRequest, ListResult, file_limits, json_text_bytes};
 use rustix::{
     fs::{AtFlags, CWD, Mode, OFlags, Stat, openat, readlinkat, statat},
     io::Errno,
@@ -57,6 +57,7 @@ impl Files {
             deadline: Instant::now() + MAX_TIME,
             kept: BTreeMap::new(),
             pending: BTreeSet::new(),
+            bytes: 0,
             truncated: false,
         };
         listing.add_directory(&top, b"").doing("listing", path::bytes(&place))?;
@@ -92,6 +93,8 @@ struct Listing {
     /// Directories among them that were not read yet. What lies in a directory sorts after it, so a directory that falls
     /// out of `kept` needs no reading.
     pending: BTreeSet<Vec<u8>>,
+    /// What the kept entries have as JSON.
+    bytes: usize,
     truncated: bool,
 }
 
@@ -121,9 +124,8 @@ impl Listing {
                 Err(Errno::NOENT) => continue,
                 Err(errno) => return Err(errno),
             };
-            if full && let Some((last, _)) = self.kept.pop_last() {
-                self.truncated = true;
-                self.pending.remove(&last);
+            if full {
+                self.drop_last();
             }
             let kind = path::kind(&stat);
             let target = (kind == FileType::Symlink).then(|| readlinkat(directory, name.bytes.as_slice(), Vec::new()).ok()).flatten();
@@ -132,14 +134,35 @@ impl Listing {
             if kind == FileType::Dir {
                 self.pending.insert(path.clone());
             }
-            self.kept.insert(path, entry(&printed, &stat, target.as_deref().map(CStr::to_bytes)));
+            let entry = entry(&printed, &stat, target.as_deref().map(CStr::to_bytes));
+            self.bytes += written_bytes(&entry);
+            self.kept.insert(path, entry);
+            while self.bytes > file_limits::MAX_ANSWER_BYTES {
+                self.drop_last();
+            }
         }
         Ok(())
+    }
+
+    fn drop_last(&mut self) {
+        if let Some((path, entry)) = self.kept.pop_last() {
+            self.bytes -= written_bytes(&entry);
+            self.truncated = true;
+            self.pending.remove(&path);
+        }
     }
 
     fn finish(self) -> ListResult {
         ListResult { entries: self.kept.into_values().collect(), truncated: self.truncated }
     }
+}
+
+/// What an entry takes in the answer.
+fn written_bytes(entry: &FileEntry) -> usize {
+    // The names of its members, its numbers and its time.
+    const REST: usize = 128;
+    let bytes = entry.path_b64.as_ref().map_or(0, |bytes| bytes.0.len().div_ceil(3) * 4);
+    REST + json_text_bytes(&entry.path) + bytes + entry.target.as_deref().map_or(0, json_text_bytes)
 }
 
 /// A path as text, and its bytes when text can't carry them.
@@ -246,6 +269,27 @@ mod tests {
         assert!(result.truncated);
         let exact = listed(&sandbox, Some("d00"), |request| request.max_entries = Some(1));
         assert!(!exact.truncated);
+    }
+
+    #[test]
+    fn long_names_end_a_listing_where_the_answer_is_full() {
+        let sandbox = Sandbox::new();
+        // Each takes six letters in JSON.
+        let name = |number: usize| format!("{number:04}{}", "\u{1}".repeat(200));
+        for number in 0..4_000 {
+            sandbox.put(&name(number), "");
+        }
+        let most = |request: &mut ListRequest| request.max_entries = Some(10_000);
+        let result = listed(&sandbox, None, most);
+        let written = serde_json::to_string(&result).expect("JSON").len();
+        assert!(result.truncated && written <= file_limits::MAX_ANSWER_BYTES && written > file_limits::MAX_ANSWER_BYTES * 3 / 4, "{written}");
+        let expected: Vec<String> = (0..result.entries.len()).map(name).collect();
+        assert_eq!(paths(&result), expected, "the first ones are kept");
+        for number in 2_000..4_000 {
+            std::fs::remove_file(sandbox.path(&name(number))).expect("removed");
+        }
+        let result = listed(&sandbox, None, most);
+        assert!(!result.truncated && result.entries.len() == 2_000);
     }
 
     #[test]

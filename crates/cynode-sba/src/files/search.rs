@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cynode_api::{FileType, SearchMatch, SearchRequest, SearchResult, file_limits};
+use cynode_api::{FileType, SearchMatch, SearchRequest, SearchResult, file_limits, json_text_bytes};
 use globset::{GlobBuilder, GlobSet};
 use grep_matcher::{LineTerminator, Matcher};
 use grep_regex::{RegexMatcher, RegexMatcherBuilder};
@@ -29,8 +29,8 @@ use super::{
 const MAX_REGEX_BYTES: usize = 8 * 1024 * 1024;
 /// Longest line that is held to be searched.
 const MAX_HEAP: usize = 16 * 1024 * 1024;
-/// Text of all matches and their context together.
-const MAX_RESULT_BYTES: usize = 8 * 1024 * 1024;
+/// What a match takes in the answer beside its texts.
+const MATCH_BYTES: usize = 250;
 
 impl Files {
     pub(super) fn search(&self, request: &SearchRequest) -> Outcome<SearchResult> {
@@ -130,7 +130,7 @@ impl Search {
             glob,
             context_lines: u64::from(context_lines),
             max_results: max_results as usize,
-            bytes_left: MAX_RESULT_BYTES,
+            bytes_left: file_limits::MAX_ANSWER_BYTES,
             deadline: Instant::now() + Duration::from_millis(file_limits::SEARCH_MS),
             result: SearchResult::default(),
         })
@@ -221,7 +221,7 @@ impl Collector<'_> {
             return;
         }
         for found in self.matches.iter_mut().rev().take_while(|found| found.line + self.context_lines >= line) {
-            self.bytes_left = self.bytes_left.saturating_sub(text.len());
+            self.bytes_left = self.bytes_left.saturating_sub(json_text_bytes(text));
             found.after.push(text.to_owned());
         }
         if self.recent.len() as u64 == self.context_lines {
@@ -253,7 +253,8 @@ impl Sink for Collector<'_> {
         let column = self.matcher.find(found.bytes()).ok().flatten().map_or(1, |range| range.start() as u64 + 1);
         let before = self.recent.iter().filter(|(number, _)| number + self.context_lines >= line).map(|(_, text)| text.clone()).collect::<Vec<_>>();
         let (path, path_b64) = text(self.path);
-        let bytes = path.len() + shown.len() + before.iter().map(String::len).sum::<usize>();
+        let path_bytes = json_text_bytes(&path) + path_b64.as_ref().map_or(0, |bytes| bytes.0.len().div_ceil(3) * 4);
+        let bytes = MATCH_BYTES + path_bytes + json_text_bytes(&shown) + before.iter().map(|line| json_text_bytes(line)).sum::<usize>();
         self.bytes_left = self.bytes_left.saturating_sub(bytes);
         self.around(line, &shown);
         self.matches.push(SearchMatch { path, path_b64, line, column, text: shown, before, after: Vec::new() });
@@ -401,8 +402,17 @@ mod tests {
         assert_eq!(shorten(&[0x80; 3_000]).chars().count(), 2_045);
         sandbox.put("many", format!("{}\n", "m".repeat(2_000)).repeat(10_000));
         let many = sandbox.files.search(&SearchRequest { max_results: Some(10_000), context_lines: Some(20), ..request("m") }).expect("searched");
-        let bytes: usize = many.matches.iter().flat_map(|found| found.before.iter().chain(&found.after).chain([&found.text])).map(String::len).sum();
-        assert!(many.truncated && bytes < MAX_RESULT_BYTES + 200_000, "{bytes}");
+        let written = serde_json::to_string(&many).expect("JSON").len();
+        assert!(many.truncated && written < file_limits::MAX_ANSWER_BYTES + 200_000, "{written}");
+        // Characters that take six letters each, and lines of which there is next to nothing but what stands around them.
+        sandbox.put("many", format!("m{}\n", "\u{1}".repeat(2_000)).repeat(2_000));
+        let odd = sandbox.files.search(&SearchRequest { max_results: Some(10_000), ..request("m") }).expect("searched");
+        let written = serde_json::to_string(&odd).expect("JSON").len();
+        assert!(odd.truncated && written < file_limits::MAX_ANSWER_BYTES + 200_000, "{written}");
+        sandbox.put("many", "m\n".repeat(10_000));
+        let short = sandbox.files.search(&SearchRequest { max_results: Some(10_000), context_lines: Some(20), ..request("m") }).expect("searched");
+        let written = serde_json::to_string(&short).expect("JSON").len();
+        assert!(short.truncated && written < file_limits::MAX_ANSWER_BYTES + 200_000, "{written}");
     }
 
     #[test]

@@ -97,9 +97,10 @@ pub(super) async fn start(
         return Ok(told(&accepted, output::stream(exec.attach(0)?, true, api.stop.clone())));
     }
     let _watching = exec.watch();
-    let result = exec.result().await?;
+    let answer = exec.answer().await?;
     metrics::histogram!("cynode_exec_seconds").record(begun.elapsed().as_secs_f64());
-    Ok(told(&ExecOutcome { exec_id: result.exec_id, exit: result.exit.clone() }, Json(result)))
+    let outcome = ExecOutcome { exec_id: answer.exec_id, exit: answer.exit.clone() };
+    Ok(told(&outcome, answer.into_response().await?))
 }
 
 /// Starts the command, or finds the one that the same request started.
@@ -157,8 +158,7 @@ pub(super) async fn list(
     QueryParams(query): QueryParams<ListQuery>,
 ) -> Result<Json<Page<ExecObject>>, ApiError> {
     let entry = with_execs(&api, id)?;
-    let (execs, next_cursor) = page(entry.execs.list(), query.limit, query.cursor, |exec| exec.id())?;
-    Ok(Json(Page { items: execs.iter().map(|exec| exec.object()).collect(), next_cursor }))
+    page(entry.execs.list(), query.limit, query.cursor.as_deref(), |exec| exec.id(), |exec| Some(exec.object())).map(Json)
 }
 
 /// A session whose execs can be asked for: one that has ended has none.

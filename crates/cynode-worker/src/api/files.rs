@@ -336,7 +336,7 @@ pub(super) async fn delete(
 /// List a directory.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:list", tag = "files", params(("id" = SessionId, Path)), request_body = ListRequest,
     responses((status = 200, body = ListResult), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn list(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<ListRequest>) -> Result<Json<ListResult>, ApiError> {
+pub(super) async fn list(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<ListRequest>) -> Result<Response, ApiError> {
     check_version(request.version)?;
     match (&request.path, &request.path_b64) {
         (Some(_), Some(_)) => return Err(ApiError::invalid("path and path_b64 exclude one another")),
@@ -347,13 +347,13 @@ pub(super) async fn list(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody
     check_range(request.depth, 1..=MAX_DEPTH, "depth")?;
     check_range(request.max_entries, 1..=MAX_ENTRIES, "max_entries")?;
     let (mut channel, _activity) = open(&api, id, FileOp::List { request }).await?;
-    channel.body(PATIENCE).await.map(Json)
+    Ok(channel.body::<ListResult>(PATIENCE, &api.sessions.config.directory()).await?.into_response().await)
 }
 
 /// Search files by a regular expression, for at most 10 s.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:search", tag = "files", params(("id" = SessionId, Path)), request_body = SearchRequest,
     responses((status = 200, body = SearchResult), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn search(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SearchRequest>) -> Result<Json<SearchResult>, ApiError> {
+pub(super) async fn search(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SearchRequest>) -> Result<Response, ApiError> {
     check_version(request.version)?;
     if request.pattern.is_empty() || request.pattern.len() > MAX_PATTERN_BYTES || request.glob.as_ref().is_some_and(|glob| glob.len() > MAX_PATTERN_BYTES) {
         return Err(ApiError::invalid(format!("pattern: must have 1 to {MAX_PATTERN_BYTES} bytes, and so must glob")));
@@ -364,7 +364,8 @@ pub(super) async fn search(State(api): State<Api>, Id(id): Id<SessionId>, JsonBo
     check_range(request.context_lines, 0..=MAX_CONTEXT_LINES, "context_lines")?;
     check_range(request.max_results, 1..=MAX_RESULTS, "max_results")?;
     let (mut channel, _activity) = open(&api, id, FileOp::Search { request }).await?;
-    channel.body(Duration::from_millis(SEARCH_MS) + ANSWER).await.map(Json)
+    let patience = Duration::from_millis(SEARCH_MS) + ANSWER;
+    Ok(channel.body::<SearchResult>(patience, &api.sessions.config.directory()).await?.into_response().await)
 }
 
 /// Apply a unified diff to the workspace: all of it, or nothing.
@@ -384,9 +385,9 @@ pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBod
     if let Err(error) = sent {
         return Err(channel.not_taken(error).await);
     }
-    let result: PatchResult = channel.body(PATIENCE).await?;
-    let changes = if request.dry_run { FileChanges::default() } else { checked(FileChanges::from(&result)) };
-    Ok(told(&changes, Json(result)))
+    let result = channel.body::<PatchResult>(PATIENCE, &api.sessions.config.directory()).await?;
+    let changes = if request.dry_run { FileChanges::default() } else { checked(FileChanges::from(&result.value)) };
+    Ok(told(&changes, result.into_response().await))
 }
 
 /// Move a file or directory.

@@ -1,5 +1,7 @@
 //! Job routes.
 
+use std::sync::Arc;
+
 use axum::{
     Json,
     extract::State,
@@ -78,8 +80,11 @@ pub(super) async fn list(State(api): State<Api>, QueryParams(query): QueryParams
     let state = query.state.map(|text| text.parse::<JobState>()).transpose().map_err(|error| ApiError::invalid(format!("state: {error}")))?;
     let after = query.cursor.map(|cursor| cursor.parse::<JobId>()).transpose().map_err(|_| ApiError::invalid("cursor: is not one of ours"))?;
     // By the id itself: the job that a cursor names may have been acknowledged meanwhile.
-    let (items, next_cursor) = page(api.jobs.list(state, query.task_id, after), query.limit, None, |job| job.job_id)?;
-    Ok(Json(Page { items, next_cursor }))
+    let object = |(_, entry): &(JobId, Arc<Entry>)| {
+        let job = entry.job();
+        (state.is_none_or(|state| job.state == state) && query.task_id.is_none_or(|task| job.task_id == task)).then_some(job)
+    };
+    page(api.jobs.entries(after), query.limit, None, |(id, _)| *id, object).map(Json)
 }
 
 /// Show a job, with its result once it has ended.

@@ -19,7 +19,7 @@ use axum::{
 };
 use cynode_api::ErrorCode;
 use cynode_service::{
-    ApiError, JsonBody, admin,
+    ApiError, JsonBody, admin, answers,
     auth::{self, Tokens},
     body, describe, edge, linger,
 };
@@ -149,10 +149,12 @@ const REFUSALS: &[(&str, &[ErrorCode])] = &[
 
 pub(crate) fn router(api: Api, tokens: Tokens, readiness: admin::Readiness, metrics: admin::MetricsReader) -> Router {
     let (routes, _) = documented().split_for_parts();
-    let document = openapi().to_string();
+    let document = axum::body::Bytes::from(openapi().to_string());
     let stopping = api.stop.clone();
     routes
         .layer(middleware::from_fn_with_state(Arc::clone(&api.calls), remember))
+        .layer(middleware::from_fn(answers::hold))
+        .layer(middleware::from_fn(name_payer))
         .layer(middleware::from_fn(edge::measure))
         .layer(middleware::from_fn_with_state(stopping, refuse_when_stopping))
         .layer(middleware::from_fn_with_state(tokens, auth::require))
@@ -164,6 +166,13 @@ pub(crate) fn router(api: Api, tokens: Tokens, readiness: admin::Readiness, metr
         .layer(middleware::from_fn(body::limit_pauses))
         .layer(middleware::from_fn(linger::read_away))
         .with_state(api)
+}
+
+/// All calls come from the orchestrator: an answer counts against the session or job that it is about.
+async fn name_payer(mut request: Request, next: Next) -> Response {
+    let id = request.uri().path().split('/').find_map(|part| part.parse::<uuid::Uuid>().ok());
+    request.extensions_mut().insert(answers::Payer(id.map_or(0, |id| id.as_u128())));
+    next.run(request).await
 }
 
 /// Waits until nothing of a sandbox can answer any more.

@@ -36,7 +36,7 @@ const BATCH: usize = 256 * 1024;
 pub(super) struct OutputQuery {
     /// Exclusive; 0 is the start.
     after_seq: Option<u64>,
-    /// About how much to return; 1 MiB by default, 16 MiB at most. At least one piece comes when there is one.
+    /// About how much to return; 1 MiB by default. A page ends at about 4 MiB of JSON, with at least one piece when there is one.
     max_bytes: Option<u64>,
     /// How long to wait for something new, at most 60,000.
     wait_ms: Option<u64>,

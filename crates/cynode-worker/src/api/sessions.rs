@@ -1,20 +1,25 @@
 //! Session routes.
 
+use std::sync::Arc;
+
 use axum::{Json, extract::State, response::Response};
 use cynode_api::{
     ExecVia, Page, Problem, Session, SessionCreate, SessionEnd, SessionId, SessionOutcome, SessionPatch, SessionState, SignalOutcome, SignalSession, TaskId,
 };
 use cynode_sba_proto::Request;
-use cynode_service::{ApiError, JsonBody, QueryParams};
+use cynode_service::{
+    ApiError, JsonBody, QueryParams,
+    pages::{PageBuilder, json_size},
+};
 use http::StatusCode;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
 use super::Api;
 use crate::{
     calls::told,
     execs::kill_everything_by_runtime,
-    sessions::{Created, check_version},
+    sessions::{Created, Entry, check_version},
 };
 
 /// An id in a path; one that is not a UUID names nothing.
@@ -85,35 +90,44 @@ pub(super) async fn list(State(api): State<Api>, QueryParams(query): QueryParams
             None => session.labels.contains_key(label),
         })
     };
-    let items: Vec<Session> = api
-        .sessions
-        .list()
-        .into_iter()
-        .filter(|session| state.is_none_or(|state| session.state == state) && query.task_id.is_none_or(|task| session.task_id == task) && has_label(session))
-        .collect();
-    let (items, next_cursor) = page(items, query.limit, query.cursor, |session| session.session_id)?;
-    Ok(Json(Page { items, next_cursor }))
+    let object = |entry: &Arc<Entry>| {
+        let session = entry.object();
+        let is_wanted = state.is_none_or(|state| session.state == state) && query.task_id.is_none_or(|task| session.task_id == task) && has_label(&session);
+        is_wanted.then_some(session)
+    };
+    page(api.sessions.entries(), query.limit, query.cursor.as_deref(), |entry| entry.id(), object).map(Json)
 }
 
-/// The part of a list that a caller asks for, and the cursor of the next one: the id of the last item.
-pub(super) fn page<T, I: PartialEq + ToString + std::str::FromStr>(
-    mut items: Vec<T>,
+/// The part of a list that a caller asks for, and the cursor of the next one: the id of the last item. Objects are made one by
+/// one, until the page is full; entries without one are left out.
+pub(super) fn page<E, T: Serialize, I: PartialEq + ToString + std::str::FromStr>(
+    entries: Vec<E>,
     limit: Option<usize>,
-    cursor: Option<String>,
-    id: impl Fn(&T) -> I,
-) -> Result<(Vec<T>, Option<String>), ApiError> {
+    cursor: Option<&str>,
+    id: impl Fn(&E) -> I,
+    object: impl Fn(&E) -> Option<T>,
+) -> Result<Page<T>, ApiError> {
     let limit = limit.unwrap_or(1_000);
     if !(1..=1_000).contains(&limit) {
         return Err(ApiError::invalid("limit: must lie between 1 and 1000"));
     }
-    if let Some(cursor) = cursor {
-        let after = cursor.parse::<I>().map_err(|_| ApiError::invalid("cursor: is not one of ours"))?;
-        let position = items.iter().position(|item| id(item) == after).map_or(items.len(), |position| position + 1);
-        items.drain(..position);
+    let first = match cursor {
+        None => 0,
+        Some(cursor) => {
+            let after = cursor.parse::<I>().map_err(|_| ApiError::invalid("cursor: is not one of ours"))?;
+            entries.iter().position(|entry| id(entry) == after).map_or(entries.len(), |position| position + 1)
+        }
+    };
+    let (mut page, mut last) = (PageBuilder::new(limit), None);
+    for entry in entries.into_iter().skip(first) {
+        let Some(item) = object(&entry) else { continue };
+        let size = json_size(&item);
+        if !page.add(item, size) {
+            return Ok(Page { items: page.into_items(), next_cursor: last.map(|last| id(&last).to_string()) });
+        }
+        last = Some(entry);
     }
-    let next_cursor = (items.len() > limit).then(|| id(&items[limit - 1]).to_string());
-    items.truncate(limit);
-    Ok((items, next_cursor))
+    Ok(Page { items: page.into_items(), next_cursor: None })
 }
 
 /// Show a session.

@@ -9,19 +9,22 @@ use std::{
     },
 };
 
-use cynode_api::{Bytes, ErrorCode, Exec as ExecObject, ExecExit, ExecId, ExecResult, ExecState, StreamHashes, encode_streams};
+use cynode_api::{Bytes, ErrorCode, Exec as ExecObject, ExecExit, ExecId, ExecResult, ExecState, StreamHashes};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
 use time::OffsetDateTime;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::{
-    collect::Collector,
+    answer::Answer,
+    collect::{Collector, Overflow},
     hashes::Hashes,
     record::{Ended, ExecRecord},
     spool::{Piece, Spool, SpoolReader},
 };
 
+/// What a page of output may have as JSON, whatever was asked for; it may go over this by one piece.
+const MAX_PAGE_BYTES: u64 = 4 * 1024 * 1024;
 /// Pieces in one page at most, however small they are.
 const MAX_PAGE_PIECES: usize = 4_096;
 
@@ -67,10 +70,11 @@ pub(crate) struct Exec {
     pub(super) stdin: Mutex<Option<mpsc::Sender<Stdin>>>,
     watchers: AtomicUsize,
     reader_ids: AtomicU64,
+    overflow: Arc<Overflow>,
 }
 
 impl Exec {
-    pub(super) fn new(record: ExecRecord, spool: Spool, collector: Option<Collector>, hashes: Option<Box<Hashes>>) -> Self {
+    pub(super) fn new(record: ExecRecord, spool: Spool, collector: Option<Collector>, hashes: Option<Box<Hashes>>, overflow: Arc<Overflow>) -> Self {
         Self {
             record,
             inner: Mutex::new(Inner { spool, collector, hashes, ended: None, failed: None, started: false, expired: false, readers: HashMap::new() }),
@@ -78,6 +82,7 @@ impl Exec {
             stdin: Mutex::new(None),
             watchers: AtomicUsize::new(0),
             reader_ids: AtomicU64::new(0),
+            overflow,
         }
     }
 
@@ -140,6 +145,11 @@ impl Exec {
 
     /// Waits for the end and gives the whole answer.
     pub(crate) async fn result(&self) -> Result<ExecResult, ApiError> {
+        self.answer().await?.into_result()
+    }
+
+    /// Waits for the end. The answer may be long, and is not taken into memory for that.
+    pub(crate) async fn answer(&self) -> Result<Answer, ApiError> {
         let mut changes = self.changes();
         loop {
             {
@@ -150,13 +160,12 @@ impl Exec {
                 if let Some(ended) = &inner.ended {
                     let (stdout, stderr, mut truncated) = match &inner.collector {
                         Some(collector) => collector.finish(),
-                        None => collect(&inner.spool, self.record.max_output_bytes).finish(),
+                        None => collect(&inner.spool, self.record.max_output_bytes, &self.overflow).finish(),
                     };
                     // What was dropped before it was collected is missing too.
-                    truncated.stdout |= ended.exit.bytes.stdout > stdout.len() as u64;
-                    truncated.stderr |= ended.exit.bytes.stderr > stderr.len() as u64;
-                    let (stdout, stderr, encoding) = encode_streams(stdout, stderr);
-                    return Ok(ExecResult { exec_id: self.id(), exit: ended.exit.clone(), stdout, stderr, encoding: encoding.to_owned(), truncated });
+                    truncated.stdout |= ended.exit.bytes.stdout > stdout.len();
+                    truncated.stderr |= ended.exit.bytes.stderr > stderr.len();
+                    return Ok(Answer { exec_id: self.id(), exit: ended.exit.clone(), stdout, stderr, truncated });
                 }
             }
             changes.changed().await.map_err(|_| ApiError::new(ErrorCode::Internal, "the exec was dropped"))?;
@@ -184,7 +193,7 @@ impl Exec {
     /// Takes in what an earlier worker kept. What it had dropped is missing: then the hash of the whole is not known.
     pub(super) fn read_again(&self) {
         let mut inner = self.inner.lock();
-        inner.collector = (!self.record.background).then(|| Collector::new(usize::try_from(self.record.max_output_bytes).unwrap_or(usize::MAX)));
+        inner.collector = (!self.record.background).then(|| Collector::new(self.record.max_output_bytes, &self.overflow));
         inner.hashes = (inner.spool.first_seq() == 1).then(Box::default);
         let mut reader = inner.spool.read_after(0);
         while inner.collector.is_some() || inner.hashes.is_some() {
@@ -242,11 +251,12 @@ impl Exec {
         let mut reader = inner.spool.read_after(after_seq);
         let lost_before_seq = (after_seq.saturating_add(1) < inner.spool.first_seq()).then(|| inner.spool.first_seq());
         let mut pieces = Vec::new();
-        let mut bytes = 0;
-        while bytes < max_bytes && pieces.len() < MAX_PAGE_PIECES {
+        let (mut bytes, mut written) = (0, 0);
+        while bytes < max_bytes && written < MAX_PAGE_BYTES && pieces.len() < MAX_PAGE_PIECES {
             match reader.next(&inner.spool).map_err(|error| unreadable(&error))? {
                 Some(piece) => {
                     bytes += piece.data.len() as u64;
+                    written += written_bytes(&piece.data);
                     pieces.push(piece);
                 }
                 None => break,
@@ -323,12 +333,17 @@ impl Exec {
     }
 }
 
+/// How long output is as JSON: control characters take six letters each.
+fn written_bytes(data: &[u8]) -> u64 {
+    data.iter().map(|byte| if *byte < 0x20 { 6 } else { 1 + u64::from(matches!(byte, b'"' | b'\\')) }).sum()
+}
+
 fn unreadable(error: &io::Error) -> ApiError {
     ApiError::new(ErrorCode::Internal, format!("reading kept output: {error}"))
 }
 
-pub(super) fn collect(spool: &Spool, limit: u64) -> Collector {
-    let mut collector = Collector::new(usize::try_from(limit).unwrap_or(usize::MAX));
+pub(super) fn collect(spool: &Spool, limit: u64, overflow: &Arc<Overflow>) -> Collector {
+    let mut collector = Collector::new(limit, overflow);
     let mut reader = spool.read_after(0);
     while let Ok(Some(piece)) = reader.next(spool) {
         collector.push(piece.stream, &piece.data);

@@ -4,6 +4,7 @@
 //! is told that we have it. So after a crash every exec is found again, running or ended, and none is counted twice.
 
 mod agent;
+mod answer;
 mod collect;
 mod exec;
 mod hashes;

@@ -21,7 +21,7 @@ use sha2::{Digest as _, Sha256};
 use time::OffsetDateTime;
 
 use super::{
-    collect::Collector,
+    collect::{Collector, Overflow},
     exec::{Exec, lost_exit},
     hex,
     spool::Spool,
@@ -79,6 +79,7 @@ pub(crate) struct SessionExecs {
     finished: AtomicU64,
     /// Bytes of records since the limits were last looked at.
     recorded: AtomicUsize,
+    overflow: Arc<Overflow>,
 }
 
 #[derive(Debug, Default)]
@@ -102,13 +103,14 @@ impl SessionExecs {
         let directory = directory.join("execs");
         fs_err::create_dir_all(&directory)?;
         let path = directory.join("log");
+        let overflow = Overflow::new(directory.clone(), KEPT_PER_SESSION);
         let mut known = BTreeMap::new();
         if let Ok(text) = fs_err::read(&path) {
             for line in text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
                 match serde_json::from_slice(line) {
                     Ok(LogLine::Start(record)) => {
                         let spool = Spool::recover(directory.clone(), record.exec_id)?;
-                        known.insert(record.exec_id, Arc::new(Exec::new(record, spool, None, None)));
+                        known.insert(record.exec_id, Arc::new(Exec::new(record, spool, None, None, Arc::clone(&overflow))));
                     }
                     Ok(LogLine::End(ended)) => {
                         if let Some(exec) = known.get(&ended.exec_id) {
@@ -130,7 +132,8 @@ impl SessionExecs {
             running.fetch_add(1, Ordering::Relaxed);
             exec.read_again();
         }
-        let execs = Self { directory, log: Mutex::default(), known: Mutex::new(known), running, finished: AtomicU64::new(0), recorded: AtomicUsize::new(0) };
+        let known = Mutex::new(known);
+        let execs = Self { directory, log: Mutex::default(), known, running, finished: AtomicU64::new(0), recorded: AtomicUsize::new(0), overflow };
         execs.compact()?;
         Ok(execs)
     }
@@ -162,8 +165,8 @@ impl SessionExecs {
             started_at: OffsetDateTime::now_utc(),
         };
         self.append(&LogLine::Start(record.clone())).map_err(|error| ApiError::new(ErrorCode::Internal, format!("recording the exec: {error}")))?;
-        let collector = (!record.background).then(|| Collector::new(usize::try_from(max_output_bytes).unwrap_or(usize::MAX)));
-        let exec = Arc::new(Exec::new(record, Spool::new(self.directory.clone(), exec_id), collector, Some(Box::default())));
+        let collector = (!record.background).then(|| Collector::new(max_output_bytes, &self.overflow));
+        let exec = Arc::new(Exec::new(record, Spool::new(self.directory.clone(), exec_id), collector, Some(Box::default()), Arc::clone(&self.overflow)));
         known.insert(exec_id, Arc::clone(&exec));
         self.running.fetch_add(1, Ordering::Relaxed);
         Ok(Begun::New(exec))

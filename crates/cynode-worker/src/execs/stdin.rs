@@ -52,7 +52,7 @@ mod tests {
     use tokio::sync::mpsc;
 
     use super::{
-        super::{record::ExecRecord, spool::Spool},
+        super::{collect::Overflow, record::ExecRecord, spool::Spool},
         *,
     };
 
@@ -75,7 +75,8 @@ mod tests {
     async fn what_is_offered_is_taken_or_waits_or_has_no_room_or_comes_too_late() {
         let directory = tempfile::tempdir().expect("a directory");
         let id = ExecId::generate();
-        let exec = Exec::new(record(id), Spool::new(directory.path().to_owned(), id), None, None);
+        let overflow = Overflow::new(directory.path().to_owned(), 0);
+        let exec = Exec::new(record(id), Spool::new(directory.path().to_owned(), id), None, None, overflow);
         let piece = || Some(b"piece".to_vec());
         assert_eq!(exec.offer_stdin(piece(), SOON).await, Offered::Closed);
 

@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use cynode_api::{ErrorCode, Job, JobId, JobRun, JobState, JobStop, Problem, SessionId, TaskId, WorkspaceRef, job_limits::MAX_UNACKNOWLEDGED};
+use cynode_api::{ErrorCode, Job, JobId, JobRun, JobState, JobStop, Problem, SessionId, WorkspaceRef, job_limits::MAX_UNACKNOWLEDGED};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
 use time::OffsetDateTime;
@@ -193,10 +193,10 @@ impl Jobs {
     }
 
     /// Jobs that are not acknowledged, by their ids, without their streams.
-    pub(crate) fn list(&self, state: Option<JobState>, task: Option<TaskId>, after: Option<JobId>) -> Vec<Job> {
+    pub(crate) fn entries(&self, after: Option<JobId>) -> Vec<(JobId, Arc<Entry>)> {
         let known = self.known.lock();
-        let jobs = known.iter().filter(|(id, entry)| after.is_none_or(|after| **id > after) && !entry.is_acknowledged()).map(|(_, entry)| entry.job());
-        jobs.filter(|job| state.is_none_or(|state| job.state == state) && task.is_none_or(|task| job.task_id == task)).collect()
+        let entries = known.iter().filter(|(id, entry)| after.is_none_or(|after| **id > after) && !entry.is_acknowledged());
+        entries.map(|(id, entry)| (*id, Arc::clone(entry))).collect()
     }
 
     /// The job's command, once it has been started.

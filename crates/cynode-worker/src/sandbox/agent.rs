@@ -1,10 +1,19 @@
 //! Requests to the agent, typed.
 
-use std::time::Duration;
+use std::{
+    io::{Read as _, Seek as _, Write as _},
+    path::Path,
+    time::Duration,
+};
 
+use axum::{
+    Json,
+    response::{IntoResponse as _, Response},
+};
 use cynode_api::{ErrorCode, FileChanges, Problem};
 use cynode_sba_proto::{AgentError, Frame, MAX_DATA, Reply, Request, encode, encode_data, encode_message};
-use cynode_service::ApiError;
+use cynode_service::{ApiError, compute, json};
+use tempfile::SpooledTempFile;
 use tokio::{io::AsyncWriteExt as _, net::UnixStream};
 
 use super::{
@@ -14,8 +23,14 @@ use super::{
 
 /// Longest text of a hostile agent that is passed on.
 const MAX_MESSAGE: usize = 4_096;
-/// Longest JSON body of an agent's answer: a full list of long paths.
-const MAX_BODY: usize = 64 * 1024 * 1024;
+/// Longest JSON body of an agent's answer. Listings and searches are shorter; a large patch names many files.
+const MAX_BODY: u64 = 16 * 1024 * 1024;
+/// Values and names in it.
+const MAX_BODY_NODES: usize = 500_000;
+/// What of it stays in memory while it comes; more is in a file until there is room to parse it.
+const IN_MEMORY: usize = 64 * 1024;
+/// How long all of it may take.
+const WHOLE_BODY: Duration = Duration::from_secs(120);
 /// How long an answer may take where the operation itself has no limit of its own.
 pub(crate) const ANSWER: Duration = Duration::from_secs(30);
 /// How long what is sent may wait without a byte of it being taken: hostile code can stop whoever should take it.
@@ -89,19 +104,36 @@ impl Channel {
     }
 
     /// A `Body` reply with the JSON that follows it.
-    pub(crate) async fn body<T: serde::de::DeserializeOwned>(&mut self, limit: Duration) -> Result<T, ApiError> {
+    pub(crate) async fn body<T: serde::de::DeserializeOwned>(&mut self, limit: Duration, directory: &Path) -> Result<AgentBody<T>, ApiError> {
         match self.reply(limit).await? {
             Reply::Body => {}
             other => return Err(unexpected(&format!("{other:?}"))),
         }
-        let mut bytes = Vec::new();
+        let late = |_| ApiError::new(ErrorCode::AgentUnavailable, "the agent did not send its whole answer in time");
+        let (mut file, size, nodes) = tokio::time::timeout(WHOLE_BODY, self.spooled(directory)).await.map_err(late)??;
+        let room = json::room(size, nodes).await;
+        let parse = move || {
+            let mut bytes = Vec::with_capacity(size);
+            file.rewind().and_then(|()| file.read_to_end(&mut bytes)).map_err(|error| spooling(&error))?;
+            serde_json::from_slice(&bytes).map_err(|error| unavailable(LinkError::Protocol(error.to_string())))
+        };
+        Ok(AgentBody { value: compute::apart(size, parse).await?, size, room })
+    }
+
+    /// The rest of a body, its size and how many values it holds.
+    async fn spooled(&mut self, directory: &Path) -> Result<(SpooledTempFile, usize, usize), ApiError> {
+        let mut file = tempfile::spooled_tempfile_in(IN_MEMORY, directory);
+        let (mut size, mut scan) = (0, json::Scan::up_to(MAX_BODY_NODES));
         while let Some(piece) = self.data(ANSWER).await? {
-            if bytes.len() + piece.len() > MAX_BODY {
-                return Err(unexpected("a body without end"));
+            size += piece.len() as u64;
+            let scanned = scan.feed(&piece);
+            if size > MAX_BODY || scanned.is_err() {
+                let detail = format!("the answer has more than {MAX_BODY} bytes or {MAX_BODY_NODES} values");
+                return Err(Problem::new(ErrorCode::TooLarge, detail).with_remedy("Ask for less: a narrower path, fewer entries or results.").into());
             }
-            bytes.extend_from_slice(&piece);
+            file.write_all(&piece).map_err(|error| spooling(&error))?;
         }
-        serde_json::from_slice(&bytes).map_err(|error| unavailable(LinkError::Protocol(error.to_string())))
+        Ok((file, usize::try_from(size).unwrap_or(usize::MAX), scan.nodes()))
     }
 
     /// Sends bytes in pieces that the agent takes. An agent that stops reading answers with an error, which counts.
@@ -114,6 +146,28 @@ impl Channel {
         }
         Ok(())
     }
+}
+
+/// What an agent answered, with the room that it takes.
+#[derive(Debug)]
+pub(crate) struct AgentBody<T> {
+    pub(crate) value: T,
+    size: usize,
+    room: json::Room,
+}
+
+impl<T: serde::Serialize> AgentBody<T> {
+    /// The answer to the caller.
+    pub(crate) async fn into_response(self) -> Response {
+        let Self { value, size, room } = self;
+        let response = compute::apart(size, || Json(value).into_response()).await;
+        drop(room);
+        response
+    }
+}
+
+fn spooling(error: &std::io::Error) -> ApiError {
+    ApiError::new(ErrorCode::Internal, format!("holding the agent's answer: {error}"))
 }
 
 /// Writes all of it, as long as the other side goes on taking it.

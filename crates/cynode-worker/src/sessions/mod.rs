@@ -150,6 +150,10 @@ impl Entry {
     }
 
     /// The session as callers see it.
+    pub(crate) fn id(&self) -> SessionId {
+        self.record.lock().session.session_id
+    }
+
     pub(crate) fn object(&self) -> Session {
         let record = self.record();
         let mut session = record.session;
@@ -213,11 +217,14 @@ impl Sessions {
         Ok((entry, live))
     }
 
-    pub(crate) fn list(&self) -> Vec<Session> {
-        let entries: Vec<Arc<Entry>> = self.known.lock().values().filter(|entry| !entry.is_jobs()).cloned().collect();
-        let mut sessions: Vec<Session> = entries.iter().map(|entry| entry.object()).collect();
-        sessions.sort_by_key(|session| (session.created_at, session.session_id));
-        sessions
+    /// Oldest first, without those of jobs.
+    pub(crate) fn entries(&self) -> Vec<Arc<Entry>> {
+        let mut entries: Vec<Arc<Entry>> = self.known.lock().values().filter(|entry| !entry.is_jobs()).cloned().collect();
+        entries.sort_by_cached_key(|entry| {
+            let record = entry.record.lock();
+            (record.session.created_at, record.session.session_id)
+        });
+        entries
     }
 
     pub(crate) fn live_count(&self) -> usize {

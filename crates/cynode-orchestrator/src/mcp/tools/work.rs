@@ -350,7 +350,7 @@ fn preferences(task: TaskId, scope: Option<PreferenceScope>, id: Option<Uuid>) -
 impl Arguments for PreferenceGet {
     fn plan(self) -> Result<Plan, ApiError> {
         let call = Call::get(preferences(self.task_id, self.scope, self.scope_id)?, self.task_id);
-        Ok(Plan::Call(call.shaped(Shape::Preference(self.key))))
+        Ok(Plan::Call(call.query("key", Some(&self.key)).shaped(Shape::Preference(self.key.clone()))))
     }
 }
 

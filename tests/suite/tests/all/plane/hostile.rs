@@ -182,18 +182,18 @@ fn problem_of(answer: &Answer) -> Result<Problem> {
 }
 
 /// Ids of things that are there, for each parameter of a path.
-struct Place {
-    session: String,
+pub(super) struct Place {
+    pub(super) session: String,
     exec: String,
     project: String,
-    task: String,
+    pub(super) task: String,
     image: String,
     node: String,
     job: String,
 }
 
 impl Place {
-    async fn make(small: &Small) -> Result<Self> {
+    pub(super) async fn make(small: &Small) -> Result<Self> {
         let admin = small.orchestrator.token()?;
         let project = small.make(&admin, "/v1/projects", &json!({"name": "p"})).await?;
         let task = small.make(&admin, "/v1/tasks", &json!({"name": "t", "project_id": project["id"]})).await?;
@@ -219,8 +219,8 @@ impl Place {
         })
     }
 
-    fn path(&self, path: &str) -> Result<String> {
-        let id = match path.split('/').nth(2).unwrap_or_default() {
+    pub(super) fn path(&self, path: &str) -> Result<String> {
+        let id = match path.trim_start_matches("/v1/worker").trim_start_matches("/v1").split('/').nth(1).unwrap_or_default() {
             "sessions" => &self.session,
             "projects" => &self.project,
             "tasks" => &self.task,
@@ -230,7 +230,12 @@ impl Place {
             _ => SOME_ID,
         };
         let path = path.replace("{id}", id).replace("{exec_id}", &self.exec).replace("{task_id}", &self.task);
-        let path = path.replace("{scope}", "task").replace("{scope_id}", &self.task).replace("{key}", "hostile.key").replace("{path}", "a/b");
+        let path = path
+            .replace("{scope}", "task")
+            .replace("{scope_id}", &self.task)
+            .replace("{key}", "hostile.key")
+            .replace("{path}", "a/b")
+            .replace("{job_id}", &self.job);
         ensure!(!path.contains('{'), "{path} has a parameter that this test does not know");
         Ok(path)
     }

@@ -1,0 +1,79 @@
+//! Pages of lists, bounded in bytes as well as in items.
+
+/// The items of a page, as JSON, have at most this many bytes. One item alone may have more: its fields have bounds of their own.
+pub const MAX_PAGE_BYTES: usize = 1024 * 1024;
+
+/// A page that is being filled, until it has as many items as were asked for or as many bytes as a page may have.
+#[derive(Debug)]
+pub struct PageBuilder<T> {
+    items: Vec<T>,
+    limit: usize,
+    bytes: usize,
+}
+
+impl<T> PageBuilder<T> {
+    pub const fn new(limit: usize) -> Self {
+        Self { items: Vec::new(), limit, bytes: 0 }
+    }
+
+    /// Adds an item that has this size. False when it belongs to the next page.
+    pub fn add(&mut self, item: T, size: usize) -> bool {
+        let has_room = self.items.len() < self.limit && (self.items.is_empty() || self.bytes + size <= MAX_PAGE_BYTES);
+        if has_room {
+            self.bytes += size;
+            self.items.push(item);
+        }
+        has_room
+    }
+
+    /// How many items more there may be.
+    pub const fn left(&self) -> usize {
+        self.limit - self.items.len()
+    }
+
+    pub fn into_items(self) -> Vec<T> {
+        self.items
+    }
+}
+
+/// How long something is as JSON.
+pub fn json_size(value: &impl serde::Serialize) -> usize {
+    struct Counter(usize);
+    impl std::io::Write for Counter {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0 += bytes.len();
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+    let mut counter = Counter(0);
+    // What can't be written is not sent either.
+    serde_json::to_writer(&mut counter, value).map_or(0, |()| counter.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_takes_items_up_to_its_count_and_its_bytes_and_at_least_one() {
+        let taken = |limit: usize, sizes: &[usize]| {
+            let mut page = PageBuilder::new(limit);
+            sizes.iter().take_while(|size| page.add(**size, **size)).count()
+        };
+        assert_eq!(taken(3, &[1; 5]), 3);
+        assert_eq!(taken(9, &[MAX_PAGE_BYTES / 2, MAX_PAGE_BYTES / 2, 1]), 2);
+        assert_eq!(taken(9, &[MAX_PAGE_BYTES / 2, MAX_PAGE_BYTES / 2 + 1, 1]), 1);
+        assert_eq!(taken(9, &[2 * MAX_PAGE_BYTES, 1]), 1);
+    }
+
+    #[test]
+    fn the_size_is_that_of_the_text() {
+        for value in [serde_json::json!({"a": ["\u{1}", "ü", 1.5, null]}), serde_json::json!("x".repeat(10_000))] {
+            assert_eq!(json_size(&value), value.to_string().len());
+        }
+    }
+}
