@@ -3,6 +3,7 @@
 //! What must stay true: a tool that does something does it by a route of the user API, so that the gate decides and records it like
 //! everybody's call. What a tool takes is read strictly, before anything else happens.
 
+mod flaws;
 mod later;
 mod sandbox;
 mod sessions;
@@ -67,6 +68,7 @@ pub(crate) struct Tool {
     pub(crate) input: Arc<Map<String, Value>>,
     pub(crate) output: Arc<Map<String, Value>>,
     plan: fn(&[u8]) -> Result<Plan, ApiError>,
+    read: flaws::Read,
 }
 
 impl std::fmt::Debug for Tool {
@@ -78,7 +80,8 @@ impl std::fmt::Debug for Tool {
 impl Tool {
     fn new<A: Arguments, O: ToSchema>(name: &'static str, for_whom: For, kind: Kind, about: &'static str) -> Self {
         let plan = |arguments: &[u8]| edge::parse::<A>(arguments)?.plan();
-        Self { name, about, for_whom, kind, enabled_by: None, input: Arc::new(schema::of::<A>()), output: Arc::new(schema::of::<O>()), plan }
+        let read = |arguments: &[u8]| edge::parse::<A>(arguments).map(drop);
+        Self { name, about, for_whom, kind, enabled_by: None, input: Arc::new(schema::of::<A>()), output: Arc::new(schema::of::<O>()), plan, read }
     }
 
     /// Only while a setting of the system is true.
@@ -89,7 +92,7 @@ impl Tool {
     /// Reads what it is called with.
     pub(crate) fn plan(&self, arguments: &Map<String, Value>) -> Result<Plan, ApiError> {
         let bytes = serde_json::to_vec(arguments).map_err(|error| ApiError::invalid(error.to_string()))?;
-        (self.plan)(&bytes)
+        (self.plan)(&bytes).map_err(|error| if (self.read)(&bytes).is_err() { flaws::all(&self.input, self.read, arguments, error) } else { error })
     }
 
     /// Its name for clients whose names have no dots.
