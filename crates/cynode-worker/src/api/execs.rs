@@ -165,7 +165,7 @@ pub(super) async fn list(
 fn with_execs(api: &Api, id: SessionId) -> Result<Arc<Entry>, ApiError> {
     let entry = api.sessions.get(id)?;
     if matches!(entry.object().state, cynode_api::SessionState::Ending | cynode_api::SessionState::Ended) {
-        return Err(ApiError::new(ErrorCode::SessionEnded, format!("session {id} has ended")));
+        return Err(api.sessions.refusal(ErrorCode::SessionEnded, &entry));
     }
     Ok(entry)
 }

@@ -15,6 +15,7 @@ mod pressure;
 mod reconcile;
 mod recover;
 mod reference;
+mod remedy;
 mod start;
 mod validate;
 mod workspace;
@@ -205,8 +206,8 @@ impl Sessions {
         let entry = self.get(id)?;
         match entry.state() {
             SessionState::Running => {}
-            SessionState::Ending | SessionState::Ended => return Err(ApiError::new(ErrorCode::SessionEnded, format!("session {id} has ended"))),
-            state => return Err(ApiError::new(ErrorCode::NotRunning, format!("session {id} is {state}"))),
+            SessionState::Ending | SessionState::Ended => return Err(self.refusal(ErrorCode::SessionEnded, &entry)),
+            _ => return Err(self.refusal(ErrorCode::NotRunning, &entry)),
         }
         entry.touch();
         let live = entry
@@ -271,7 +272,7 @@ impl Sessions {
         check_version(patch.version)?;
         let entry = self.get(id)?;
         if !matches!(entry.state(), SessionState::Running | SessionState::Creating) {
-            return Err(ApiError::new(ErrorCode::SessionEnded, format!("session {id} is {}", entry.state())));
+            return Err(self.refusal(ErrorCode::SessionEnded, &entry));
         }
         if let Some(labels) = &patch.labels {
             check_labels(labels)?;
