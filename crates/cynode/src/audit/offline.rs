@@ -10,6 +10,7 @@ use std::{
 use cynode_api::{AuditProblem, AuditVerdict, MAX_AUDIT_PROBLEMS};
 use cynode_audit::{Link, PublicKey, Signed, Verifier};
 use serde_json::Value;
+use time::OffsetDateTime;
 
 use super::verify::tell;
 use crate::{
@@ -41,6 +42,7 @@ pub fn run(globals: &Globals, file: &Path, key: PublicKey) -> Outcome {
 
 fn verify(mut lines: impl BufRead, key: PublicKey, progress: &Progress) -> io::Result<AuditVerdict> {
     let mut verifier = Verifier::new(key);
+    let mut checkpoints = CheckpointFeed::new(key);
     let mut unreadable = Unreadable::default();
     let mut are_records = false;
     let mut line = Vec::new();
@@ -56,7 +58,7 @@ fn verify(mut lines: impl BufRead, key: PublicKey, progress: &Progress) -> io::R
             continue;
         }
         match read(&line) {
-            Ok(Line::Checkpoint(signed)) if !are_records => verifier.checkpoint(&signed),
+            Ok(Line::Checkpoint(signed)) if !are_records => checkpoints.next(*signed, &mut verifier),
             Ok(Line::Checkpoint(_)) => unreadable.add(number, "checkpoint_changed", "a checkpoint stands after records"),
             Ok(Line::Record(cursor, link)) => {
                 are_records = true;
@@ -65,7 +67,55 @@ fn verify(mut lines: impl BufRead, key: PublicKey, progress: &Progress) -> io::R
             Err((what, why)) => unreadable.add(number, what, &why),
         }
     }
-    Ok(unreadable.join(verifier.finish()))
+    Ok(unreadable.join(checkpoints.finish(verifier.finish())))
+}
+
+/// Passes checkpoints on to the verifier once one of them bears out the key. When none does, the key is another trail's, which is one
+/// problem and not one for each checkpoint.
+#[derive(Debug)]
+struct CheckpointFeed {
+    key: PublicKey,
+    is_signer: bool,
+    /// As many as can become problems.
+    withheld: Vec<Signed>,
+    withheld_count: u64,
+    last: Option<OffsetDateTime>,
+}
+
+impl CheckpointFeed {
+    const fn new(key: PublicKey) -> Self {
+        Self { key, is_signer: false, withheld: Vec::new(), withheld_count: 0, last: None }
+    }
+
+    fn next(&mut self, signed: Signed, verifier: &mut Verifier) {
+        if !self.is_signer && !signed.verify(&self.key) {
+            self.withheld_count += 1;
+            self.last = Some(signed.checkpoint.at);
+            // One more than is listed, so that the verifier knows that there are more.
+            if self.withheld.len() <= MAX_AUDIT_PROBLEMS {
+                self.withheld.push(signed);
+            }
+            return;
+        }
+        self.is_signer = true;
+        for signed in self.withheld.drain(..).chain([signed]) {
+            verifier.checkpoint(&signed);
+        }
+    }
+
+    fn finish(self, mut verdict: AuditVerdict) -> AuditVerdict {
+        if self.is_signer || self.withheld_count == 0 {
+            return verdict;
+        }
+        let all = match self.withheld_count {
+            1 => "the checkpoint was not".to_owned(),
+            count => format!("none of the {count} checkpoints was"),
+        };
+        let until = self.last.map(|last| format!(", up to {},", crate::plane::moment(last))).unwrap_or_default();
+        let detail = format!("{all} signed with {}{until}: another key signed this trail, or it was changed", self.key);
+        verdict.problems.insert(0, AuditProblem { what: "signature_bad".to_owned(), stream: None, seq: None, cursor: None, checkpoint: None, detail });
+        AuditVerdict { intact: false, checkpoints: self.withheld_count, ..verdict }
+    }
 }
 
 enum Line {
@@ -123,6 +173,10 @@ mod tests {
 
     /// An export of ten records with a proof, as lines.
     fn export() -> Vec<String> {
+        export_with(1)
+    }
+
+    fn export_with(checkpoints: u64) -> Vec<String> {
         let mut chain = Chain::new(Uuid::now_v7());
         let now = OffsetDateTime::now_utc();
         let records: Vec<String> = (1..=10)
@@ -131,17 +185,14 @@ mod tests {
                 serde_json::to_string(&link.to_record(cursor).expect("a record")).expect("records serialise")
             })
             .collect();
-        let checkpoint = Checkpoint {
-            number: 1,
-            at: now,
-            prev: Checkpoint::FIRST,
-            full: true,
-            cursor: 10,
-            heads: BTreeMap::from([(chain.stream(), chain.head())]),
-            cut: BTreeMap::new(),
-            truncated_records: 0,
-        };
-        let mut lines = vec![json!({"checkpoint": checkpoint.sign(&key()).to_line()}).to_string()];
+        let mut prev = Checkpoint::FIRST;
+        let mut lines = Vec::new();
+        for number in 1..=checkpoints {
+            let heads = BTreeMap::from([(chain.stream(), chain.head())]);
+            let signed = Checkpoint { number, at: now, prev, full: true, cursor: 10, heads, cut: BTreeMap::new(), truncated_records: 0 }.sign(&key());
+            prev = signed.hash;
+            lines.push(json!({"checkpoint": signed.to_line()}).to_string());
+        }
         lines.extend(records);
         lines
     }
@@ -191,8 +242,37 @@ mod tests {
     }
 
     #[test]
-    fn another_key_verifies_nothing() {
-        assert_eq!(verdict(&export(), SigningKey::from_seed([6; 32]).public()).problems[0].what, "signature_bad");
+    fn another_key_is_one_problem_however_many_checkpoints_there_are() {
+        let other = SigningKey::from_seed([6; 32]).public();
+        for count in [1, 2, MAX_AUDIT_PROBLEMS as u64 + 50] {
+            let lines = export_with(count);
+            assert!(verdict(&lines, key().public()).intact, "{count}");
+            let verdict = verdict(&lines, other);
+            assert!(!verdict.intact && !verdict.more_problems && verdict.checkpoints == count && verdict.records == 10, "{verdict:?}");
+            assert_eq!(verdict.problems.iter().map(|problem| problem.what.as_str()).collect::<Vec<_>>(), ["signature_bad"]);
+            assert!(verdict.problems[0].detail.contains(&other.to_text()), "{verdict:?}");
+        }
+        // With damage of its own the trail is told apart from one of another key.
+        let mut lines = export();
+        lines[3] = lines[3].replace("\"n\":3", "\"n\":4");
+        let found: Vec<String> = verdict(&lines, other).problems.into_iter().map(|problem| problem.what).collect();
+        assert_eq!(found, ["signature_bad", "record_changed"]);
+    }
+
+    #[test]
+    fn bad_signatures_before_a_good_one_are_each_a_problem() {
+        let spoil = |line: &String| line.replace(":10,", ":11,");
+        let mut lines = export_with(3);
+        lines[0] = spoil(&lines[0]);
+        let verdict_of = |lines: &[String]| verdict(lines, key().public());
+        let found = verdict_of(&lines);
+        assert!(found.problems.iter().filter(|problem| problem.what == "signature_bad").count() == 1 && found.problems[0].checkpoint == Some(1), "{found:?}");
+        let mut lines = export_with(MAX_AUDIT_PROBLEMS as u64 + 3);
+        for line in &mut lines[..=MAX_AUDIT_PROBLEMS] {
+            *line = spoil(line);
+        }
+        let found = verdict_of(&lines);
+        assert!(found.more_problems && found.problems.len() == MAX_AUDIT_PROBLEMS, "{found:?}");
     }
 
     #[test]

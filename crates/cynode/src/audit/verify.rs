@@ -39,7 +39,8 @@ pub async fn run(client: &UserClient, globals: &Globals, key: Option<PublicKey>)
 fn hold_against(verdict: &mut AuditVerdict, key: &PublicKey) {
     if verdict.key != key.to_text() {
         verdict.intact = false;
-        let detail = format!("the checkpoints were verified with {}, not with {key}", verdict.key);
+        let detail =
+            format!("the checkpoints are signed with {}, not with {key}: another CyNode's key was given, or somebody signed the trail anew", verdict.key);
         verdict.problems.insert(0, AuditProblem { what: "signature_bad".to_owned(), stream: None, seq: None, cursor: None, checkpoint: None, detail });
     }
 }
