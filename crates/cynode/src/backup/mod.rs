@@ -53,7 +53,7 @@ struct Entry {
 pub async fn run(globals: &Globals, args: &Backup) -> Result<ExitCode, Failure> {
     let config = roles::orchestrator_config(globals, &args.settings)?;
     let state = StateDir::new(globals)?;
-    let manifest = if args.restore { restore::run(&args.file, &state, &config).await? } else { save::run(&args.file, &state, &config).await? };
+    let manifest = if args.restore { restore::run(&args.file, &state, &config).await? } else { save::run(&args.file, args.force, &state, &config).await? };
     let done = if args.restore { "restored from" } else { "saved to" };
     match globals.output {
         Format::Json => output::json(&manifest)?,

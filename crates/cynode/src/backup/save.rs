@@ -17,12 +17,13 @@ use crate::{
     up,
 };
 
-pub async fn run(file: &Path, state: &StateDir, config: &cynode_orchestrator::Config) -> Result<Manifest, Failure> {
+pub async fn run(file: &Path, force: bool, state: &StateDir, config: &cynode_orchestrator::Config) -> Result<Manifest, Failure> {
     state.check_restored()?;
     if config.database_url.is_none() && !Server::of(state).exists() {
         return Err(Failure::new(USAGE, "nothing_to_save", format!("there is no orchestrator's database in {}", state.path().display()))
             .remedy("Name the state directory by --state-dir, or the database by DATABASE_URL."));
     }
+    check_target(file, force)?;
     let progress = Progress::start("saving the database");
     unless_interrupted(async {
         // The dump is for nobody else, and neither is the file that it becomes a part of.
@@ -32,7 +33,7 @@ pub async fn run(file: &Path, state: &StateDir, config: &cynode_orchestrator::Co
         progress.say("saving artifacts");
         let (from, state, config) = (dump.path().to_owned(), state.clone(), config.clone());
         let manifest = blocking(move || write(archive, &from, &state, &config)).await?;
-        staged.commit()?;
+        publish(staged.path(), file, force)?;
         Ok(manifest)
     })
     .await
@@ -41,6 +42,43 @@ pub async fn run(file: &Path, state: &StateDir, config: &cynode_orchestrator::Co
 /// Does what can't be awaited in a thread of its own, so that a signal is heard meanwhile.
 async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Failure> + Send + 'static) -> Result<T, Failure> {
     tokio::task::spawn_blocking(work).await.map_err(|error| Failure::internal(error.to_string()))?
+}
+
+fn exists(file: &Path) -> Failure {
+    Failure::new(USAGE, "already_exists", format!("{} exists", file.display())).remedy("Name another file, or replace it with --force.")
+}
+
+/// Refuses a target that would be overwritten, before the work is done.
+fn check_target(file: &Path, force: bool) -> Result<(), Failure> {
+    match fs_err::symlink_metadata(file) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(Failure::usage(error.to_string())),
+        Ok(found) if found.is_file() && force => Ok(()),
+        Ok(found) if found.is_file() => Err(exists(file)),
+        Ok(_) => Err(Failure::usage(format!("{} exists and is not a regular file", file.display())).remedy("Name a file that a backup can become.")),
+    }
+}
+
+/// Gives the finished file its name. Without `force` a file that appeared meanwhile stays.
+fn publish(staged: &Path, file: &Path, force: bool) -> Result<(), Failure> {
+    use rustix::{
+        fs::{CWD, RenameFlags, renameat_with},
+        io::Errno,
+    };
+    if force {
+        return Ok(fs_err::rename(staged, file)?);
+    }
+    match renameat_with(CWD, staged, CWD, file, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(()),
+        Err(Errno::EXIST) => Err(exists(file)),
+        // The file system has no such rename.
+        Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP) => match fs_err::hard_link(staged, file) {
+            Ok(()) => Ok(fs_err::remove_file(staged)?),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Err(exists(file)),
+            Err(error) => Err(error.into()),
+        },
+        Err(error) => Err(io::Error::from(error).into()),
+    }
 }
 
 async fn save_database(dump: &Path, state: &StateDir, config: &cynode_orchestrator::Config) -> Result<(), Failure> {
@@ -109,4 +147,37 @@ fn blobs(store: &Path) -> Vec<(String, PathBuf)> {
         .collect();
     found.sort();
     found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_exists_is_replaced_only_by_force() {
+        let directory = tempfile::tempdir().expect("temporary directory");
+        let (staged, file) = (directory.path().join("staged"), directory.path().join("file"));
+        let read = |path: &Path| fs_err::read_to_string(path).expect("readable");
+        fs_err::write(&staged, "new").expect("written");
+        assert!(check_target(&file, false).is_ok());
+        // It appears while the backup is made.
+        fs_err::write(&file, "old").expect("written");
+        let refused = publish(&staged, &file, false).expect_err("it exists");
+        assert!(refused.exit == USAGE && refused.remedy_text().is_some_and(|remedy| remedy.contains("--force")), "{refused:?}");
+        assert!(check_target(&file, false).is_err() && check_target(&file, true).is_ok());
+        assert_eq!((read(&file), read(&staged)), ("old".to_owned(), "new".to_owned()));
+        publish(&staged, &file, true).expect("by force");
+        assert_eq!(read(&file), "new");
+        assert!(!staged.exists());
+    }
+
+    #[test]
+    fn only_a_regular_file_is_replaced() {
+        let directory = tempfile::tempdir().expect("temporary directory");
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink("nowhere", &link).expect("linked");
+        for target in [directory.path(), Path::new("/dev/null"), &link] {
+            assert!(check_target(target, true).is_err(), "{}", target.display());
+        }
+    }
 }

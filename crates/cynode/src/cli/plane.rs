@@ -14,6 +14,9 @@ pub struct Backup {
     /// Bring back what is in the file, into an empty state directory
     #[arg(long)]
     pub restore: bool,
+    /// Replace the file when it exists
+    #[arg(long, conflicts_with = "restore")]
+    pub force: bool,
     #[command(flatten)]
     pub settings: super::Settings,
 }
@@ -136,7 +139,7 @@ pub struct TaskCreate {
 
 #[derive(Debug, Subcommand)]
 pub enum Image {
-    /// Add a version of an image to those that are known
+    /// Add a version of an image to those that are known, and ask the nodes for it; once more, to use what is loaded there now
     Add(ImageAdd),
     /// Allow an image
     Allow(ImageName),

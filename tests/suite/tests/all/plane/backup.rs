@@ -27,6 +27,15 @@ async fn what_was_saved_while_it_ran_comes_back_whole_in_an_empty_directory() ->
     let saved = stack.run(&["backup", name])?;
     assert!(saved.code == Some(0) && saved.stderr.contains("sandboxes, workspaces and images of workers are not in a backup"), "{saved:?}");
     assert_eq!(fs_err::metadata(&file)?.permissions().mode() & 0o777, 0o600);
+    // It is not overwritten by the next one, unless that is meant.
+    let before = fs_err::read(&file)?;
+    let refused = stack.run(&["backup", name])?;
+    assert!(refused.failure() == (64, "already_exists".to_owned()) && refused.stderr.contains("--force"), "{refused:?}");
+    assert!(fs_err::read(&file)? == before);
+    stack.run(&["backup", "--force", name])?.good()?;
+    assert!(fs_err::read(&file)? != before, "it was made later");
+    let beside: Vec<_> = fs_err::read_dir(stack.world.directory())?.map(|entry| Ok(entry?.file_name())).collect::<std::io::Result<_>>()?;
+    assert!(!beside.iter().any(|name| name.to_string_lossy().contains("saved.tar.")), "{beside:?}");
     // What comes after is not in it.
     stack.run(&["task", "create", "later"])?.good()?;
     let keys: Vec<Vec<u8>> = ["admin.token", "orchestrator.key", "registration.key", "worker.token"]
