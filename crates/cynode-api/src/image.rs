@@ -72,4 +72,34 @@ pub struct ImageVersion {
     /// Nodes by name, with `available`, `pulling`, `failed` or `evicted`.
     #[serde(default)]
     pub nodes: BTreeMap<String, String>,
+    #[serde(default)]
+    pub state: ImageState,
+}
+
+impl ImageVersion {
+    /// Whether sessions and agents' jobs can use it; `None` until a node has inspected it.
+    #[must_use]
+    pub fn agent_compatible(&self) -> Option<bool> {
+        self.capabilities.get("agent_compatible").map(|value| *value == Value::Bool(true))
+    }
+}
+
+/// Whether a version can be used, or what it waits for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ImageState {
+    /// A node has it.
+    Available,
+    /// No node has reported it: it is to be loaded on one.
+    #[default]
+    AwaitingNode,
+    /// Nodes have another image under this reference than the one that is pinned: that one is to be loaded again, or theirs to be pinned by adding
+    /// the reference once more.
+    AwaitingPinned,
+}
+
+/// The images in a node's store.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct LocalImages {
+    pub items: Vec<crate::LocalImage>,
 }

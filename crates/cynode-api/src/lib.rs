@@ -45,7 +45,7 @@ pub use identity::{DEFAULT_TOKEN_SECONDS, Group, GroupCreate, MAX_TOKEN_SECONDS,
 pub use ids::{
     ArtifactId, CallId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId, SandboxId, SessionId, TaskId, TokenId, UserId, WorkspaceId,
 };
-pub use image::{Image, ImageCreate, ImagePatch, ImageVersion};
+pub use image::{Image, ImageCreate, ImagePatch, ImageState, ImageVersion, LocalImages};
 pub use job::{Job, JobAck, JobCreate, JobError, JobOutput, JobRun, JobSandbox, JobState, JobStop, Retry, job_limits};
 pub use node::{
     Capability, Heartbeat, HeartbeatAnswer, LocalImage, NewTokens, Node, NodeConfig, NodeDrain, NodeKeyCreate, NodeKeyCreated, NodeRegister, NodeRegistered,

@@ -37,7 +37,7 @@ codes! {
     DeniedByPolicy = "denied_by_policy", 403, "Policy does not allow it", "Ask an administrator: 'cynode policy test' shows which rules decide.";
     ImageNotAllowed = "image_not_allowed", 403, "The image is not allowed", "Choose one that 'cynode image list' shows as allowed, or have an administrator allow it.";
     ToolDisabled = "tool_disabled", 403, "The tool is switched off", "Have an administrator switch it on.";
-    PtyNotAllowed = "pty_not_allowed", 403, "This session has no terminal", "Create the session with pty_allowed: true.";
+    PtyNotAllowed = "pty_not_allowed", 403, "This session has no terminal", "Create the session with --pty (in the API pty_allowed: true); it can't be given later.";
     NotFound = "not_found", 404, "There is no such thing", "Check the path.";
     SessionNotFound = "session_not_found", 404, "There is no such session", "Check the id, or create the session.";
     UnknownTool = "unknown_tool", 404, "There is no such tool", "List the tools: the list holds those that this caller may use.";
@@ -87,6 +87,7 @@ codes! {
     RuntimeUnavailable = "runtime_unavailable", 503, "The container runtime did not answer", "Run 'cynode doctor' on the node.";
     NoCapacity = "no_capacity", 503, "The node has no room for another sandbox", "End sessions, or raise worker.max_sandboxes.";
     Unavailable = "unavailable", 503, "What it needs is not there", "Go without it: the remedy of the single failure says how.";
+    ImagePending = "image_pending", 503, "No node has reported the image yet", "Load the image on a node; nodes report what they have every few seconds. 'cynode image show' says what is awaited.";
     NodeUnreachable = "node_unreachable", 503, "The node does not answer", "Try again; see 'cynode node list'.";
     StoreUnavailable = "store_unavailable", 503, "The database does not answer", "Try again; nothing was lost. See 'cynode status'.";
     PidsExhausted = "pids_exhausted", 503, "The sandbox's process table is full", "Signal its processes (session signal KILL), then try again.";

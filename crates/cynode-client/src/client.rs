@@ -6,7 +6,7 @@ use std::{
 };
 
 use bytes::{Bytes, BytesMut};
-use cynode_api::{API_VERSION, Problem, SessionId};
+use cynode_api::{API_VERSION, LocalImage, LocalImages, Problem, SessionId};
 use http::{HeaderMap, HeaderValue, Method, header};
 use reqwest::{Client, RequestBuilder, Response, Url};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -15,6 +15,9 @@ use crate::{Error, Result};
 
 /// The longest problem document that is read.
 const MAX_PROBLEM: usize = 1024 * 1024;
+/// The longest API description that is read.
+const MAX_DESCRIPTION: usize = 16 * 1024 * 1024;
+const IDENTIFY: Duration = Duration::from_secs(5);
 /// The longest JSON answer that is read: two streams of 16 MiB in base64, or escaped, fit.
 const MAX_JSON: usize = 256 * 1024 * 1024;
 const CONNECT: Duration = Duration::from_secs(10);
@@ -30,6 +33,19 @@ pub enum Surface {
     Worker,
     /// The orchestrator's user API: `/v1/sessions`.
     User,
+}
+
+/// What answers at an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Peer {
+    /// The orchestrator's user API.
+    Orchestrator,
+    /// The Worker API of a node.
+    Worker,
+    /// The orchestrator's port for nodes.
+    Control,
+    /// An HTTP server that is not CyNode.
+    Other,
 }
 
 /// Whose certificates are trusted.
@@ -113,6 +129,33 @@ impl WorkerClient {
         Ok(if answer.status().as_u16() == 404 { Surface::User } else { Surface::Worker })
     }
 
+    /// What answers at an address. No token is sent.
+    pub async fn identify(base: &str, trust: Trust<'_>) -> Result<Peer> {
+        #[derive(Deserialize)]
+        struct Description {
+            info: Info,
+        }
+        #[derive(Deserialize)]
+        struct Info {
+            title: String,
+        }
+        let client = Self::trusting(base, "", Surface::User, trust)?;
+        let response = send(client.request(Method::GET, "/openapi.json").timeout(IDENTIFY)).await?;
+        let status = response.status();
+        let body = read_bounded(response, MAX_DESCRIPTION).await?;
+        if status.is_success() {
+            let title = serde_json::from_slice(&body).map_or_else(|_| String::new(), |description: Description| description.info.title);
+            return Ok(match title.as_str() {
+                "CyNode user API" => Peer::Orchestrator,
+                "CyNode Worker API" => Peer::Worker,
+                _ => Peer::Other,
+            });
+        }
+        // Only the port for nodes has no description, and refuses as every role does.
+        let is_ours = serde_json::from_slice::<Problem>(&body).is_ok_and(|problem| problem.kind.starts_with("urn:cynode:error:"));
+        Ok(if is_ours { Peer::Control } else { Peer::Other })
+    }
+
     #[must_use]
     pub const fn surface(&self) -> Surface {
         self.surface
@@ -141,6 +184,11 @@ impl WorkerClient {
     /// Whether it can be called at all.
     pub async fn reach(&self) -> Result<()> {
         accept(send(self.request(Method::GET, "/healthz").timeout(Duration::from_secs(10))).await?).await.map(drop)
+    }
+
+    /// The images in the worker's store.
+    pub async fn local_images(&self) -> Result<Vec<LocalImage>> {
+        Ok(self.get::<LocalImages>("/v1/worker/images", &()).await?.items)
     }
 
     /// Asks the worker to end its process. It answers at once and goes on in the background.

@@ -20,7 +20,7 @@ mod sessions;
 pub mod sse;
 
 pub use audit::{AuditFilter, AuditVerification, RawAuditPage};
-pub use client::{Readiness, Sandboxes, Surface, Trust, WorkerClient, check_base};
+pub use client::{Peer, Readiness, Sandboxes, Surface, Trust, WorkerClient, check_base};
 pub use error::{Error, Result};
 pub use events::{ExecEvent, ExecEvents};
 pub use execs::OutputQuery;

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use cynode_api::{ErrorCode, ExecRequest, SessionId, Stream};
-use cynode_client::{Error, ExecEvent, FileBody, PtyMessage, PtyOpen, PutOptions, Readiness, WorkerClient};
+use cynode_client::{Error, ExecEvent, FileBody, Peer, PtyMessage, PtyOpen, PutOptions, Readiness, Trust, WorkerClient};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -150,6 +150,32 @@ async fn an_unready_worker_says_why() {
     .await;
     assert_eq!(client.readyz().await.expect("answer"), Readiness::NotReady("no podman".into()));
     assert_eq!(client.readyz().await.expect("answer"), Readiness::Ready);
+}
+
+#[tokio::test]
+async fn what_answers_at_an_address_is_identified() {
+    let problem = r#"{"type":"urn:cynode:error:not_found","title":"t","status":404,"detail":"d","code":"not_found","remedy":"r"}"#;
+    for (status, body, expected) in [
+        ("200 OK", r#"{"info":{"title":"CyNode user API"}}"#, Peer::Orchestrator),
+        ("200 OK", r#"{"info":{"title":"CyNode Worker API"}}"#, Peer::Worker),
+        ("200 OK", "<html>", Peer::Other),
+        ("404 Not Found", problem, Peer::Control),
+        ("404 Not Found", "nothing here", Peer::Other),
+    ] {
+        let answer = format!("HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        let (client, served) = server(vec![answer.leak()]).await;
+        assert_eq!(WorkerClient::identify(client.base(), Trust::Environment).await.expect("an answer"), expected, "{status} {body}");
+        assert!(!served.await.expect("served")[0].contains("secret"));
+    }
+    // A server that is no HTTP server, as PostgreSQL on a foreign greeting.
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
+    let url = format!("http://{}", listener.local_addr().expect("address"));
+    tokio::spawn(async move {
+        let (mut socket, _) = listener.accept().await.expect("accepted");
+        head(&mut socket).await;
+    });
+    let error = WorkerClient::identify(&url, Trust::Environment).await.expect_err("no HTTP");
+    assert!(matches!(error, Error::Unreachable { never_sent: false, .. }), "{error:?}");
 }
 
 #[tokio::test]

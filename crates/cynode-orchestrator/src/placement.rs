@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use cynode_api::{DEFAULT_IMAGE_KEY, ErrorCode, ImageVersionId, NodeId, NodeState, session_limits};
+use cynode_api::{DEFAULT_IMAGE_KEY, ErrorCode, ImageVersionId, LABEL_AGENT_COMPATIBLE, NodeId, NodeState, Problem, session_limits};
 use cynode_policy::{Action, Call, Resource};
 use cynode_service::ApiError;
 
@@ -35,17 +35,43 @@ impl Orchestrator {
             Some(reference) => reference.to_owned(),
         };
         let chosen = self.db.allowed_image(&reference).await?;
-        let chosen = chosen.ok_or_else(|| ApiError::new(ErrorCode::ImageNotAllowed, format!("no allowed image goes by '{reference}'")))?;
-        let (reference, pinned) = (chosen.image_ref.clone(), chosen.image_digest.is_some());
-        self.check(caller, Action::ImageUse, &Resource::Image { reference, agent_compatible: chosen.agent_compatible, pinned }, &Call::default())?;
-        if work == Work::Agent && !chosen.agent_compatible {
-            return Err(ApiError::new(ErrorCode::ImageNotCompatible, format!("{} is not marked as agent-compatible", chosen.image_ref)));
+        let chosen = chosen.ok_or_else(|| not_allowed(&reference))?;
+        let pinned = chosen.image_digest.is_some();
+        let decide = |agent_compatible| {
+            let resource = Resource::Image { reference: chosen.image_ref.clone(), agent_compatible, pinned };
+            self.check(caller, Action::ImageUse, &resource, &Call::default())
+        };
+        match chosen.agent_compatible {
+            Some(agent_compatible) => decide(agent_compatible)?,
+            // Until a node has inspected it, it may be either.
+            None => match (decide(false), decide(true)) {
+                (Err(denied), Err(_)) => return Err(denied),
+                (Ok(()), _) if work == Work::Command => {}
+                _ => return Err(self.image_pending(&chosen.image_ref)),
+            },
+        }
+        if work == Work::Agent && chosen.agent_compatible == Some(false) {
+            let remedy = format!(
+                "Use an image with the label {LABEL_AGENT_COMPATIBLE}=true; when you build this one with it, add it again: 'cynode image add --allow {}'.",
+                chosen.image_ref
+            );
+            let detail = format!("{} is not marked as agent-compatible", chosen.image_ref);
+            return Err(Problem::new(ErrorCode::ImageNotCompatible, detail).with_remedy(remedy).into());
         }
         if chosen.image_digest.is_none() && self.requires_pinning(of).await? {
             let detail = format!("{} has no digest, and {REQUIRE_PINNING} is set", chosen.image_ref);
             return Err(ApiError::new(ErrorCode::ImageNotAllowed, detail));
         }
         Ok(chosen)
+    }
+
+    fn image_pending(&self, reference: &str) -> ApiError {
+        let remedy = format!(
+            "Load it on a node ('podman pull', 'podman load' or 'podman build' as the worker's user) and try again: nodes report what they have every {} s. \
+             'cynode image show {reference}' says what is awaited.",
+            self.config.heartbeat_seconds
+        );
+        Problem::new(ErrorCode::ImagePending, format!("no node has reported {reference} yet")).with_remedy(remedy).into()
     }
 
     /// Whether only images with a digest may be used for somebody. A wider scope that says so can't be overruled by a narrower one.
@@ -60,11 +86,11 @@ impl Orchestrator {
         let with_image = self.db.nodes_with(version).await?;
         let given = self.db.load().await?;
         let after = self.config.unreachable_after();
-        let mut reasons = Vec::new();
+        let mut reasons: Vec<(String, Unfit)> = Vec::new();
         let mut best: Option<((bool, f64), NodeRow)> = None;
         for node in nodes {
             if not.contains(&node.id) {
-                reasons.push((node.name, "had it before".to_owned()));
+                reasons.push((node.name, Unfit::HadItBefore));
                 continue;
             }
             let given = given.iter().find(|(id, _)| *id == node.id).map_or(0, |(_, count)| *count);
@@ -78,12 +104,60 @@ impl Orchestrator {
                 best = Some((use_now, node));
             }
         }
-        best.map(|(_, node)| node).ok_or_else(|| {
-            let said: Vec<String> = reasons.iter().map(|(name, reason)| format!("{name}: {reason}")).collect();
-            let detail = if said.is_empty() { "no node has registered yet".to_owned() } else { said.join("; ") };
-            ApiError::new(ErrorCode::NoCapacity, detail)
-        })
+        best.map(|(_, node)| node).ok_or_else(|| no_node(&reasons))
     }
+}
+
+fn not_allowed(reference: &str) -> ApiError {
+    let remedy = format!("Choose one that 'cynode image list' shows as allowed, or have an administrator run 'cynode image add --allow {reference}'.");
+    Problem::new(ErrorCode::ImageNotAllowed, format!("no allowed image goes by '{reference}'")).with_remedy(remedy).into()
+}
+
+/// Why a node can't take work.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Unfit {
+    HadItBefore,
+    NotReady(String),
+    Label(String),
+    NoImage,
+    Full(i64),
+}
+
+impl std::fmt::Display for Unfit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::HadItBefore => f.write_str("had it before"),
+            Self::NotReady(reason) | Self::Label(reason) => f.write_str(reason),
+            Self::NoImage => f.write_str("does not have the image"),
+            Self::Full(most) => write!(f, "is full ({most} sandboxes)"),
+        }
+    }
+}
+
+impl Unfit {
+    const fn remedy(&self) -> &'static str {
+        match self {
+            Self::Full(_) => "End sessions, or raise worker.max_sandboxes.",
+            Self::NoImage => {
+                "Load the image on a node; after loading another under its reference, pin it with 'cynode image add'. 'cynode image show' says what is awaited."
+            }
+            Self::Label(_) => "Ask for labels that a node has: see 'cynode node show'.",
+            Self::NotReady(_) | Self::HadItBefore => "Try again; see 'cynode node list'.",
+        }
+    }
+}
+
+/// The refusal when no node can take the work, with the remedy for each reason that nodes have.
+fn no_node(reasons: &[(String, Unfit)]) -> ApiError {
+    if reasons.is_empty() {
+        let remedy = "Start a worker: 'cynode up', or on another machine 'cynode up --worker-only' with a key of 'cynode node key create'.";
+        return Problem::new(ErrorCode::NoCapacity, "no node has registered yet").with_remedy(remedy).into();
+    }
+    let detail: Vec<String> = reasons.iter().map(|(name, reason)| format!("{name}: {reason}")).collect();
+    let mut remedies: Vec<&str> = reasons.iter().map(|(_, reason)| reason.remedy()).collect();
+    remedies.sort_unstable();
+    remedies.dedup();
+    Problem::new(ErrorCode::NoCapacity, detail.join("; ")).with_remedy(remedies.join(" ")).into()
 }
 
 /// What a request wants of its node.
@@ -108,22 +182,38 @@ pub(crate) fn missing_label(node: &NodeRow, labels: &NodeLabels) -> Option<Strin
 }
 
 /// Why a node can't take this work now.
-fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: i64, labels: &NodeLabels) -> Option<String> {
+fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: i64, labels: &NodeLabels) -> Option<Unfit> {
     let (state, reason) = node.state(unreachable_after);
     if state != NodeState::Ready {
-        return Some(reason.unwrap_or_else(|| "is draining".to_owned()));
+        return Some(Unfit::NotReady(reason.unwrap_or_else(|| "is draining".to_owned())));
     }
     if let Some(reason) = missing_label(node, labels) {
-        return Some(reason);
+        return Some(Unfit::Label(reason));
     }
     if !has_image {
-        return Some("does not have the image".to_owned());
+        return Some(Unfit::NoImage);
     }
     let most = i64::try_from(node.capability.max_sandboxes).unwrap_or(i64::MAX);
-    (given.max(node.running_sandboxes.into()) >= most).then(|| format!("is full ({most} sandboxes)"))
+    (given.max(node.running_sandboxes.into()) >= most).then_some(Unfit::Full(most))
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a share of a few hundred")]
 fn load(node: &NodeRow, given: i64) -> f64 {
     given.max(node.running_sandboxes.into()) as f64 / node.capability.max_sandboxes.max(1) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_remedy_fits_the_reasons_of_the_nodes() {
+        let remedy = |reasons: &[Unfit]| no_node(&reasons.iter().map(|reason| ("n".to_owned(), reason.clone())).collect::<Vec<_>>()).0.remedy;
+        assert!(remedy(&[Unfit::NoImage, Unfit::NoImage]).starts_with("Load the image on a node"));
+        assert!(!remedy(&[Unfit::NoImage]).contains("max_sandboxes") && remedy(&[Unfit::Full(3)]).contains("max_sandboxes"));
+        let both = remedy(&[Unfit::NoImage, Unfit::Full(3), Unfit::NoImage]);
+        assert!(both.contains("max_sandboxes") && both.matches("Load the image").count() == 1, "{both}");
+        assert!(remedy(&[]).contains("cynode up"));
+        assert!(remedy(&[Unfit::Label("x".into())]).contains("labels"));
+    }
 }

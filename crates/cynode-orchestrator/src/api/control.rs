@@ -1,5 +1,7 @@
 //! What nodes call: registration, heartbeats, their configuration, and words about jobs.
 
+use std::time::Duration;
+
 use axum::{
     Extension, Json, Router,
     extract::{DefaultBodyLimit, Request, State},
@@ -7,8 +9,9 @@ use axum::{
     response::{IntoResponse as _, Response},
     routing::{get, post},
 };
-use cynode_api::{ArtifactId, ErrorCode, Heartbeat, HeartbeatAnswer, JobId, NewTokens, NodeConfig, NodeId, NodeRegister, NodeRegistered};
+use cynode_api::{ArtifactId, ErrorCode, Heartbeat, HeartbeatAnswer, JobId, LocalImage, NewTokens, NodeConfig, NodeId, NodeRegister, NodeRegistered};
 use cynode_service::{ApiError, auth, edge};
+use futures_util::{StreamExt as _, stream};
 use http::{HeaderMap, StatusCode};
 use serde_json::Value;
 use time::OffsetDateTime;
@@ -22,6 +25,9 @@ use crate::{
 
 /// A registration: anybody may send one, and most of it is the images that a node has.
 const MAX_REGISTRATION_BYTES: usize = 1024 * 1024;
+/// How long a node may take to list its images.
+const IMAGES: Duration = Duration::from_secs(5);
+const ASKED_AT_ONCE: usize = 16;
 
 pub(super) fn routes(orchestrator: Orchestrator) -> Router {
     let nodes = Router::new()
@@ -166,11 +172,24 @@ impl Orchestrator {
         })
     }
 
-    /// Matches what nodes have said that they have against the register.
+    /// Asks the nodes which images they have, and matches that against the register. Of a node that does not answer, its last report counts.
     pub(crate) async fn look_for_images(&self) -> Result<(), ApiError> {
-        for node in self.db.nodes().await? {
-            self.db.report_images(node.id, &node.capability.images, &self.config.seed_images).await?;
+        let nodes = self.db.nodes().await?;
+        let asked = stream::iter(nodes).map(|node| async move { (self.ask_for_images(&node).await, node) }).buffer_unordered(ASKED_AT_ONCE);
+        let mut answers: Vec<_> = asked.collect().await;
+        // What a node has now is learned before what another had once.
+        answers.sort_by_key(|(answer, _)| answer.is_none());
+        for (answer, node) in answers {
+            self.db.report_images(node.id, answer.as_ref().unwrap_or(&node.capability.images), &self.config.seed_images).await?;
         }
         Ok(())
+    }
+
+    async fn ask_for_images(&self, node: &NodeRow) -> Option<Vec<LocalImage>> {
+        if node.is_lost || node.silent_seconds > self.config.unreachable_after() || self.fleet.trouble(node.id).is_some() {
+            return None;
+        }
+        let client = self.fleet.client_of(node).ok()?;
+        tokio::time::timeout(IMAGES, client.local_images()).await.ok()?.ok()
     }
 }

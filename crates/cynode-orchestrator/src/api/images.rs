@@ -2,6 +2,7 @@
 
 use axum::{Json, extract::State};
 use cynode_api::{Image, ImageCreate, ImageId, ImagePatch, Page, Problem, TokenKind};
+use cynode_policy::{Action, Call, Resource};
 use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
 use serde::Deserialize;
@@ -14,9 +15,9 @@ use crate::{
     db::{NewImage, name_and_tag},
 };
 
-/// Add a version of an image. Administrators only.
+/// Add a version of an image, and ask the nodes for it. One that is known is pinned anew, to what the nodes have now. Administrators only.
 #[utoipa::path(post, path = "/v1/images", tag = "images", request_body = ImageCreate,
-    responses((status = 201, body = Image), (status = "default", body = Problem, content_type = "application/problem+json")))]
+    responses((status = 201, body = Image), (status = 200, description = "It was known, and is pinned anew.", body = Image), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn create(
     State(orchestrator): State<Orchestrator>,
     Person(caller): Person,
@@ -45,14 +46,21 @@ pub(super) async fn create(
         image_ref: &body.image_ref,
         image_digest: body.image_digest.as_deref(),
         capabilities: body.capabilities.unwrap_or_default(),
-        is_allowed: body.is_allowed.unwrap_or(false),
+        is_allowed: body.is_allowed,
         by: &caller.user_name,
     };
+    // To pin a known one anew changes what others use.
+    if !is_agent
+        && let Some(id) = orchestrator.db.known_version(&new).await?
+        && let Some((reference, agent_compatible, pinned)) = orchestrator.db.image_place(id).await?
+    {
+        orchestrator.check(&caller, Action::ImageUpdate, &Resource::Image { reference, agent_compatible, pinned }, &Call::default())?;
+    }
     // What people decided on an image, an agent does not decide anew, nor what a name means.
-    let made = orchestrator.db.insert_image(&new, is_agent).await?;
+    let (id, is_new) = orchestrator.db.insert_image(&new, is_agent).await?;
     // Nodes may have it already.
     orchestrator.look_for_images().await?;
-    Ok((StatusCode::CREATED, Json(orchestrator.db.image(made.id).await?)))
+    Ok((if is_new { StatusCode::CREATED } else { StatusCode::OK }, Json(orchestrator.db.image(id).await?)))
 }
 
 fn check_reference(reference: &str) -> Result<(), ApiError> {

@@ -145,7 +145,7 @@ const REFUSALS: &[(&str, &[ErrorCode])] = &[
     ("PUT /v1/preferences/{scope}/{scope_id}/{key}", &[ErrorCode::PreconditionFailed]),
     ("POST /v1/images", &[ErrorCode::AlreadyExists]),
     ("GET /v1/events", &[ErrorCode::CursorExpired]),
-    ("POST /v1/jobs", &[ErrorCode::ImageNotAllowed, ErrorCode::NotFound, ErrorCode::WorkspaceNotFound, ErrorCode::JobIdInUse]),
+    ("POST /v1/jobs", &[ErrorCode::ImageNotAllowed, ErrorCode::ImagePending, ErrorCode::NotFound, ErrorCode::WorkspaceNotFound, ErrorCode::JobIdInUse]),
     ("GET /v1/jobs/{id}", &[ErrorCode::JobNotFound]),
     ("POST /v1/jobs/{id}/stop", &[ErrorCode::JobNotFound]),
     ("GET /v1/jobs/{id}/output", &[ErrorCode::JobNotFound, ErrorCode::OutputExpired, ErrorCode::NodeUnreachable]),
@@ -156,6 +156,7 @@ const REFUSALS: &[(&str, &[ErrorCode])] = &[
         "POST /v1/sessions",
         &[
             ErrorCode::ImageNotAllowed,
+            ErrorCode::ImagePending,
             ErrorCode::NotFound,
             ErrorCode::WorkspaceNotFound,
             ErrorCode::SessionIdInUse,

@@ -168,7 +168,7 @@ async fn resource(orchestrator: &Orchestrator, caller: &Caller, action: Action, 
         orchestrator.about_project(caller, id).await?
     } else if let Some(reference) = image {
         let chosen = orchestrator.db.allowed_image(reference).await?;
-        let (agent_compatible, pinned) = chosen.map_or((false, false), |chosen| (chosen.agent_compatible, chosen.image_digest.is_some()));
+        let (agent_compatible, pinned) = chosen.map_or((false, false), |chosen| (chosen.agent_compatible.unwrap_or_default(), chosen.image_digest.is_some()));
         return Ok(Resource::Image { reference: reference.clone(), agent_compatible, pinned });
     } else {
         return Ok(Resource::System);

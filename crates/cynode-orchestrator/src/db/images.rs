@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use cynode_api::{ErrorCode, Image, ImageId, ImagePatch, ImageVersion, ImageVersionId, LABEL_AGENT_COMPATIBLE, LABEL_PURPOSE, LocalImage, NodeId, Page};
+use cynode_api::{
+    ErrorCode, Image, ImageId, ImagePatch, ImageState, ImageVersion, ImageVersionId, LABEL_AGENT_COMPATIBLE, LABEL_PURPOSE, LocalImage, NodeId, Page,
+};
 use cynode_service::ApiError;
 use serde_json::{Map, Value, json};
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
@@ -16,7 +18,8 @@ pub(crate) struct Chosen {
     pub(crate) version_id: ImageVersionId,
     pub(crate) image_ref: String,
     pub(crate) image_digest: Option<String>,
-    pub(crate) agent_compatible: bool,
+    /// `None` until a node has inspected it.
+    pub(crate) agent_compatible: Option<bool>,
 }
 
 fn version(row: &PgRow) -> Result<ImageVersion, sqlx::Error> {
@@ -30,6 +33,11 @@ fn version(row: &PgRow) -> Result<ImageVersion, sqlx::Error> {
         capabilities: if let Value::Object(map) = capabilities { map } else { Map::new() },
         is_allowed: row.try_get("is_allowed")?,
         nodes: serde_json::from_value::<BTreeMap<String, String>>(nodes).unwrap_or_default(),
+        state: match (row.try_get("is_available")?, row.try_get("is_replaced")?) {
+            (true, _) => ImageState::Available,
+            (false, true) => ImageState::AwaitingPinned,
+            (false, false) => ImageState::AwaitingNode,
+        },
     })
 }
 
@@ -53,7 +61,8 @@ pub(crate) struct NewImage<'a> {
     pub(crate) image_ref: &'a str,
     pub(crate) image_digest: Option<&'a str>,
     pub(crate) capabilities: Map<String, Value>,
-    pub(crate) is_allowed: bool,
+    /// Of a version that is known `None` leaves it as it is, else it means no.
+    pub(crate) is_allowed: Option<bool>,
     pub(crate) by: &'a str,
 }
 
@@ -80,7 +89,7 @@ async fn insert(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<Ima
     .bind(new.image_ref)
     .bind(new.image_digest)
     .bind(Value::Object(new.capabilities.clone()))
-    .bind(new.is_allowed)
+    .bind(new.is_allowed.unwrap_or_default())
     .execute(connection)
     .await
     .map_err(problem)?;
@@ -116,16 +125,55 @@ async fn check_new(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<
     Err(ApiError(Box::new(error)))
 }
 
+/// Pins a known version anew, if this is one.
+async fn renew(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<Option<ImageId>, ApiError> {
+    let known: Option<Uuid> = sqlx::query_scalar(
+        "update sandbox_image_versions v set image_digest = $4, capabilities = $5, is_allowed = coalesce($6, v.is_allowed), updated_at = now()
+         from sandbox_images i where i.id = v.sandbox_image_id and i.name = $1 and v.version = $2 and v.image_ref = $3 returning i.id",
+    )
+    .bind(new.name)
+    .bind(new.version)
+    .bind(new.image_ref)
+    .bind(new.image_digest)
+    .bind(Value::Object(new.capabilities.clone()))
+    .bind(new.is_allowed)
+    .fetch_optional(&mut *connection)
+    .await
+    .map_err(problem)?;
+    let Some(id) = known else { return Ok(None) };
+    sqlx::query("update sandbox_images set updated_at = now(), updated_by = $2, description = coalesce($3, description) where id = $1")
+        .bind(id)
+        .bind(new.by)
+        .bind(new.description)
+        .execute(connection)
+        .await
+        .map_err(problem)?;
+    Ok(Some(ImageId::from_uuid(id)))
+}
+
 impl Db {
-    /// Adds a version. When it must be new, nothing by which it can be called may already mean another image.
-    pub(crate) async fn insert_image(&self, new: &NewImage<'_>, must_be_new: bool) -> Result<Image, ApiError> {
+    /// The image of which this is a version already.
+    pub(crate) async fn known_version(&self, new: &NewImage<'_>) -> Result<Option<ImageId>, ApiError> {
+        let query = "select i.id from sandbox_images i join sandbox_image_versions v on v.sandbox_image_id = i.id
+                     where i.name = $1 and v.version = $2 and v.image_ref = $3";
+        let query = sqlx::query_scalar(query).bind(new.name).bind(new.version).bind(new.image_ref);
+        let id: Option<Uuid> = query.fetch_optional(&self.pool).await.map_err(problem)?;
+        Ok(id.map(ImageId::from_uuid))
+    }
+
+    /// Adds a version, and says whether it is new. One of the same name and reference is pinned anew: what was learned of it is forgotten, and
+    /// learned again from the nodes. When it must be new, nothing by which it can be called may already mean an image.
+    pub(crate) async fn insert_image(&self, new: &NewImage<'_>, must_be_new: bool) -> Result<(ImageId, bool), ApiError> {
         let mut transaction = self.begin().await?;
         if must_be_new {
             check_new(&mut transaction, new).await?;
         }
-        let id = insert(&mut transaction, new).await?;
+        let renewed = match renew(&mut transaction, new).await? {
+            Some(id) => (id, false),
+            None => (insert(&mut transaction, new).await?, true),
+        };
         super::commit(transaction).await?;
-        self.image(id).await
+        Ok(renewed)
     }
 
     pub(crate) async fn image(&self, id: ImageId) -> Result<Image, ApiError> {
@@ -151,7 +199,10 @@ impl Db {
                 let id: Uuid = row.try_get("id").map_err(problem)?;
                 let versions = sqlx::query(
                     "select v.*, coalesce((select jsonb_object_agg(n.name, a.status) from node_sandbox_image_availability a join nodes n on n.id = a.node_id
-                                           where a.sandbox_image_version_id = v.id), '{}') as nodes
+                                           where a.sandbox_image_version_id = v.id), '{}') as nodes,
+                         exists (select from node_sandbox_image_availability a where a.sandbox_image_version_id = v.id and a.status = 'available') as is_available,
+                         exists (select from node_sandbox_image_availability a where a.sandbox_image_version_id = v.id and a.status = 'evicted'
+                                 and a.details->>'digest' <> v.image_digest) as is_replaced
                      from sandbox_image_versions v where v.sandbox_image_id = $1 and (not $2 or v.is_allowed) order by v.id",
                 )
                 .bind(id)
@@ -212,7 +263,7 @@ impl Db {
     /// Of several the newest.
     pub(crate) async fn allowed_image(&self, reference: &str) -> Result<Option<Chosen>, ApiError> {
         let row = sqlx::query(
-            "select v.id, v.image_ref, v.image_digest, coalesce(v.capabilities->'agent_compatible' = 'true'::jsonb, false) as agent_compatible
+            "select v.id, v.image_ref, v.image_digest, v.capabilities->'agent_compatible' = 'true'::jsonb as agent_compatible
              from sandbox_image_versions v join sandbox_images i on i.id = v.sandbox_image_id
              where v.is_allowed and (v.image_ref = $1 or i.name = $1 or i.name || ':' || v.version = $1)
              order by v.image_ref = $1 desc, v.created_at desc limit 1",
@@ -272,7 +323,7 @@ pub(super) async fn report(connection: &mut PgConnection, node_id: NodeId, image
                     image_ref: &image.reference,
                     image_digest: Some(&image.digest),
                     capabilities: capabilities(&image.labels),
-                    is_allowed: true,
+                    is_allowed: Some(true),
                     by: "system",
                 };
                 insert(connection, &new).await?;

@@ -3,6 +3,7 @@
 mod calls;
 mod execs;
 mod files;
+mod images;
 mod jobs;
 mod output;
 mod pty;
@@ -91,6 +92,7 @@ fn documented() -> OpenApiRouter<Api> {
         .routes(routes!(jobs::output))
         .routes(routes!(jobs::acknowledge))
         .routes(routes!(jobs::stop))
+        .routes(routes!(images::list))
         .routes(routes!(calls::show))
         .routes(routes!(calls::bar))
         .routes(routes!(shutdown))
@@ -141,6 +143,7 @@ const REFUSALS: &[(&str, &[ErrorCode])] = &[
             ErrorCode::NoSpace,
         ],
     ),
+    ("GET /v1/worker/images", &[ErrorCode::RuntimeUnavailable]),
     ("POST /v1/worker/jobs:stop", &[ErrorCode::JobNotFound, ErrorCode::JobIdInUse]),
     ("GET /v1/worker/jobs/{job_id}", &[ErrorCode::JobNotFound]),
     ("GET /v1/worker/jobs/{job_id}/output", &[ErrorCode::JobNotFound, ErrorCode::OutputExpired]),

@@ -1,13 +1,14 @@
 //! `image`.
 
-use cynode_api::{API_VERSION, Image as Object, ImageCreate, ImagePatch, ImageVersion};
+use cynode_api::{API_VERSION, Image as Object, ImageCreate, ImagePatch, ImageState, ImageVersion, LABEL_AGENT_COMPATIBLE};
 use cynode_client::UserClient;
 
-use super::{Outcome, done, list, made, moment, none_such, show};
+use super::{Outcome, done, list, made, moment, none_such, show, word};
 use crate::{
     cli::{Globals, Image, ImageName},
     connect,
     failure::{Failure, USAGE},
+    output::Progress,
 };
 
 pub async fn run(globals: &Globals, command: Image) -> Outcome {
@@ -21,11 +22,17 @@ pub async fn run(globals: &Globals, command: Image) -> Outcome {
                 image_ref: args.reference,
                 image_digest: args.digest,
                 capabilities: None,
-                is_allowed: Some(args.allow),
+                // Without the flag one that is known stays as it is.
+                is_allowed: args.allow.then_some(true),
             };
+            let progress = Progress::start("asking the nodes for the image");
             let image = client.create_image(&request).await?;
-            let word = format!("image '{}' is known{}", image.name, if args.allow { " and allowed" } else { "; allow it with 'cynode image allow'" });
-            made(globals, &image, &image.id.to_string(), &word)
+            drop(progress);
+            let Some(version) = image.versions.iter().find(|version| version.image_ref == request.image_ref) else {
+                return made(globals, &image, &image.id.to_string(), &format!("image '{}' is known", image.name));
+            };
+            let allowed = if version.is_allowed { "allowed".to_owned() } else { format!("not allowed ('cynode image allow {}' allows it)", version.image_ref) };
+            made(globals, &image, &image.id.to_string(), &format!("image '{}' version {} is {allowed}; {}", image.name, version.version, outlook(version)))
         }
         Image::Allow(args) => set(&client, globals, &args, true).await,
         Image::Deny(args) => set(&client, globals, &args, false).await,
@@ -35,9 +42,10 @@ pub async fn run(globals: &Globals, command: Image) -> Outcome {
             if globals.output == crate::cli::Format::Json {
                 return list(globals, &images, [], |_| []);
             }
-            list(globals, &versions, ["IMAGE", "VERSION", "ALLOWED", "NODES", "REFERENCE"], |(image, version)| {
+            list(globals, &versions, ["IMAGE", "VERSION", "ALLOWED", "STATE", "NODES", "REFERENCE"], |(image, version)| {
                 let nodes: Vec<&str> = version.nodes.iter().filter(|(_, state)| *state == "available").map(|(name, _)| name.as_str()).collect();
-                [image.name.clone(), version.version.clone(), allowed(version).to_owned(), nodes.join(","), version.image_ref.clone()]
+                let state = word(&version.state);
+                [image.name.clone(), version.version.clone(), allowed(version).to_owned(), state, nodes.join(","), version.image_ref.clone()]
             })
         }
         Image::Show { image } => {
@@ -53,8 +61,31 @@ pub async fn run(globals: &Globals, command: Image) -> Outcome {
                 let digest = version.image_digest.as_deref().unwrap_or("no digest yet");
                 let parts = [version.image_ref.as_str(), digest, if version.is_allowed { "allowed" } else { "not allowed" }, &nodes.join(", ")];
                 fields.push(("version", format!("{}: {}", version.version, parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("; "))));
+                fields.push(("state", outlook(version)));
             }
             show(globals, &image, &fields)
+        }
+    }
+}
+
+/// What a version is good for, or what it waits for.
+fn outlook(version: &ImageVersion) -> String {
+    let on = |status: &str| version.nodes.iter().filter(|(_, state)| *state == status).map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
+    let reference = &version.image_ref;
+    match version.state {
+        ImageState::Available => {
+            let good_for = match version.agent_compatible() {
+                Some(true) => "sessions and jobs".to_owned(),
+                _ => format!("plain commands only, for it lacks the label {LABEL_AGENT_COMPATIBLE}=true"),
+            };
+            format!("available on {}, for {good_for}", on("available"))
+        }
+        ImageState::AwaitingNode => {
+            let how = if reference.starts_with("localhost/") { "'podman build' or 'podman load'".to_owned() } else { format!("'podman pull {reference}'") };
+            format!("awaiting a node that has it: load it there as the worker's user with {how}, and its node reports it within seconds")
+        }
+        ImageState::AwaitingPinned => {
+            format!("awaiting the pinned image: {} has another one under this reference; 'cynode image add {reference}' pins that one", on("evicted"))
         }
     }
 }
@@ -85,4 +116,27 @@ fn find(images: Vec<Object>, wanted: &str) -> Result<(Object, Option<String>), F
     let image = index.and_then(|index| images.into_iter().nth(index)).ok_or_else(|| none_such("image", wanted))?;
     let version = if named.is_some() { None } else { version(&image) };
     Ok((image, version))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_version_says_what_it_is_good_for_or_what_it_waits_for() {
+        let id = "01890000-0000-7000-8000-000000000001";
+        let version = |reference: &str, state: &str, nodes: serde_json::Value, capabilities: serde_json::Value| -> String {
+            let version =
+                json!({"id": id, "version": "1", "image_ref": reference, "capabilities": capabilities, "is_allowed": true, "nodes": nodes, "state": state});
+            outlook(&serde_json::from_value(version).expect("a version"))
+        };
+        let available = version("localhost/m:1", "available", json!({"one": "available", "two": "evicted"}), json!({"agent_compatible": true}));
+        assert_eq!(available, "available on one, for sessions and jobs");
+        assert!(version("localhost/m:1", "available", json!({"one": "available"}), json!({"agent_compatible": false})).contains("agent-compatible=true"));
+        assert!(version("localhost/m:1", "awaiting_node", json!({}), json!({})).contains("podman build"));
+        assert!(version("r.example/m:1", "awaiting_node", json!({}), json!({})).contains("'podman pull r.example/m:1'"));
+        assert!(version("localhost/m:1", "awaiting_pinned", json!({"one": "evicted"}), json!({})).contains("one has another one"));
+    }
 }

@@ -8,6 +8,7 @@ mod commands;
 mod description;
 mod faults;
 mod hostile;
+mod images;
 mod mcp;
 pub(crate) mod nodes;
 mod outage;

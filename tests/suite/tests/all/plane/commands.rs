@@ -261,10 +261,42 @@ async fn an_orchestrator_is_told_from_a_worker_by_whoever_names_it() -> Result<(
     // The task of a session is the server's to make: one that nobody knows is refused.
     let unknown = cli.run(&["session", "create", "--task", "01890000-0000-7000-8000-000000000001"])?;
     assert_eq!(unknown.failure(), (64, "not_found".to_owned()));
-    cli.run(&["image", "add", cynode_tests::IMAGE, "--allow"])?.good()?;
+    Ok(())
+}
+
+#[tokio::test]
+async fn an_image_that_no_node_has_reported_is_awaited() -> Result<()> {
+    let cli = Cli::new().await?;
+    let unknown = cli.run(&["session", "create"])?;
+    assert_eq!(unknown.failure(), (77, "image_not_allowed".to_owned()));
+    assert!(unknown.stderr.contains(&format!("cynode image add --allow {}", cynode_tests::IMAGE)), "{unknown:?}");
+    let added = cli.run(&["image", "add", cynode_tests::IMAGE, "--allow"])?;
+    assert!(added.code == Some(0) && added.stderr.contains("is allowed; awaiting a node that has it"), "{added:?}");
+    let version = |shown: &Value| shown["versions"][0].clone();
+    let shown = version(&cli.json(&["image", "show", cynode_tests::IMAGE])?);
+    assert_eq!((&shown["state"], &shown["capabilities"]), (&json!("awaiting_node"), &json!({})));
+    assert!(cli.good(&["image", "list"])?.contains("awaiting_node"));
     let nowhere = cli.run(&["session", "create"])?;
-    assert_eq!(nowhere.failure(), (64, "image_not_compatible".to_owned()), "no node has said yet that it is");
-    let wrong = run(cli.command()?.env("CYNODE_TOKEN", "wrong").args(["task", "list"]), b"")?;
-    assert_eq!(wrong.failure(), (77, "unauthorized".to_owned()));
+    assert_eq!(nowhere.failure(), (69, "image_pending".to_owned()), "no node has said yet what it is");
+    assert!(nowhere.stderr.contains("cynode image show"), "{nowhere:?}");
+    // A rule that asks what it is good for can't be decided yet either; one that forbids it in any case can.
+    let narrow =
+        "@id(\"agents\")\nforbid (principal, action == CyNode::Action::\"image.use\", resource is CyNode::Image) unless { resource.agent_compatible };";
+    run(cli.command()?.args(["policy", "put", "narrow", "-"]), narrow.as_bytes())?.good()?;
+    let undecided = async || Ok(cli.run(&["run", "--detach", "--", "true"])?.failure() == (69, "image_pending".to_owned()));
+    cynode_tests::eventually("the rule counts", std::time::Duration::from_secs(20), undecided).await?;
+    let none = "@id(\"none\")\nforbid (principal, action == CyNode::Action::\"image.use\", resource is CyNode::Image);";
+    run(cli.command()?.args(["policy", "put", "narrow", "-"]), none.as_bytes())?.good()?;
+    let denied = async || Ok(cli.run(&["session", "create"])?.failure() == (77, "denied_by_policy".to_owned()));
+    cynode_tests::eventually("the rule counts", std::time::Duration::from_secs(20), denied).await?;
+
+    // To add it once more pins it anew, and leaves it allowed.
+    let digest = format!("sha256:{}", "ab".repeat(32));
+    cli.run(&["image", "add", cynode_tests::IMAGE, "--digest", &digest])?.good()?;
+    let again = version(&cli.json(&["image", "show", cynode_tests::IMAGE])?);
+    assert_eq!((&again["image_digest"], &again["is_allowed"], &again["id"]), (&json!(digest), &json!(true), &shown["id"]));
+    // The same version by another reference is another image.
+    let other = cli.run(&["image", "add", "registry.example/cynode/test-busybox:latest"])?;
+    assert_eq!(other.failure(), (64, "already_exists".to_owned()));
     Ok(())
 }
