@@ -59,6 +59,13 @@ pub enum Invocation {
 }
 
 impl Invocation {
+    pub const fn globals(&self) -> &Globals {
+        match self {
+            Self::Command(cli) => &cli.globals,
+            Self::Role(cli) => &cli.globals,
+        }
+    }
+
     pub fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
         let arguments: Vec<OsString> = arguments.into_iter().collect();
         let error = match Cli::try_parse_from(&arguments) {
@@ -395,6 +402,9 @@ pub struct Exec {
 #[derive(Debug, Args)]
 pub struct Shell {
     pub id: SessionId,
+    /// For those who expect it: a shell always has a terminal, in a session that was created with --pty
+    #[arg(long, hide = true)]
+    pub pty: bool,
     /// Command to run instead of a shell
     #[arg(trailing_var_arg = true, value_name = "CMD")]
     pub command: Vec<String>,
@@ -505,6 +515,14 @@ mod tests {
         assert_eq!((with_dashes.cwd.as_deref(), &with_dashes.env[..]), (Some("/tmp"), &[("A".to_owned(), "b=c".to_owned())][..]));
         assert_eq!(exec(&["ls", "-la", "--raw"]).command, ["ls", "-la", "--raw"]);
         assert_eq!(exec(&["--", "--odd"]).command, ["--odd"]);
+    }
+
+    #[test]
+    fn a_shell_takes_the_flag_that_its_session_needs() {
+        for arguments in [vec!["--pty", ID], vec![ID, "--pty"], vec![ID, "--pty", "--", "top", "-b"], vec![ID]] {
+            let cli = Cli::try_parse_from(["cynode", "session", "shell"].iter().chain(&arguments)).expect("valid");
+            assert!(matches!(cli.command, Command::Session { command: Session::Shell(_) }), "{arguments:?}");
+        }
     }
 
     #[test]

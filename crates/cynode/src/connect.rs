@@ -1,8 +1,12 @@
 //! Which CyNode a command talks to: `CYNODE_URL` and `CYNODE_TOKEN`, else the files of the state directory.
 
+mod explain;
+
 use std::path::{Path, PathBuf};
 
 use cynode_client::{Surface, Trust, UserClient, WorkerClient};
+
+pub use explain::explain;
 
 use crate::{
     cli::Globals,

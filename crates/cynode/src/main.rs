@@ -26,7 +26,7 @@ mod up;
 use std::process::ExitCode;
 
 use crate::{
-    cli::{Cli, Command, Invocation, Role, RoleCli},
+    cli::{Cli, Command, Globals, Invocation, Role, RoleCli},
     failure::Failure,
 };
 
@@ -35,11 +35,12 @@ fn main() -> ExitCode {
     drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
     let invocation = match Invocation::parse(std::env::args_os()) {
         Ok(invocation) => invocation,
-        Err(error) => return failure::usage(&error),
+        Err(error) => return failure::usage(&error, failure::format_of(std::env::args_os().skip(1))),
     };
+    let format = invocation.globals().output;
     match run(invocation) {
         Ok(code) => code,
-        Err(failure) => failure.report(),
+        Err(failure) => failure.report(format),
     }
 }
 
@@ -75,25 +76,34 @@ fn threads() -> usize {
 
 async fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
     let globals = cli.globals;
-    match cli.command {
-        Command::Up(args) => up::run(&globals, args).await,
-        Command::Down(args) => down::run(&globals, &args).await,
-        Command::Status => status::run(&globals).await,
-        Command::Doctor(args) => doctor::run(&globals, &args).await,
-        Command::Backup(args) => backup::run(&globals, &args).await,
-        Command::Run(args) => plane::run::run(&globals, args).await,
-        Command::Job { command } => plane::job::run(&globals, command).await,
-        Command::Task { command } => plane::task::run(&globals, command).await,
-        Command::Image { command } => plane::image::run(&globals, command).await,
-        Command::Node { command } => plane::node::run(&globals, command).await,
-        Command::Token { command } => plane::token::run(&globals, command).await,
-        Command::Setting { command } => plane::setting::setting(&globals, command).await,
-        Command::Preference { command } => plane::setting::preference(&globals, command).await,
-        Command::Artifact { command } => plane::artifact::run(&globals, command).await,
-        Command::Event { command } => plane::event::run(&globals, command).await,
-        Command::Audit { command } => audit::run(&globals, command).await,
-        Command::Policy { command } => policy::run(&globals, command).await,
-        Command::Session { command } => session::run(&globals, command).await,
+    // These find whom to talk to by other means, and say themselves what is wrong with it.
+    let is_local = matches!(cli.command, Command::Up(_) | Command::Down(_) | Command::Status | Command::Doctor(_) | Command::Backup(_));
+    match perform(&globals, cli.command).await {
+        Err(failure) if !is_local => Err(connect::explain(&globals, failure).await),
+        result => result,
+    }
+}
+
+async fn perform(globals: &Globals, command: Command) -> Result<ExitCode, Failure> {
+    match command {
+        Command::Up(args) => up::run(globals, args).await,
+        Command::Down(args) => down::run(globals, &args).await,
+        Command::Status => status::run(globals).await,
+        Command::Doctor(args) => doctor::run(globals, &args).await,
+        Command::Backup(args) => backup::run(globals, &args).await,
+        Command::Run(args) => plane::run::run(globals, args).await,
+        Command::Job { command } => plane::job::run(globals, command).await,
+        Command::Task { command } => plane::task::run(globals, command).await,
+        Command::Image { command } => plane::image::run(globals, command).await,
+        Command::Node { command } => plane::node::run(globals, command).await,
+        Command::Token { command } => plane::token::run(globals, command).await,
+        Command::Setting { command } => plane::setting::setting(globals, command).await,
+        Command::Preference { command } => plane::setting::preference(globals, command).await,
+        Command::Artifact { command } => plane::artifact::run(globals, command).await,
+        Command::Event { command } => plane::event::run(globals, command).await,
+        Command::Audit { command } => audit::run(globals, command).await,
+        Command::Policy { command } => policy::run(globals, command).await,
+        Command::Session { command } => session::run(globals, command).await,
         Command::Completions { shell } => {
             clap_complete::generate(shell, &mut <Cli as clap::CommandFactory>::command(), "cynode", &mut std::io::stdout());
             Ok(ExitCode::SUCCESS)

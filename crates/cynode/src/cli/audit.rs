@@ -159,7 +159,7 @@ pub enum Policy {
     },
     /// Delete a policy
     Delete { id: String },
-    /// Say what would be decided, and by which rules; nothing is done
+    /// Say what would be decided, and by which rules; nothing is done. Ends with 77 when denied
     Test(PolicyTestArgs),
 }
 

@@ -13,7 +13,7 @@ use serde_json::json;
 use crate::{
     cli::{Format, Globals, Policy, PolicyTestArgs},
     connect,
-    failure::Failure,
+    failure::{DENIED, Failure},
     output::{self, Colour},
     plane::{Outcome, done, list, moment},
     sanitize,
@@ -98,7 +98,12 @@ async fn test(client: &UserClient, globals: &Globals, args: PolicyTestArgs) -> O
             }
         }
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(ended(&verdict))
+}
+
+/// A denial ends as a denied call does.
+fn ended(verdict: &PolicyVerdict) -> ExitCode {
+    if verdict.allowed { ExitCode::SUCCESS } else { ExitCode::from(DENIED) }
 }
 
 fn by(verdict: &PolicyVerdict) -> String {

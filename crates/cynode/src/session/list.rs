@@ -95,10 +95,10 @@ pub async fn end(client: &WorkerClient, globals: &Globals, args: End) -> Result<
             // The others end all the same.
             Err(error) => {
                 let failure = Failure::from(error);
-                if ids.len() > 1 {
+                if ids.len() > 1 && globals.output == Format::Table {
                     output::note(&format!("session {id}:"));
                 }
-                failure.report();
+                failure.report(globals.output);
                 first_failure.get_or_insert(Failure::said(failure.exit));
             }
         }
@@ -106,6 +106,8 @@ pub async fn end(client: &WorkerClient, globals: &Globals, args: End) -> Result<
     drop(progress);
     match (globals.output, &ended[..]) {
         (Format::Json, [session]) if !args.all && ids.len() == 1 => output::json(session)?,
+        // Its failure is all that there is to say.
+        (Format::Json, []) if !args.all && ids.len() == 1 => {}
         (Format::Json, sessions) => output::json(&json!({ "items": sessions }))?,
         (Format::Table, sessions) => {
             for session in sessions {

@@ -125,6 +125,18 @@ impl Cli {
         run(self.command()?.args(arguments), stdin)
     }
 
+    /// Exit and code of a failure as `--output json` tells it: a problem document on stderr, in one line.
+    fn problem(&self, arguments: &[&str]) -> Result<(i32, String)> {
+        let ran = self.run(&[&["--output", "json"], arguments].concat())?;
+        ensure!(ran.stdout.is_empty() && ran.stderr.lines().count() == 1, "{ran:?}");
+        let problem: Value = serde_json::from_str(&ran.stderr)?;
+        ensure!(problem["exit"] == ran.code.context("an exit code")?, "{ran:?}");
+        for member in ["type", "title", "detail", "remedy"] {
+            ensure!(problem[member].as_str().is_some_and(|text| !text.is_empty()), "{member} is missing: {ran:?}");
+        }
+        Ok((ran.code.unwrap_or(-1), problem["code"].as_str().unwrap_or_default().to_owned()))
+    }
+
     /// A new session's id.
     fn create(&self, arguments: &[&str]) -> Result<String> {
         let printed = self.run(&[&["session", "create", "--memory", "256m"], arguments].concat())?.good()?;
@@ -203,11 +215,15 @@ async fn a_session_that_has_ended_can_be_resumed_with_its_files() -> Result<()> 
     cli.sh(&id, "echo kept > file")?;
     for _ in 0..2 {
         cli.run(&["session", "end", &id, "--keep-workspace"])?.good()?;
+        let ended = cli.run(&["session", "exec", &id, "true"])?;
+        assert!(ended.failure() == (64, "session_ended".to_owned()) && ended.stderr.contains(&format!("cynode session resume {id}")), "{ended:?}");
         assert_eq!(cli.run(&["session", "resume", &id])?.good()?, format!("{id}\n"));
         assert_eq!(cli.sh(&id, "cat file")?, "kept\n");
     }
     // Without its files there is nothing to go on with.
     cli.run(&["session", "end", &id])?.good()?;
+    let ended = cli.run(&["session", "exec", &id, "true"])?;
+    assert!(ended.failure() == (64, "session_ended".to_owned()) && ended.stderr.contains("It can't be resumed"), "{ended:?}");
     assert_eq!(cli.run(&["session", "resume", &id])?.failure(), (64, "not_resumable".to_owned()));
     Ok(())
 }
@@ -227,6 +243,7 @@ async fn failures_have_one_line_and_the_exit_codes_of_the_contract() -> Result<(
         let ran = cli.run(&arguments)?;
         assert_eq!((ran.failure(), ran.text().as_str()), ((64, "session_not_found".to_owned()), ""), "{arguments:?}: {ran:?}");
         assert!(ran.stderr.contains("\n  remedy: "), "{ran:?}");
+        assert_eq!(cli.problem(&arguments)?, (64, "session_not_found".to_owned()));
     }
     for arguments in [
         vec![],
@@ -248,6 +265,9 @@ async fn failures_have_one_line_and_the_exit_codes_of_the_contract() -> Result<(
     ] {
         let ran = cli.run(&arguments)?;
         assert_eq!((ran.failure(), ran.text().as_str()), ((64, "usage".to_owned()), ""), "{arguments:?}: {ran:?}");
+        if !arguments.contains(&"--output") {
+            assert_eq!(cli.problem(&arguments)?, (64, "usage".to_owned()));
+        }
     }
     let refused = cli.run(&["session", "create", "--image", "localhost/cynode/none:latest"])?;
     assert_eq!(refused.failure(), (64, "image_not_found".to_owned()));
@@ -255,6 +275,9 @@ async fn failures_have_one_line_and_the_exit_codes_of_the_contract() -> Result<(
     // Somebody else's token, nobody there, nothing running.
     let wrong = run(cli.command()?.env("CYNODE_TOKEN", "wrong").args(["session", "list"]), b"")?;
     assert_eq!(wrong.failure(), (77, "unauthorized".to_owned()));
+    assert!(wrong.stderr.contains("is a worker, and this is not its token"), "{wrong:?}");
+    let elsewhere = cli.run(&["task", "list"])?;
+    assert!(elsewhere.failure() == (64, "not_found".to_owned()) && elsewhere.stderr.contains("is a worker, which has sessions"), "{elsewhere:?}");
     let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
     let nobody = run(cli.command()?.env("CYNODE_URL", format!("http://{free}")).args(["session", "list"]), b"")?;
     assert_eq!(nobody.failure(), (69, "unreachable".to_owned()));

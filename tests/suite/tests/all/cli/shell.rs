@@ -126,9 +126,14 @@ async fn a_shell_without_a_terminal_here_takes_its_input_as_it_comes() -> Result
 async fn a_session_has_no_terminal_unless_it_was_asked_for() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
-    let ran = cli.run(&["session", "shell", &id])?;
-    assert_eq!((ran.failure(), ran.text().as_str()), ((77, "pty_not_allowed".to_owned()), ""));
-    assert!(ran.stderr.contains("pty_allowed"), "{ran:?}");
+    for arguments in [vec!["session", "shell", &id], vec!["session", "shell", "--pty", &id]] {
+        let ran = cli.run(&arguments)?;
+        assert_eq!((ran.failure(), ran.text().as_str()), ((77, "pty_not_allowed".to_owned()), ""));
+        assert!(ran.stderr.contains("Create the session with --pty"), "{ran:?}");
+    }
+    let exec = cli.run(&["session", "exec", "--pty", &id, "top"])?;
+    assert_eq!(exec.failure(), (64, "usage".to_owned()));
+    assert!(exec.stderr.contains("cynode session shell"), "{exec:?}");
     Ok(())
 }
 

@@ -300,3 +300,53 @@ async fn an_image_that_no_node_has_reported_is_awaited() -> Result<()> {
     assert_eq!(other.failure(), (64, "already_exists".to_owned()));
     Ok(())
 }
+
+#[tokio::test]
+async fn a_wrong_token_and_a_wrong_address_are_told_by_their_cause() -> Result<()> {
+    let cli = Cli::new().await?;
+    let at = |url: &str, token: &str, arguments: &[&str]| run(cli.command()?.env("CYNODE_URL", url).env("CYNODE_TOKEN", token).args(arguments), b"");
+    let (url, control, token) = (cli.orchestrator.url()?, cli.orchestrator.control_url()?, cli.orchestrator.token()?);
+    let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
+    // As PostgreSQL does when it is greeted by something else.
+    let foreign = std::net::TcpListener::bind("127.0.0.1:0")?;
+    let foreign_url = format!("http://{}", foreign.local_addr()?);
+    std::thread::spawn(move || foreign.incoming().for_each(drop));
+    let commands: [&[&str]; 3] = [&["task", "list"], &["session", "list"], &["image", "list"]];
+    for arguments in commands {
+        for (address, token, failure, words) in [
+            (url.as_str(), "cyn_wrong", (77, "unauthorized"), ["CYNODE_TOKEN is mistyped, expired, revoked", "cynode token create"]),
+            (control.trim(), &token, (64, "not_found"), ["is an orchestrator's port for nodes", "Check CYNODE_URL"]),
+            (&format!("http://{free}"), &token, (69, "unreachable"), ["Nothing listens there", "Check CYNODE_URL"]),
+            (&foreign_url, &token, (69, "unreachable"), ["does not speak plain HTTP", "Check CYNODE_URL"]),
+            (&url.replace("http:", "https:"), &token, (69, "unreachable"), ["does not speak TLS", "http://"]),
+        ] {
+            let ran = at(address, token, arguments)?;
+            assert_eq!(ran.failure(), (failure.0, failure.1.to_owned()), "{arguments:?} at {address}: {ran:?}");
+            for words in words {
+                assert!(ran.stderr.contains(words), "{words:?} is missing: {arguments:?} at {address}: {}", ran.stderr);
+            }
+        }
+    }
+    let as_json = at(&url, "cyn_wrong", &["task", "list", "--output", "json"])?;
+    let problem: Value = serde_json::from_str(&as_json.stderr)?;
+    assert_eq!((as_json.text().as_str(), &problem["code"], &problem["status"], &problem["exit"]), ("", &json!("unauthorized"), &json!(401), &json!(77)));
+    assert!(problem["remedy"].as_str().is_some_and(|remedy| remedy.contains("CYNODE_TOKEN")) && problem["request_id"].is_string(), "{problem}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn policy_test_ends_as_the_call_would() -> Result<()> {
+    let cli = Cli::new().await?;
+    let test = |arguments: &[&str]| cli.run(&[&["policy", "test"], arguments].concat());
+    let allowed = test(&["--action", "task.create"])?;
+    assert_eq!((allowed.code, allowed.text().starts_with("allowed")), (Some(0), true), "{allowed:?}");
+    let rule = "@id(\"none\")\nforbid (principal, action == CyNode::Action::\"task.create\", resource);";
+    run(cli.command()?.args(["policy", "put", "site", "-"]), rule.as_bytes())?.good()?;
+    let counts = async || Ok(test(&["--action", "task.create"])?.code == Some(77));
+    cynode_tests::eventually("the rule counts", std::time::Duration::from_secs(20), counts).await?;
+    let denied = test(&["--action", "task.create", "--output", "json"])?;
+    let verdict: Value = serde_json::from_str(&denied.text())?;
+    assert_eq!((denied.code, &verdict["allowed"], denied.stderr.as_str()), (Some(77), &json!(false), ""), "a verdict is data, and no failure");
+    assert_eq!(test(&["--action", "no.such"])?.code, Some(64));
+    Ok(())
+}
