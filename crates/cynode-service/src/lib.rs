@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod admin;
+pub mod allocator;
 pub mod answers;
 pub mod auth;
 pub mod body;

@@ -322,7 +322,12 @@ impl Plane {
         for (key, value) in defaults.iter().chain(settings) {
             command.arg("--set").arg(format!("orchestrator.{key}={value}"));
         }
-        command.env("CYNODE_LOG", "debug").env_remove("CYNODE_URL").env_remove("CYNODE_TOKEN").env_remove("DATABASE_URL");
+        command
+            .envs(cynode_service::allocator::ENVIRONMENT)
+            .env("CYNODE_LOG", "debug")
+            .env_remove("CYNODE_URL")
+            .env_remove("CYNODE_TOKEN")
+            .env_remove("DATABASE_URL");
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output).process_group(0);
         let child = command.spawn().context("starting the orchestrator")?;
         self.world.remember(child.id())?;

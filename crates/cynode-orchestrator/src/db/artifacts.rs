@@ -91,7 +91,7 @@ impl Db {
 
     pub(crate) async fn list_artifacts(&self, task_id: TaskId, after: Option<Uuid>, limit: u32) -> Result<Page<Artifact>, ApiError> {
         let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted() {
+        while let Some(count) = pages.wanted().await {
             let rows = sqlx::query("select * from artifacts where task_id = $1 and ($2::uuid is null or id > $2) order by id limit $3")
                 .bind(task_id.as_uuid())
                 .bind(pages.after())

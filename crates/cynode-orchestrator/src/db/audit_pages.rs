@@ -7,7 +7,7 @@ use sqlx::postgres::PgRow;
 use time::{Duration, OffsetDateTime};
 use uuid::Uuid;
 
-use super::{Db, audit::link, problem, stored};
+use super::{Db, READING, audit::link, problem, stored};
 
 /// Which records somebody asks for.
 #[derive(Clone, Debug, Default)]
@@ -28,7 +28,7 @@ pub(crate) struct Wanted {
 /// where the database was away. So far apart are they still found.
 const APART: Duration = Duration::HOUR;
 /// The records of a page, as JSON, have this many bytes at most; a thousand of the usual size have fewer.
-const MAX_PAGE_BYTES: usize = 4 * 1024 * 1024;
+const MAX_PAGE_BYTES: usize = 2 * 1024 * 1024;
 /// So many records tell the time at a place.
 const WINDOW: i64 = 100;
 
@@ -61,6 +61,7 @@ impl Db {
         };
         // A name may look like an id.
         let (name, id) = if named.is_some() { (named, id) } else { (wanted.subject.clone(), None) };
+        let _turn = READING.acquire().await;
         let mut rows = sqlx::query(
             "select cursor, stream, seq, at, body, hash from audit_events
              where cursor > $1 and ($2::uuid is null or task_id = $2) and ($3::uuid is null or session_id = $3) and ($4::uuid is null or job_id = $4)

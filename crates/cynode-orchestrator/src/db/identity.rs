@@ -215,7 +215,7 @@ impl Db {
 
     pub(crate) async fn list_tokens(&self, scope: &Scope, after: Option<Uuid>, limit: u32) -> Result<Page<Token>, ApiError> {
         let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted() {
+        while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(
                 "select t.*, u.name as user_name from api_tokens t join users u on u.id = t.user_id
                  where ($1 or t.user_id = $2) and ($3::uuid is null or t.id > $3) order by t.id limit $4",
@@ -279,7 +279,7 @@ impl Db {
     /// Administrators see all, others themselves.
     pub(crate) async fn list_users(&self, scope: &Scope, after: Option<Uuid>, limit: u32) -> Result<Page<User>, ApiError> {
         let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted() {
+        while let Some(count) = pages.wanted().await {
             let rows = sqlx::query("select * from users where ($1 or id = $2) and ($3::uuid is null or id > $3) order by id limit $4")
                 .bind(scope.sees_all)
                 .bind(scope.user_id.as_uuid())
@@ -325,7 +325,7 @@ impl Db {
             })
         };
         let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted() {
+        while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(
                 "select g.*, coalesce(array_agg(u.name order by u.name) filter (where u.id is not null), '{}') as members
                  from groups g left join group_members m on m.group_id = g.id left join users u on u.id = m.user_id

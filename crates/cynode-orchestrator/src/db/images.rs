@@ -182,7 +182,7 @@ impl Db {
 
     pub(crate) async fn images(&self, only: Option<ImageId>, allowed: bool, after: Option<Uuid>, limit: u32) -> Result<Page<Image>, ApiError> {
         let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted() {
+        while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(
                 "select * from sandbox_images i where ($1::uuid is null or id = $1) and ($2::uuid is null or id > $2)
                    and (not $4 or exists (select from sandbox_image_versions v where v.sandbox_image_id = i.id and v.is_allowed)) order by id limit $3",

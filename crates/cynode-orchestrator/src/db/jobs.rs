@@ -171,7 +171,7 @@ impl Db {
             })
         };
         let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted() {
+        while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(concat!(
                 "select j.object || '{\"stdout\": \"\", \"stderr\": \"\", \"encoding\": \"utf-8\"}' as object, j.job_id, j.state, j.node_id, j.created_by
                  from jobs j where ($1::uuid is null or j.job_id > $1) and ",

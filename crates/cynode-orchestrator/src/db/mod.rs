@@ -49,6 +49,7 @@ use sqlx::{
     migrate::{Migration, MigrationType, Migrator},
     postgres::{PgConnectOptions, PgPoolOptions},
 };
+use tokio::sync::{Semaphore, SemaphorePermit};
 
 pub(crate) use artifacts::NewArtifact;
 pub(crate) use audit::{Added, OpenCall};
@@ -196,6 +197,10 @@ pub(crate) fn to_json(value: &impl serde::Serialize) -> serde_json::Value {
 
 /// Rows that one statement reads. The rows of a whole page could be hundreds of MiB, a chunk of the largest is a few.
 const CHUNK: usize = 16;
+/// Chunks that are read at once, for all callers.
+const MAX_READING: usize = 4;
+
+static READING: Semaphore = Semaphore::const_new(MAX_READING);
 
 /// A page that is read chunk by chunk, in the order of its keys: as long as some are `wanted`, those `after` the last one are added.
 #[derive(Debug)]
@@ -203,20 +208,23 @@ pub(crate) struct PageReader<T, K> {
     page: PageBuilder<T>,
     after: Option<K>,
     asked: usize,
+    /// While a chunk is being read.
+    turn: Option<SemaphorePermit<'static>>,
     /// Known once all has been read: whether that was the last page.
     is_last: Option<bool>,
 }
 
 impl<T: serde::Serialize, K: Clone + ToString> PageReader<T, K> {
     pub(crate) const fn new(limit: u32, after: Option<K>) -> Self {
-        Self { page: PageBuilder::new(limit as usize), after, asked: 0, is_last: None }
+        Self { page: PageBuilder::new(limit as usize), after, asked: 0, turn: None, is_last: None }
     }
 
-    /// How many rows to read next, if any.
-    pub(crate) fn wanted(&mut self) -> Option<i64> {
+    /// How many rows to read next, if any. Waits for its turn to read them.
+    pub(crate) async fn wanted(&mut self) -> Option<i64> {
         if self.is_last.is_some() {
             return None;
         }
+        self.turn = READING.acquire().await.ok();
         // One more than is shown tells whether there is a next page.
         self.asked = self.page.left().saturating_add(1).min(CHUNK);
         i64::try_from(self.asked).ok()
@@ -228,6 +236,7 @@ impl<T: serde::Serialize, K: Clone + ToString> PageReader<T, K> {
 
     /// Adds the rows that were read.
     pub(crate) fn add(&mut self, chunk: Vec<T>, key: impl Fn(&T) -> K) {
+        let _turn = self.turn.take();
         if chunk.len() < self.asked {
             self.is_last = Some(true);
         }
@@ -267,11 +276,11 @@ mod tests {
     use super::*;
 
     /// Lists items that are texts of these lengths; says how many the pages have, and the most that one statement read.
-    fn pages(lengths: &[usize], limit: u32) -> (Vec<usize>, usize) {
+    async fn pages(lengths: &[usize], limit: u32) -> (Vec<usize>, usize) {
         let (mut after, mut counts, mut most) = (None, Vec::new(), 0);
         loop {
             let mut pages = PageReader::new(limit, after);
-            while let Some(count) = pages.wanted() {
+            while let Some(count) = pages.wanted().await {
                 let from = pages.after().map_or(0, |after: usize| after + 1);
                 let found: Vec<(usize, String)> =
                     (from..lengths.len()).take(usize::try_from(count).expect("a count")).map(|n| (n, "x".repeat(lengths[n]))).collect();
@@ -290,16 +299,16 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_page_ends_at_its_count_or_at_its_bytes_and_the_next_one_goes_on_there() {
-        assert_eq!(pages(&[], 10), (vec![0], 0));
-        assert_eq!(pages(&[1; 10], 10), (vec![10], 10));
-        assert_eq!(pages(&[1; 11], 10).0, [10, 1]);
-        assert_eq!(pages(&[1; 100], 1_000), (vec![100], CHUNK));
+    #[tokio::test]
+    async fn a_page_ends_at_its_count_or_at_its_bytes_and_the_next_one_goes_on_there() {
+        assert_eq!(pages(&[], 10).await, (vec![0], 0));
+        assert_eq!(pages(&[1; 10], 10).await, (vec![10], 10));
+        assert_eq!(pages(&[1; 11], 10).await.0, [10, 1]);
+        assert_eq!(pages(&[1; 100], 1_000).await, (vec![100], CHUNK));
         // Around each text there are a few bytes more.
-        assert_eq!(pages(&[MAX_PAGE_BYTES / 4 - 10; 9], 1_000).0, [4, 4, 1]);
-        assert_eq!(pages(&[MAX_PAGE_BYTES / 4; 8], 1_000).0, [3, 3, 2]);
+        assert_eq!(pages(&[MAX_PAGE_BYTES / 4 - 10; 9], 1_000).await.0, [4, 4, 1]);
+        assert_eq!(pages(&[MAX_PAGE_BYTES / 4; 8], 1_000).await.0, [3, 3, 2]);
         // One that is larger than a page is a page.
-        assert_eq!(pages(&[1, 2 * MAX_PAGE_BYTES, 1, 1], 1_000).0, [1, 1, 2]);
+        assert_eq!(pages(&[1, 2 * MAX_PAGE_BYTES, 1, 1], 1_000).await.0, [1, 1, 2]);
     }
 }

@@ -181,7 +181,7 @@ impl Db {
     ) -> Result<Page<Session>, ApiError> {
         let (name, value) = label.map_or((None, None), |(name, value)| (Some(name), value));
         let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted() {
+        while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(concat!(
                 "select *, clock_timestamp() as read_at from sessions s where ($1::uuid is null or s.session_id > $1) and ",
                 visible_by_task!("s"),

@@ -45,7 +45,7 @@ pub(crate) struct Of {
 impl Db {
     pub(crate) async fn list_settings(&self, after: Option<String>, limit: u32) -> Result<Page<Setting>, ApiError> {
         let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted() {
+        while let Some(count) = pages.wanted().await {
             let rows = sqlx::query("select * from system_settings where ($1::text is null or key > $1) order by key limit $2")
                 .bind(pages.after())
                 .bind(count)
@@ -100,7 +100,7 @@ impl Db {
         limit: u32,
     ) -> Result<Page<Preference>, ApiError> {
         let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted() {
+        while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(
                 "select * from preferences where scope = $1 and scope_id = $2 and ($3::text is null or key > $3) and ($5::text is null or key = $5)
                  order by key limit $4",
@@ -165,7 +165,7 @@ impl Db {
     /// For each key the value of the narrowest scope. Of several groups the first by name counts.
     pub(crate) async fn effective_preferences(&self, of: Of, after: Option<String>, limit: u32) -> Result<Page<Preference>, ApiError> {
         let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted() {
+        while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(
                 "select distinct on (p.key) p.* from preferences p
                  left join groups g on p.scope = 'group' and g.id = p.scope_id

@@ -77,7 +77,7 @@ impl Db {
 
     pub(crate) async fn list_projects(&self, scope: &Scope, named: &Named, after: Option<Uuid>, limit: u32) -> Result<Page<Project>, ApiError> {
         let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted() {
+        while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(
                 "select * from projects where ($1 or owner_id = $2) and ($3::uuid is null or id > $3)
                    and ($5 or id = $6) order by id limit $4",
@@ -138,7 +138,7 @@ impl Db {
         limit: u32,
     ) -> Result<Page<Task>, ApiError> {
         let mut pages = PageReader::new(limit, after);
-        while let Some(count) = pages.wanted() {
+        while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(concat!(
                 "select * from tasks t where ($1::uuid is null or t.id > $1) and ",
                 visible!("t"),

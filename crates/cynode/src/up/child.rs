@@ -6,6 +6,7 @@ use std::{
     time::Duration,
 };
 
+use cynode_service::allocator;
 use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::{
@@ -180,6 +181,12 @@ impl Keeper {
     fn spawn(&self) -> Result<Running, Failure> {
         let mut command = Command::new(&self.role.program);
         command.args(&self.role.arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        for (name, value) in allocator::ENVIRONMENT {
+            // An operator's own choice counts, and PostgreSQL has an allocator of its own.
+            if self.role.name != "postgres" && std::env::var_os(name).is_none() {
+                command.env(name, value);
+            }
+        }
         if !self.role.takes_database {
             // It may hold a password.
             command.env_remove("DATABASE_URL");
