@@ -8,14 +8,14 @@ use axum::{
     response::Response,
 };
 use bytes::Bytes;
-use cynode_api::ErrorCode;
+use cynode_api::{CALL_HEADER, ErrorCode, RESULT_HEADER};
 use cynode_client::WorkerClient;
 use cynode_service::ApiError;
 use futures_util::{Stream, StreamExt as _, stream};
-use http::{HeaderMap, HeaderName, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header, request::Parts};
 use hyper_util::rt::TokioIo;
 
-use crate::caller::Over;
+use crate::{caller::Over, gate::Called};
 
 /// Headers that are between two neighbours only, or that say who the caller is to us.
 const NOT_PASSED: &[HeaderName] = &[
@@ -32,9 +32,14 @@ const NOT_PASSED: &[HeaderName] = &[
     header::UPGRADE,
 ];
 
+/// Headers that CyNode's own parts exchange begin with this. Callers can't send them, and their `Connection` can't name them away.
+const INTERNAL: &str = "x-cynode-";
+const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
 /// A body of known size up to this is sent with its length.
 const WHOLE: u64 = 256 * 1024;
 
+/// The end-to-end headers, without internal ones: those are added afterwards, by [`to_node`] and [`from_node`].
 fn passed(headers: &HeaderMap) -> HeaderMap {
     // What `Connection` names is between neighbours too.
     let named: Vec<String> = headers
@@ -44,11 +49,32 @@ fn passed(headers: &HeaderMap) -> HeaderMap {
         .flat_map(|value| value.split(','))
         .map(|name| name.trim().to_ascii_lowercase())
         .collect();
+    let is_hop_by_hop = |name: &HeaderName| {
+        NOT_PASSED.contains(name) || matches!(name.as_str(), "keep-alive" | "proxy-connection") || named.iter().any(|named| named == name.as_str())
+    };
+    headers.iter().filter(|(name, _)| !is_hop_by_hop(name) && !name.as_str().starts_with(INTERNAL)).map(|(name, value)| (name.clone(), value.clone())).collect()
+}
+
+/// The headers of a request to a node: the caller's, and the id of the call. Without an id nothing is sent, because nobody could
+/// find out afterwards whether the node did it.
+fn to_node(parts: &Parts) -> Result<HeaderMap, ApiError> {
+    let missing = || ApiError::new(ErrorCode::Internal, "the call has no id, so it is not sent to the node");
+    let Called(id) = parts.extensions.get::<Called>().copied().ok_or_else(missing)?;
+    let mut headers = passed(&parts.headers);
+    headers.insert(CALL_HEADER, HeaderValue::from_str(&id.to_string()).map_err(|_| missing())?);
+    if let Some(id) = parts.headers.get(REQUEST_ID) {
+        headers.insert(REQUEST_ID, id.clone());
+    }
+    Ok(headers)
+}
+
+/// The headers of a node's answer, with the result that the gate records.
+fn from_node(answer: &HeaderMap) -> HeaderMap {
+    let mut headers = passed(answer);
+    if let Some(result) = answer.get(RESULT_HEADER) {
+        headers.insert(RESULT_HEADER, result.clone());
+    }
     headers
-        .iter()
-        .filter(|(name, _)| !NOT_PASSED.contains(name) && !named.iter().any(|named| named == name.as_str()) && name.as_str() != "keep-alive")
-        .map(|(name, value)| (name.clone(), value.clone()))
-        .collect()
 }
 
 /// Passes a request on to a path of a node, and the answer back, until the caller's token is no longer good or the node is gone.
@@ -59,7 +85,7 @@ pub(crate) async fn forward(
     over: impl Future<Output = Over> + Send + 'static,
 ) -> Result<Response, ApiError> {
     let (parts, body) = request.into_parts();
-    let mut sent = client.request(parts.method.clone(), path).headers(passed(&parts.headers));
+    let mut sent = client.request(parts.method.clone(), path).headers(to_node(&parts)?);
     match body.size_hint().exact() {
         Some(0) => {}
         // What is here already goes in one piece.
@@ -74,7 +100,7 @@ pub(crate) async fn forward(
         answer = sent.send() => known(answer.map_err(unreachable)?)?,
         over = &mut over => return Err(over.problem()),
     };
-    let (status, headers) = (answer.status(), passed(answer.headers()));
+    let (status, headers) = (answer.status(), from_node(answer.headers()));
     let mut response = Response::new(Body::from_stream(until(answer.bytes_stream(), over)));
     *response.status_mut() = status;
     *response.headers_mut() = headers;
@@ -100,11 +126,13 @@ fn until<E: std::error::Error + Send + Sync + 'static>(
 pub(crate) async fn upgrade(
     client: &WorkerClient,
     path: &str,
-    mut request: Request,
+    request: Request,
     over: impl Future<Output = Over> + Send + 'static,
     closed: impl FnOnce() + Send + 'static,
 ) -> Result<Response, ApiError> {
-    let mut headers = passed(request.headers());
+    let (parts, body) = request.into_parts();
+    let mut headers = to_node(&parts)?;
+    let mut request = Request::from_parts(parts, body);
     headers.remove(header::CONTENT_LENGTH);
     headers.insert(header::CONNECTION, http::HeaderValue::from_static("Upgrade"));
     headers.insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
@@ -115,7 +143,7 @@ pub(crate) async fn upgrade(
         over = &mut over => return Err(over.problem()),
     };
     if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
-        let (status, headers) = (answer.status(), passed(answer.headers()));
+        let (status, headers) = (answer.status(), from_node(answer.headers()));
         let mut response = Response::new(Body::from_stream(answer.bytes_stream()));
         *response.status_mut() = status;
         *response.headers_mut() = headers;
@@ -123,7 +151,7 @@ pub(crate) async fn upgrade(
     }
     let mut response = Response::new(Body::empty());
     *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
-    *response.headers_mut() = passed(answer.headers());
+    *response.headers_mut() = from_node(answer.headers());
     response.headers_mut().insert(header::CONNECTION, http::HeaderValue::from_static("Upgrade"));
     response.headers_mut().insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
     let ours = hyper::upgrade::on(&mut request);
@@ -179,5 +207,31 @@ mod tests {
         let mut left: Vec<_> = passed(&headers).keys().map(ToString::to_string).collect();
         left.sort();
         assert_eq!(left, ["range", "x-mode"]);
+    }
+
+    fn headers(of: &[(&'static str, &str)]) -> HeaderMap {
+        of.iter().map(|(name, value)| (HeaderName::from_static(name), value.parse().expect("a value"))).collect()
+    }
+
+    #[test]
+    fn a_caller_neither_names_internal_headers_away_nor_sends_its_own() {
+        let id = uuid::Uuid::now_v7();
+        let (mut parts, ()) = http::Request::new(()).into_parts();
+        parts.headers = headers(&[
+            ("connection", "keep-alive, X-Cynode-Call, x-request-id, X-CYNODE-RESULT"),
+            ("x-cynode-call", "00000000-0000-0000-0000-000000000001"),
+            ("x-cynode-result", "{}"),
+            ("x-cynode-later", "1"),
+            ("x-request-id", "r-1"),
+            ("range", "bytes=1-2"),
+        ]);
+        assert!(to_node(&parts).is_err(), "a call without an id is not sent");
+        parts.extensions.insert(Called(id));
+        let sent = to_node(&parts).expect("it has an id");
+        assert_eq!(sent, headers(&[("range", "bytes=1-2"), ("x-request-id", "r-1"), ("x-cynode-call", &id.to_string())]));
+
+        let answer =
+            headers(&[("connection", "x-cynode-result"), ("x-cynode-result", "{\"exit_code\":0}"), ("x-cynode-call", "1"), ("content-type", "text/plain")]);
+        assert_eq!(from_node(&answer), headers(&[("content-type", "text/plain"), ("x-cynode-result", "{\"exit_code\":0}")]));
     }
 }

@@ -8,6 +8,7 @@
 use std::{
     collections::{HashMap, HashSet, VecDeque},
     sync::Arc,
+    time::Instant,
 };
 
 use axum::{
@@ -31,7 +32,7 @@ const TOLD_OF_REFUSALS: &[&str] = &["errno", "taken", "changes", "more"];
 
 #[derive(Debug)]
 struct Remembered {
-    came_at: OffsetDateTime,
+    came_at: Instant,
     state: CallState,
     status: Option<u16>,
     result: Option<Box<str>>,
@@ -52,7 +53,8 @@ struct Memory {
     barred: HashSet<CallId>,
     bars: VecDeque<CallId>,
     bytes: usize,
-    since: OffsetDateTime,
+    /// No clock that is set makes this earlier than it is.
+    since: Instant,
     most: usize,
     most_bytes: usize,
 }
@@ -60,13 +62,12 @@ struct Memory {
 impl Memory {
     fn get(&self, id: CallId) -> Call {
         let nothing = Call { call_id: id, state: CallState::NotFound, status: None, result: None, remembered_since: None, now: None };
-        match self.known.get(&id) {
-            Some(call) => {
-                let result = call.result.as_ref().and_then(|result| serde_json::from_str(result).ok());
-                Call { state: call.state, status: call.status, result, ..nothing }
-            }
-            None => Call { remembered_since: Some(self.since), now: Some(OffsetDateTime::now_utc()), ..nothing },
-        }
+        let Some(call) = self.known.get(&id) else {
+            let now = OffsetDateTime::now_utc();
+            return Call { remembered_since: Some(now - self.since.elapsed()), now: Some(now), ..nothing };
+        };
+        let result = call.result.as_ref().and_then(|result| serde_json::from_str(result).ok());
+        Call { state: call.state, status: call.status, result, ..nothing }
     }
 
     fn change(&mut self, id: CallId, change: impl FnOnce(&mut Remembered)) {
@@ -105,7 +106,7 @@ impl Default for Calls {
 
 impl Calls {
     fn bounded(most: usize, most_bytes: usize) -> Self {
-        let since = OffsetDateTime::now_utc();
+        let since = Instant::now();
         let (known, barred, over, bars) = Default::default();
         Self(Mutex::new(Memory { known, over, barred, bars, bytes: 0, since, most, most_bytes }))
     }
@@ -142,7 +143,7 @@ impl Calls {
         if memory.known.contains_key(&id) {
             return Ok(None);
         }
-        let came_at = OffsetDateTime::now_utc();
+        let came_at = Instant::now();
         if memory.known.len() >= memory.most && memory.over.is_empty() {
             memory.since = came_at;
             return Ok(None);
@@ -306,7 +307,7 @@ mod tests {
         let (asked, other) = (CallId::generate(), CallId::generate());
         let first = calls.bar(asked);
         assert_eq!((first.state, calls.bar(asked).state), (CallState::NotFound, CallState::NotFound));
-        assert_eq!(calls.get(asked).remembered_since, first.remembered_since);
+        assert!(first.remembered_since <= first.now);
         assert!(calls.begin(asked).is_err_and(|error| error.0.is(ErrorCode::CallTooLate)));
         drop(begin(&calls, other));
         assert_eq!(calls.bar(other).state, CallState::Abandoned);
@@ -331,8 +332,9 @@ mod tests {
         assert!(!ids[..201].iter().any(kept) && ids[201..].iter().all(kept));
         assert_eq!(state(&calls, long), CallState::Running);
         // What is said of the time holds for each: those that came later than it are all known.
-        let since = calls.get(ids[0]).remembered_since.expect("it is not found");
+        assert!(calls.get(ids[0]).remembered_since.is_some(), "it is not found");
         let memory = calls.0.lock();
+        let since = memory.since;
         assert!(ids[201..].iter().all(|id| memory.known[id].came_at >= since));
         drop(memory);
         // It is the newest of what is over, although it came first.
@@ -344,7 +346,7 @@ mod tests {
         assert_eq!((state(&calls, long), state(&calls, ids[299])), (CallState::Answered, CallState::NotFound));
         answer(&calls, &json!({}));
         assert_eq!(state(&calls, long), CallState::NotFound);
-        assert!(calls.get(long).remembered_since >= Some(since), "forgetting one that came early does not turn the time back");
+        assert!(calls.0.lock().since >= since, "forgetting one that came early does not turn the time back");
     }
 
     #[test]
@@ -362,9 +364,9 @@ mod tests {
     fn what_finds_no_room_is_not_taken_for_what_never_came() {
         let calls = Arc::new(Calls::bounded(2, usize::MAX));
         let _held = [begin(&calls, CallId::generate()), begin(&calls, CallId::generate())];
-        let (before, id) = (OffsetDateTime::now_utc(), CallId::generate());
+        let (before, id) = (Instant::now(), CallId::generate());
         assert!(calls.begin(id).expect("in time").is_none());
-        assert!(calls.get(id).remembered_since >= Some(before));
+        assert!(calls.0.lock().since >= before);
     }
 
     #[test]

@@ -1,10 +1,13 @@
 //! Closes calls whose outcome nobody wrote: by asking the node what became of them, or by looking whether what they were to make
 //! is there. Done, failed, not started; where nobody can know any more: unknown.
+//!
+//! What must stay true: `not_started` needs evidence. The node was asked for this call's id, never saw it, bars it from now on, and
+//! remembers every call since before this one was made; or the row that the call makes first is not in the database.
 
 use std::{
     collections::{HashMap, HashSet},
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditResult, CallId, CallState, ErrorCode, ExecState, NodeId};
@@ -41,8 +44,8 @@ impl Abandoned {
         (Self(sender), receiver)
     }
 
-    pub(crate) fn leave(&self, intent: AuditBody, at: OffsetDateTime) {
-        drop(self.0.send(OpenCall { at, intent }));
+    pub(crate) fn leave(&self, intent: AuditBody, since: Instant) {
+        drop(self.0.send(OpenCall { at: OffsetDateTime::now_utc() - since.elapsed(), since: Some(since), intent }));
     }
 }
 
@@ -123,7 +126,11 @@ fn said(result: AuditResult, how: &str) -> Found {
 }
 
 async fn found_out(orchestrator: &Orchestrator, call: &OpenCall) -> Result<Option<Found>, ApiError> {
-    let made = |is_there: bool| if is_there { said(AuditResult::Done, "it is there") } else { said(AuditResult::NotStarted, "it is not there") };
+    let made = |row: Option<bool>| match row {
+        Some(true) => said(AuditResult::Done, "it is there"),
+        Some(false) => said(AuditResult::Unknown, "its id is taken, perhaps by another call"),
+        None => said(AuditResult::NotStarted, "it is not there"),
+    };
     let intent = &call.intent;
     if intent.decision == Some(AuditDecision::Deny) {
         return Ok(Some(said(AuditResult::Refused, "it was denied")));
@@ -136,7 +143,8 @@ async fn found_out(orchestrator: &Orchestrator, call: &OpenCall) -> Result<Optio
         ("session.end", Some(id), _) => {
             let row = orchestrator.db.any_session(id).await?;
             let ends = row.is_some_and(|row| row.ending.is_some() || crate::db::is_over(row.state));
-            Ok(Some(if ends { said(AuditResult::Done, "it ends") } else { said(AuditResult::NotStarted, "it does not end") }))
+            // It may have ended, and have been resumed since.
+            Ok(Some(if ends { said(AuditResult::Done, "it ends") } else { said(AuditResult::Unknown, "it does not end now") }))
         }
         (action, Some(id), _) if crate::gate::runs_on_node(action) => {
             let Some(row) = orchestrator.db.any_session(id).await? else { return Ok(Some(said(AuditResult::Unknown, "its session is gone"))) };
@@ -163,12 +171,14 @@ async fn ask(orchestrator: &Orchestrator, call: &OpenCall, node_id: NodeId) -> R
         }
         return Ok(Some((AuditResult::of_status(status), Some(status), detail)));
     }
+    // By the node's own clock, as far as it says.
+    let ahead = known.now.map(|now| now - OffsetDateTime::now_utc());
     // A command outlives the memory of the call that began it.
     if intent.action == "session.exec"
         && let Some(exec_id) = intent.exec_id
     {
         match orchestrator.fleet.call(node_id, ASK, client.get_exec(session_id, exec_id)).await {
-            Ok(exec) if !is_same(&exec, call) => return Ok(Some(said(AuditResult::Refused, "another command has that id"))),
+            Ok(exec) if !is_same(&exec, call, ahead) => return Ok(Some(said(AuditResult::Refused, "another command has that id"))),
             Ok(exec) if exec.state == ExecState::Running && !exec.background => return Ok(None),
             Ok(exec) if exec.state == ExecState::Lost => return Ok(Some(said(AuditResult::Unknown, "the node lost it"))),
             Ok(exec) => {
@@ -183,23 +193,68 @@ async fn ask(orchestrator: &Orchestrator, call: &OpenCall, node_id: NodeId) -> R
             Err(_) => return Ok(None),
         }
     }
-    // By the node's own clock, as far as it says.
-    let ahead = known.now.map_or(time::Duration::ZERO, |now| now - OffsetDateTime::now_utc());
     Ok(match known.state {
         CallState::Running => None,
         CallState::Abandoned | CallState::Answered => Some(said(AuditResult::Unknown, "the node left it unanswered")),
-        CallState::NotFound if known.remembered_since.is_some_and(|since| since - ahead + CLOCKS < call.at) => {
-            Some(said(AuditResult::NotStarted, "it never came to the node"))
-        }
+        CallState::NotFound if remembers(&known, call) => Some(said(AuditResult::NotStarted, "it never came to the node")),
         CallState::NotFound => Some(said(AuditResult::Unknown, "the node does not remember so far back")),
     })
 }
 
-/// Whether a command is the one that was asked for.
-fn is_same(exec: &cynode_api::Exec, call: &OpenCall) -> bool {
+/// Whether a node that does not know a call would know it if it had come.
+fn remembers(known: &cynode_api::Call, call: &OpenCall) -> bool {
+    let (Some(since), Some(now)) = (known.remembered_since, known.now) else { return false };
+    // How long ago, each by its own clock: clocks that differ don't count.
+    let (remembered, ago) = (
+        now - since,
+        call.since.map_or_else(|| OffsetDateTime::now_utc() - call.at, |since| time::Duration::try_from(since.elapsed()).unwrap_or(time::Duration::MAX)),
+    );
+    // A call from the future was dated by a clock that has been set since, or that is wrong.
+    !ago.is_negative() && remembered > ago.saturating_add(CLOCKS)
+}
+
+/// Whether a command is the one that was asked for. `ahead` is by how much the node's clock is, if it says so; it does not when it
+/// knows the call, and then the command is that call's.
+fn is_same(exec: &cynode_api::Exec, call: &OpenCall, ahead: Option<time::Duration>) -> bool {
     let asked = call.intent.detail.get("argv").and_then(Value::as_array);
     // A long word is in the record by its beginning only, and so is a long list.
     let is_word = |asked: &Value, word: &String| asked.as_str().is_none_or(|asked| asked == word || asked.contains('…'));
     let is_argv = asked.is_none_or(|asked| asked.iter().zip(&exec.argv).all(|(asked, word)| is_word(asked, word)));
-    is_argv && exec.started_at >= call.at - CLOCKS
+    is_argv && ahead.is_none_or(|ahead| exec.started_at - ahead >= call.at - CLOCKS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_node_that_remembers_back_to_before_a_call_says_that_it_never_came() {
+        let now = OffsetDateTime::now_utc();
+        let seconds = time::Duration::seconds;
+        let call = |ago: i64| OpenCall { at: now - seconds(ago), since: None, intent: AuditBody::new(AuditKind::Intent, "session.exec") };
+        let known = |remembered: Option<i64>, ahead: i64| {
+            let clock = now + seconds(ahead);
+            cynode_api::Call {
+                call_id: CallId::generate(),
+                state: CallState::NotFound,
+                status: None,
+                result: None,
+                remembered_since: remembered.map(|ago| clock - seconds(ago)),
+                now: Some(clock),
+            }
+        };
+        // The node's clock is right, an hour behind, an hour ahead: that changes nothing.
+        for ahead in [0, -3_600, 3_600] {
+            assert!(remembers(&known(Some(60), ahead), &call(30)));
+            assert!(remembers(&known(Some(36), ahead), &call(30)));
+            assert!(!remembers(&known(Some(35), ahead), &call(30)), "within what clocks and ways may differ by");
+            assert!(!remembers(&known(Some(10), ahead), &call(30)), "it was started, or has forgotten, since");
+        }
+        assert!(!remembers(&known(None, 0), &call(30)), "it does not say since when");
+        assert!(!remembers(&cynode_api::Call { now: None, ..known(Some(60), 0) }, &call(30)), "it does not say its clock");
+        assert!(!remembers(&known(Some(3_600), 0), &call(-60)), "the clock that dated the call was set back");
+        // Of a call of this process the clock on the wall says nothing.
+        let own = OpenCall { since: Instant::now().checked_sub(Duration::from_secs(30)), ..call(-3_600) };
+        assert!(remembers(&known(Some(60), 0), &own) && !remembers(&known(Some(33), 0), &own));
+    }
 }

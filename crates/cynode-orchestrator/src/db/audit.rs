@@ -4,7 +4,7 @@ use cynode_audit::{Chain, Checkpoint, Hash, Head, Link, Signed, SigningKey};
 use cynode_service::ApiError;
 use serde_json::{Map, Value};
 use sqlx::{PgConnection, PgExecutor, Row as _, postgres::PgRow};
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Instant};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
@@ -36,7 +36,10 @@ pub(crate) enum Added {
 /// A call whose outcome nobody wrote.
 #[derive(Clone, Debug)]
 pub(crate) struct OpenCall {
+    /// When its intent was made, by the clock of whoever made it.
     pub(crate) at: OffsetDateTime,
+    /// The same, when this process made it: no clock that is set changes it.
+    pub(crate) since: Option<Instant>,
     pub(crate) intent: cynode_api::AuditBody,
 }
 
@@ -210,7 +213,9 @@ impl Db {
         .fetch_all(&self.pool)
         .await
         .map_err(problem)?;
-        rows.iter().map(|row| Ok(OpenCall { at: row.try_get("at").map_err(problem)?, intent: stored(row.try_get("body").map_err(problem)?)? })).collect()
+        rows.iter()
+            .map(|row| Ok(OpenCall { at: row.try_get("at").map_err(problem)?, since: None, intent: stored(row.try_get("body").map_err(problem)?)? }))
+            .collect()
     }
 
     /// Which of these calls have their outcome.
@@ -222,14 +227,14 @@ impl Db {
             .map_err(problem)
     }
 
-    /// Whether something was made by a user, and not before a time.
-    pub(crate) async fn was_made(&self, table: &'static str, id: Uuid, user: Option<Uuid>, since: OffsetDateTime) -> Result<bool, ApiError> {
+    /// Whether something was made by a user, and not before a time. `None` when there is nothing under that id.
+    pub(crate) async fn was_made(&self, table: &'static str, id: Uuid, user: Option<Uuid>, since: OffsetDateTime) -> Result<Option<bool>, ApiError> {
         let statement = if table == "jobs" {
-            "select exists (select from jobs where job_id = $1 and owner_id = $2 and created_at >= $3)"
+            "select coalesce(owner_id = $2 and created_at >= $3, false) from jobs where job_id = $1"
         } else {
-            "select exists (select from sessions where session_id = $1 and owner_id = $2 and created_at >= $3)"
+            "select coalesce(owner_id = $2 and created_at >= $3, false) from sessions where session_id = $1"
         };
-        sqlx::query_scalar(statement).bind(id).bind(user).bind(since).fetch_one(&self.pool).await.map_err(problem)
+        sqlx::query_scalar(statement).bind(id).bind(user).bind(since).fetch_optional(&self.pool).await.map_err(problem)
     }
 
     /// Makes room after records that somebody else put where the next ones belong.

@@ -1,5 +1,7 @@
 //! What came of a call: read off its answer, and written before that goes out.
 
+use std::time::Instant;
+
 use axum::{
     body::{Body, HttpBody as _},
     response::{IntoResponse as _, Response},
@@ -11,7 +13,6 @@ use cynode_service::ApiError;
 use futures_util::{StreamExt as _, stream};
 use http::{StatusCode, header};
 use serde_json::{Map, Value, json};
-use time::OffsetDateTime;
 
 use super::{
     facts,
@@ -32,13 +33,13 @@ pub(crate) struct Begun {
     intent: Option<AuditBody>,
     /// Whether it was gone on with. As long as not, nothing was done.
     is_carried_out: bool,
-    at: OffsetDateTime,
+    at: Instant,
     orchestrator: Orchestrator,
 }
 
 impl Begun {
     pub(crate) fn new(orchestrator: &Orchestrator, intent: AuditBody) -> Self {
-        Self { intent: Some(intent), is_carried_out: false, at: OffsetDateTime::now_utc(), orchestrator: orchestrator.clone() }
+        Self { intent: Some(intent), is_carried_out: false, at: Instant::now(), orchestrator: orchestrator.clone() }
     }
 
     /// From here on only the node knows what came of it.

@@ -260,9 +260,6 @@ async fn admit(
     // Whoever may do something may know of it.
     let (body, found) = brought.into_body();
     parts.headers.remove(http::header::CONTENT_LENGTH);
-    if let Some(value) = intent.call_id.and_then(|id| HeaderValue::from_str(&id.to_string()).ok()) {
-        parts.headers.insert(HeaderName::from_static(CALL_HEADER), value);
-    }
     if let Some(id) = intent.call_id {
         parts.extensions.insert(Called(id));
     }

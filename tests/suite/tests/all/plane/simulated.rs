@@ -4,11 +4,12 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{
-    ErrorCode, Event, ExecRequest, Job, JobCreate, JobId, JobState, NodeKeyCreate, NodeState, Retry, Session, SessionEnd, SessionId, SessionState,
-    UserSessionCreate,
+    AuditBody, AuditKind, AuditResult, CALL_HEADER, CallId, ErrorCode, Event, ExecId, ExecRequest, Job, JobCreate, JobId, JobState, NodeKeyCreate, NodeState,
+    Retry, Session, SessionEnd, SessionId, SessionState, UserSessionCreate,
 };
-use cynode_client::{SessionFilter, UserClient};
+use cynode_client::{AuditFilter, PutOptions, SessionFilter, UserClient};
 use cynode_tests::{Fault, Plane, RunningOrchestrator, SimulatedWorker, eventually, sh};
+use http::Method;
 use serde_json::json;
 
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -384,5 +385,57 @@ async fn what_has_ended_does_not_come_back_when_its_request_comes_late() -> Resu
     eventually("it is ended there too", PATIENCE, gone).await?;
     assert_eq!(sessions.get_session(id).await?.state, SessionState::Ended);
     assert_eq!(fleet.states(|event| event.session_id == Some(id)).await?, ["creating", "ending", "ended"]);
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_caller_who_names_internal_headers_away_and_hangs_up_is_recorded_by_what_the_node_did() -> Result<()> {
+    let fleet = Fleet::start(&[]).await?;
+    let node = fleet.node("node", &[ONE]).await?;
+    let id = fleet.session(ONE).await?.session_id;
+    let sessions = fleet.client.sessions();
+    let hostile = |method: Method, path: &str| {
+        let request = sessions.request(method, &format!("/v1/sessions/{id}{path}")).header("connection", "keep-alive, X-Cynode-Call, X-Cynode-Result");
+        request.header(CALL_HEADER, CallId::generate().to_string())
+    };
+    let outcome = async |action: &str| -> Result<AuditBody> {
+        let filter = AuditFilter { session: Some(id), action: Some(action.to_owned()), ..Default::default() };
+        let find = async || -> Result<Option<AuditBody>> {
+            let records = super::audit::records(&fleet.client, &filter).await?;
+            Ok(records.into_iter().map(|record| record.body).find(|body| body.kind == AuditKind::Outcome))
+        };
+        eventually(&format!("{action} has its outcome"), PATIENCE, async || Ok(find().await?.is_some())).await?;
+        find().await?.context("it was there")
+    };
+
+    // The file is gone, and the answer is lost.
+    sessions.put_file(id, "gone".as_ref(), "text", &PutOptions::default()).await?;
+    node.plan("DELETE /v1/worker/sessions", 1, Fault::DropAfter);
+    let answer = hostile(Method::DELETE, "/files?path=gone").send().await?;
+    ensure!(answer.status() == 503, "{answer:?}");
+    let deleted = outcome("file.delete").await?;
+    assert_eq!((deleted.result, deleted.status, &deleted.detail["found_out"]), (Some(AuditResult::Done), Some(204), &json!("the node remembers it")));
+    assert_eq!(deleted.detail["changes"][0]["path"], json!("gone"), "{deleted:?}");
+
+    // The command runs, and its caller hangs up.
+    let exec_id = ExecId::generate();
+    let mut request = sh("sleep 7; echo done");
+    request.exec_id = Some(exec_id);
+    let caller = tokio::spawn(hostile(Method::POST, "/exec").json(&request).send());
+    let own = node.client()?;
+    eventually("it runs", PATIENCE, async || Ok(own.get_exec(id, exec_id).await.is_ok())).await?;
+    caller.abort();
+    ensure!(caller.await.is_err_and(|error| error.is_cancelled()), "its caller waits no longer");
+    node.wake(7);
+    let ran = outcome("session.exec").await?;
+    assert_eq!((ran.result, ran.exec_id), (Some(AuditResult::Done), Some(exec_id)), "{ran:?}");
+
+    // The node knows the call by the gate's id, which the answer has too, and not by the caller's.
+    let answer = hostile(Method::PUT, "/files?path=new").body("text").send().await?;
+    let call_id: uuid::Uuid = answer.headers()[CALL_HEADER].to_str()?.parse()?;
+    let filter = AuditFilter { call: Some(call_id.to_string()), ..Default::default() };
+    let made = super::audit::records(&fleet.client, &filter).await?;
+    ensure!(made.len() == 2 && made[1].body.result == Some(AuditResult::Done), "{made:?}");
+    assert_eq!(own.call_state(CallId::from_uuid(call_id)).await?.state, cynode_api::CallState::Answered);
     Ok(())
 }
