@@ -229,6 +229,12 @@ pub struct AuditVerdict {
     pub truncated: u64,
     /// Intents without an outcome.
     pub open: u64,
+    /// Records that come after the last checkpoint: they are chained, and not signed yet.
+    #[serde(default)]
+    pub unsigned: u64,
+    /// When the oldest of them was made.
+    #[serde(default, with = "time::serde::rfc3339::option", skip_serializing_if = "Option::is_none")]
+    pub unsigned_since: Option<OffsetDateTime>,
     #[serde(default, with = "time::serde::rfc3339::option", skip_serializing_if = "Option::is_none")]
     pub last_signed_at: Option<OffsetDateTime>,
     /// The key that the checkpoints were verified with.
@@ -242,8 +248,8 @@ pub struct AuditVerdict {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AuditProblem {
     /// `record_changed`, `record_missing`, `record_inserted`, `order_changed`, `stream_missing`, `checkpoint_missing`,
-    /// `checkpoint_changed`, `signature_bad`, `tail_missing`, `intent_doubled`, `outcome_doubled`,
-    /// `outcome_without_intent`.
+    /// `checkpoint_changed`, `checkpoint_overdue`, `signature_bad`, `tail_missing`, `intent_doubled`, `outcome_doubled`,
+    /// `outcome_without_intent`, `column_changed`, `table_changed`.
     pub what: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stream: Option<Uuid>,

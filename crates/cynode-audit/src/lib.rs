@@ -11,7 +11,8 @@
 //!   (read the cursor first, then the heads);
 //! - records that a `cut` names are removed in the transaction that stores the checkpoint;
 //! - a `full` checkpoint has the heads, and the cuts, of all streams that still have records;
-//! - a checkpoint is in the table before it is in the file outside.
+//! - a checkpoint is in the table before it is in the file outside; while the table takes none, heads are signed beside it
+//!   ([`Verifier::interim`]).
 #![forbid(unsafe_code)]
 
 mod action;
@@ -32,4 +33,4 @@ pub use fold::{Folded, NotWhole, fold};
 pub use key::{MalformedKey, PublicKey, SigningKey};
 pub use ocsf::ocsf;
 pub use story::{Story, StoryCommands, StoryLine, StorySummary, headline, is_hidden, story};
-pub use verify::Verifier;
+pub use verify::{DERIVED_COLUMNS, Unsigned, Verifier};

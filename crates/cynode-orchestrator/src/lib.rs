@@ -191,11 +191,14 @@ pub async fn run(config: Config) -> Result<(), Error> {
     ];
     let reconcilers = reconcile::spawn(&orchestrator);
     let readiness: admin::Readiness = {
-        let (db, blobs) = (orchestrator.db.clone(), orchestrator.blobs.clone());
+        let (db, blobs, heads) = (orchestrator.db.clone(), orchestrator.blobs.clone(), orchestrator.audit.heads.clone());
         Arc::new(move || {
-            let (db, blobs) = (db.clone(), blobs.clone());
+            let (db, blobs, heads) = (db.clone(), blobs.clone(), heads.clone());
             Box::pin(async move {
                 tokio::time::timeout(Duration::from_secs(5), db.ping()).await.unwrap_or_else(|_| Err("the database does not answer".to_owned()))?;
+                if let Some(age) = heads.overdue() {
+                    return Err(format!("records of the audit trail have not been signed for {} s: 'cynode audit verify' says more", age.as_secs()));
+                }
                 blobs.check_room().map_err(|error| error.0.detail)
             })
         })
@@ -215,7 +218,9 @@ pub async fn run(config: Config) -> Result<(), Error> {
     for task in closers {
         drop(task.await);
     }
-    audit::sign_last(&last).await;
+    if let Err(error) = audit::sign_once(&last).await {
+        tracing::debug!(error = %error.0, "The last records are signed by whoever comes next.");
+    }
     Ok(())
 }
 

@@ -147,12 +147,17 @@ impl Postgres {
 
     /// Keeps everybody else from a table, readers too, until what is given back is dropped.
     pub fn hold(&self, table: &str) -> Result<Held> {
+        self.hold_by(&format!("lock table {table} in access exclusive mode"))
+    }
+
+    /// Holds the locks that a statement takes until what is given back is dropped.
+    pub fn hold_by(&self, statement: &str) -> Result<Held> {
         let mut command = self.psql()?;
-        command.args(["-q", "-v", &format!("table={table}"), "-f", "-"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.args(["-q", "-f", "-"]).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut held = command.spawn()?;
-        let words = b"begin; lock table :table in access exclusive mode;\n\\echo held\n";
-        held.stdin.as_mut().context("its input")?.write_all(words)?;
-        Held::when_it_speaks(held).context("holding a table")
+        let words = format!("begin;\n\\o /dev/null\n{statement};\n\\o\n\\echo held\n");
+        held.stdin.as_mut().context("its input")?.write_all(words.as_bytes())?;
+        Held::when_it_speaks(held).with_context(|| format!("holding what {statement} takes"))
     }
 
     /// Carries out a statement while the server does not run.

@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::{
     problems::{Problems, What},
-    stream::{SignedHead, Stream},
+    stream::{SignedHead, Stream, Witness},
 };
 use crate::{Checkpoint, Hash, Head, MalformedCheckpoint, PublicKey, Signed};
 
@@ -162,7 +162,8 @@ impl Checkpoints {
             self.full = self.full.max(Some(checkpoint.number));
         }
         for (stream, head) in &checkpoint.heads {
-            let signed = SignedHead { head: *head, checkpoint: checkpoint.number, truncated: checkpoint.truncated_records };
+            let by = Witness::Checkpoint { number: checkpoint.number, truncated: checkpoint.truncated_records };
+            let signed = SignedHead { head: *head, by };
             self.said.entry(*stream).or_default().heads.push(signed);
         }
         for (stream, head) in &checkpoint.cut {
@@ -170,6 +171,13 @@ impl Checkpoints {
             if cut.is_none_or(|cut| cut.seq < head.seq) {
                 *cut = Some(*head);
             }
+        }
+    }
+
+    /// Takes what somebody beside the checkpoints says of the streams.
+    pub(super) fn hear(&mut self, heads: &BTreeMap<Uuid, Head>, by: Witness) {
+        for (stream, head) in heads {
+            self.said.entry(*stream).or_default().heads.push(SignedHead { head: *head, by });
         }
     }
 
@@ -205,10 +213,11 @@ impl Checkpoints {
             self.newest.cursor = i64::MIN;
         }
         let since = first.unwrap_or(0);
-        let counts = |id: &Uuid, signed: &SignedHead| match &self.first_full {
+        let counts = |id: &Uuid, signed: &SignedHead| match (&self.first_full, signed.by) {
             // What was signed before the table begins speaks from the file, but of what retention removed since.
-            Some(full) => signed.checkpoint >= since || signed.truncated == full.truncated || full.streams.contains(id),
-            None => true,
+            (Some(full), Witness::Checkpoint { number, truncated }) => number >= since || truncated == full.truncated || full.streams.contains(id),
+            (Some(full), Witness::Interim { truncated }) => truncated == full.truncated || full.streams.contains(id),
+            (_, Witness::Writer) | (None, _) => true,
         };
         let said = std::mem::take(&mut self.said);
         let streams = said.into_iter().map(|(id, said)| {

@@ -9,18 +9,43 @@ mod checkpoints;
 mod problems;
 mod stream;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use cynode_api::AuditVerdict;
+use serde_json::Value;
+use time::OffsetDateTime;
 use uuid::Uuid;
 
 use self::{
     calls::Calls,
     checkpoints::{Checkpoints, Newest},
     problems::{Problems, What},
-    stream::{Stream, Taken},
+    stream::{Stream, Taken, Witness},
 };
-use crate::{Link, PublicKey, Signed};
+use crate::{Head, Link, PublicKey, Signed};
+
+/// Columns that a database derives from a record's body, to find records by, and where in the body each comes from.
+pub const DERIVED_COLUMNS: &[(&str, &[&str])] = &[
+    ("kind", &["kind"]),
+    ("action", &["action"]),
+    ("call_id", &["call_id"]),
+    ("subject", &["subject", "name"]),
+    ("project_id", &["project_id"]),
+    ("task_id", &["task_id"]),
+    ("session_id", &["session_id"]),
+    ("job_id", &["job_id"]),
+    ("decision", &["decision"]),
+];
+
+/// Records that come after the last checkpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Unsigned {
+    pub records: u64,
+    /// The oldest time among them.
+    pub since: OffsetDateTime,
+    /// The newest cursor among them.
+    pub last_cursor: i64,
+}
 
 /// Fed with all checkpoints by number and the lines of the file outside the database, in either order, then with all
 /// records in the order of their cursors.
@@ -37,6 +62,7 @@ pub struct Verifier {
     last_cursor: Option<i64>,
     /// The newest cursor that was ever given out.
     end: Option<i64>,
+    unsigned: Option<Unsigned>,
 }
 
 impl Verifier {
@@ -52,6 +78,7 @@ impl Verifier {
             records: 0,
             last_cursor: None,
             end: None,
+            unsigned: None,
         }
     }
 
@@ -82,12 +109,77 @@ impl Verifier {
         self.checkpoints.of_file(line, &self.key, &mut self.problems);
     }
 
+    /// Where living writers know that their streams stand, whatever the database says. Only what was committed before the records
+    /// are read.
+    pub fn writers(&mut self, heads: &BTreeMap<Uuid, Head>) {
+        debug_assert!(self.newest.is_none(), "what writers know comes before records");
+        self.checkpoints.hear(heads, Witness::Writer);
+    }
+
+    /// A line that was signed beside the database while that took no checkpoint. It has no place among the checkpoints, and
+    /// says where streams stood all the same.
+    pub fn interim(&mut self, line: &str) {
+        debug_assert!(self.newest.is_none(), "what was signed comes before records");
+        match Signed::parse(line) {
+            Ok(signed) if signed.verify(&self.key) => {
+                self.checkpoints.hear(&signed.checkpoint.heads, Witness::Interim { truncated: signed.checkpoint.truncated_records });
+            }
+            Ok(_) => self.problems.of_checkpoint(What::SignatureBad, None, "the signature in the file of heads does not fit what it says".to_owned()),
+            Err(error) => self.problems.of_checkpoint(What::CheckpointChanged, None, format!("the file of heads can't be read: {error}")),
+        }
+    }
+
+    /// The columns of the record that came last, as they are stored, in the order of [`DERIVED_COLUMNS`].
+    pub fn columns(&mut self, cursor: i64, link: &Link, stored: &[Option<String>]) {
+        let differ: Vec<&str> = DERIVED_COLUMNS
+            .iter()
+            .zip(stored)
+            .filter(|((_, path), stored)| !is_derived(&link.body, path, stored.as_deref()))
+            .map(|((name, _), _)| *name)
+            .collect();
+        if !differ.is_empty() {
+            let detail = format!(
+                "its {} not what its body says: whoever looks for it does not find it",
+                match differ.as_slice() {
+                    [one] => format!("column {one} is"),
+                    all => format!("columns {} are", all.join(", ")),
+                }
+            );
+            self.problems.of_record(What::ColumnChanged, cursor, link, detail);
+        }
+    }
+
+    /// A table of the trail that is not as it was made.
+    pub fn table(&mut self, detail: String) {
+        self.problems.of_checkpoint(What::TableChanged, None, detail);
+    }
+
+    /// What comes after the last checkpoint, as far as records have come.
+    #[must_use]
+    pub const fn unsigned(&self) -> Option<Unsigned> {
+        self.unsigned
+    }
+
+    /// Records wait for a checkpoint for longer than they may.
+    pub fn overdue(&mut self, seconds: i64) {
+        let records = self.unsigned.map_or(0, |unsigned| unsigned.records);
+        let detail = format!(
+            "{records} {} after the last checkpoint, which is overdue: nothing was signed for {seconds} s. What is not signed can be removed unnoticed. Look in the orchestrator's log for why, and whether somebody holds a lock on the tables of the audit trail",
+            if records == 1 { "record comes" } else { "records come" }
+        );
+        self.problems.of_checkpoint(What::CheckpointOverdue, None, detail);
+    }
+
     /// The next record.
     pub fn record(&mut self, cursor: i64, link: &Link) {
         let newest = self.settle();
         self.records += 1;
         let stream = self.streams.entry(link.stream).or_insert_with(|| Stream::unsigned(link.stream));
         let taken = stream.take(cursor, link, newest.cursor, &mut self.problems);
+        if taken != Taken::Refused && link.seq > stream.last_signed() {
+            let before = self.unsigned.unwrap_or(Unsigned { records: 0, since: link.at, last_cursor: cursor });
+            self.unsigned = Some(Unsigned { records: before.records + 1, since: before.since.min(link.at), last_cursor: before.last_cursor.max(cursor) });
+        }
         if taken == Taken::InOrder && self.last_cursor.is_some_and(|last| last >= cursor) {
             self.problems.of_record(What::OrderChanged, cursor, link, "its cursor does not follow the one before it".to_owned());
         }
@@ -117,6 +209,8 @@ impl Verifier {
             checkpoints: self.checkpoints.count(),
             truncated: newest.truncated,
             open: self.calls.open(),
+            unsigned: self.unsigned.map_or(0, |unsigned| unsigned.records),
+            unsigned_since: self.unsigned.map(|unsigned| unsigned.since),
             last_signed_at: newest.at,
             key: self.key.to_text(),
             problems,
@@ -133,4 +227,19 @@ impl Verifier {
         self.streams = streams;
         *self.newest.insert(newest)
     }
+}
+
+/// Whether a column holds what the body has at that place.
+fn is_derived(body: &Value, path: &[&str], stored: Option<&str>) -> bool {
+    let value = path.iter().try_fold(body, |value, name| value.get(name)).filter(|value| !value.is_null());
+    match (value, stored) {
+        (None, None) => true,
+        (Some(Value::String(text)), Some(stored)) => text == stored || is_same_id(text, stored),
+        (Some(other), Some(stored)) => serde_json::to_string(other).is_ok_and(|text| text == stored),
+        (None, Some(_)) | (Some(_), None) => false,
+    }
+}
+
+fn is_same_id(one: &str, other: &str) -> bool {
+    Uuid::parse_str(one).ok().zip(Uuid::parse_str(other).ok()).is_some_and(|(one, other)| one == other)
 }

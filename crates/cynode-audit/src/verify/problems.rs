@@ -14,11 +14,14 @@ pub(super) enum What {
     StreamMissing,
     CheckpointMissing,
     CheckpointChanged,
+    CheckpointOverdue,
     SignatureBad,
     TailMissing,
     IntentDoubled,
     OutcomeDoubled,
     OutcomeWithoutIntent,
+    ColumnChanged,
+    TableChanged,
 }
 
 impl What {
@@ -31,11 +34,14 @@ impl What {
             Self::StreamMissing => "stream_missing",
             Self::CheckpointMissing => "checkpoint_missing",
             Self::CheckpointChanged => "checkpoint_changed",
+            Self::CheckpointOverdue => "checkpoint_overdue",
             Self::SignatureBad => "signature_bad",
             Self::TailMissing => "tail_missing",
             Self::IntentDoubled => "intent_doubled",
             Self::OutcomeDoubled => "outcome_doubled",
             Self::OutcomeWithoutIntent => "outcome_without_intent",
+            Self::ColumnChanged => "column_changed",
+            Self::TableChanged => "table_changed",
         }
     }
 }

@@ -16,9 +16,37 @@ const MAX_GAPS: usize = 128;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SignedHead {
     pub(super) head: Head,
-    pub(super) checkpoint: u64,
-    /// How many records retention had removed by then.
-    pub(super) truncated: u64,
+    pub(super) by: Witness,
+}
+
+/// Who says where a stream stood.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Witness {
+    /// `truncated`: how many records retention had removed by then.
+    Checkpoint { number: u64, truncated: u64 },
+    /// What was signed beside the database while that took no checkpoint.
+    Interim { truncated: u64 },
+    /// The writer of the stream, which is alive and remembers what it committed.
+    Writer,
+}
+
+impl Witness {
+    pub(super) const fn checkpoint(self) -> Option<u64> {
+        match self {
+            Self::Checkpoint { number, .. } => Some(number),
+            Self::Interim { .. } | Self::Writer => None,
+        }
+    }
+}
+
+impl std::fmt::Display for Witness {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Checkpoint { number, .. } => write!(f, "checkpoint {number} signed"),
+            Self::Interim { .. } => f.write_str("the file outside the database has, signed while the database took no checkpoint,"),
+            Self::Writer => f.write_str("its writer committed"),
+        }
+    }
 }
 
 /// What became of a record.
@@ -48,6 +76,8 @@ pub(super) struct Stream {
     /// By number, each once; those below `checked` have been passed.
     signed: Vec<SignedHead>,
     checked: usize,
+    /// The last number that a checkpoint knows.
+    checkpointed: u64,
     /// The last number whose hash is as it was signed.
     good: u64,
     /// The last signed head was not reached as it was signed: what follows is not as it was signed either.
@@ -76,13 +106,16 @@ impl Stream {
     pub(super) fn signed(id: Uuid, cut: Option<Head>, mut signed: Vec<SignedHead>) -> Self {
         let cut = cut.unwrap_or_else(|| Head { seq: 0, hash: genesis(id) });
         signed.retain(|signed| signed.head.seq > cut.seq);
-        signed.sort_by_key(|signed| (signed.head.seq, signed.checkpoint));
+        // A checkpoint speaks first of what others say too.
+        signed.sort_by_key(|signed| (signed.head.seq, signed.by.checkpoint().unwrap_or(u64::MAX)));
         signed.dedup_by_key(|signed| signed.head);
+        let checkpointed = signed.iter().rev().find(|signed| signed.by.checkpoint().is_some()).map_or(cut.seq, |signed| signed.head.seq);
         Self {
             id,
             cut: cut.seq,
             signed,
             checked: 0,
+            checkpointed,
             good: cut.seq,
             strayed: false,
             next: cut.seq.saturating_add(1),
@@ -104,8 +137,9 @@ impl Stream {
         self.seen
     }
 
-    fn last_signed(&self) -> u64 {
-        self.signed.last().map_or(self.cut, |signed| signed.head.seq)
+    /// The last number that a checkpoint knows, or that retention removed.
+    pub(super) const fn last_signed(&self) -> u64 {
+        self.checkpointed
     }
 
     /// `signed_cursor`: no record up to there is beyond a signed head.
@@ -184,8 +218,8 @@ impl Stream {
         // Whoever changed the hash too is found here; when nothing after it was changed, the rest stands on what was signed.
         self.or_on = Some(signed.head.hash);
         if fits && !self.strayed {
-            let detail = format!("{} not what checkpoint {} signed", are(self.good.saturating_add(1), link.seq), signed.checkpoint);
-            problems.at(What::RecordChanged, self.id, Some(link.seq), Some(cursor), Some(signed.checkpoint), detail);
+            let detail = format!("{} not what {}", are(self.good.saturating_add(1), link.seq), signed.by);
+            problems.at(What::RecordChanged, self.id, Some(link.seq), Some(cursor), signed.by.checkpoint(), detail);
         }
         self.strayed = true;
     }
@@ -232,12 +266,12 @@ impl Stream {
             self.missing(*from, gap, problems);
         }
         let Some(last) = self.signed.last().filter(|last| last.head.seq >= self.next) else { return };
-        let detail = format!("checkpoint {} signed the stream up to number {}", last.checkpoint, last.head.seq);
+        let (detail, checkpoint) = (format!("{} the stream up to number {}", last.by, last.head.seq), last.by.checkpoint());
         if self.seen {
             let detail = format!("{} not there: {detail}", are(self.next, last.head.seq));
-            problems.at(What::TailMissing, self.id, Some(self.next), None, Some(last.checkpoint), detail);
+            problems.at(What::TailMissing, self.id, Some(self.next), None, checkpoint, detail);
         } else {
-            problems.at(What::StreamMissing, self.id, None, None, Some(last.checkpoint), format!("none of its records is there: {detail}"));
+            problems.at(What::StreamMissing, self.id, None, None, checkpoint, format!("none of its records is there: {detail}"));
         }
     }
 }

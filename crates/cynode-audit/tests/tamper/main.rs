@@ -7,3 +7,4 @@ mod checkpoints;
 mod records;
 mod retention;
 mod trail;
+mod unsigned;

@@ -49,8 +49,8 @@ async fn round(orchestrator: &Orchestrator, writer: &str, is_open: &mut bool) ->
             *is_open = true;
         }
         match orchestrator.db.audit_events(orchestrator.pump.stream(), told).await? {
-            Some(0) => return Ok(()),
-            Some(_) => {}
+            Some(None) => return Ok(()),
+            Some(Some(head)) => orchestrator.audit.heads.committed(orchestrator.pump.stream(), head),
             // Taken for dead: on in a new one.
             None => {
                 *orchestrator.pump.0.lock() = Uuid::now_v7();

@@ -2,12 +2,13 @@
 //!
 //! What must stay true: every effect has an intent that was durable before it, and exactly one outcome, durable before the
 //! answer (`writer.rs`). Where the streams stand is signed each second with a key that is not in the database, and the signed
-//! lines are in a file beside it too (`checkpoints.rs`). A call whose outcome nobody could write is closed by asking the node
+//! lines are in a file beside it too (`checkpoints.rs`); a checkpoint that does not come is noticed (`heads.rs`). A call whose outcome nobody could write is closed by asking the node
 //! (`close.rs`). Values of the environment, input and contents of files are never in it: names, sizes and hashes are.
 
 mod checkpoints;
 mod close;
 mod events;
+mod heads;
 mod verify;
 mod writer;
 
@@ -15,9 +16,10 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-pub(crate) use checkpoints::{Checkpoints, keep as keep_checkpoints, sign_last};
+pub(crate) use checkpoints::{Checkpoints, keep as keep_checkpoints, sign_once};
 pub(crate) use close::{Abandoned, follow_abandoned, round as close_round};
 pub(crate) use events::Pump;
+pub(crate) use heads::OwnHeads;
 pub(crate) use verify::verify;
 pub(crate) use writer::{Audit, not_started};
 

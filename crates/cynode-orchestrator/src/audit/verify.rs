@@ -3,8 +3,10 @@
 use cynode_api::{AuditVerdict, ErrorCode};
 use cynode_audit::Verifier;
 use cynode_service::ApiError;
+use time::OffsetDateTime;
 use tokio::{sync::mpsc, task::block_in_place};
 
+use super::{checkpoints::sign_once, heads::OVERDUE};
 use crate::Orchestrator;
 
 /// How often it is told how far it is.
@@ -14,10 +16,13 @@ const TELL: u64 = 20_000;
 pub(crate) async fn verify(orchestrator: &Orchestrator, told: mpsc::Sender<(u64, u64)>) -> Result<AuditVerdict, ApiError> {
     // The lines outside the database first: what they name must be in it.
     let checkpoints = orchestrator.checkpoints.clone();
-    let witness = tokio::task::spawn_blocking(move || checkpoints.lines()).await.map_err(|_| internal())?.map_err(|error| {
+    let read = tokio::task::spawn_blocking(move || std::io::Result::Ok((checkpoints.lines()?, checkpoints.interim_line()?))).await;
+    let (witness, interim) = read.map_err(|_| internal())?.map_err(|error| {
         tracing::error!(%error, "The file of checkpoints can't be read.");
         ApiError::new(ErrorCode::Internal, "the file of checkpoints can't be read")
     })?;
+    // And what this process committed.
+    let (own, now) = (orchestrator.audit.heads.newest(), OffsetDateTime::now_utc());
     let mut trail = orchestrator.db.audit_snapshot().await?;
     let mut verifier = Verifier::new(orchestrator.checkpoints.key.public());
     verifier.ends_at(trail.last);
@@ -29,7 +34,14 @@ pub(crate) async fn verify(orchestrator: &Orchestrator, told: mpsc::Sender<(u64,
         for line in &witness {
             verifier.witness(line);
         }
+        verifier.writers(&own);
+        if let Some(line) = &interim {
+            verifier.interim(line);
+        }
     });
+    for changed in trail.changed_tables().await? {
+        verifier.table(changed);
+    }
     let (mut checked, mut told_at) = (0_u64, 0);
     loop {
         let records = trail.next().await?;
@@ -37,8 +49,9 @@ pub(crate) async fn verify(orchestrator: &Orchestrator, told: mpsc::Sender<(u64,
             break;
         }
         block_in_place(|| {
-            for (cursor, link) in &records {
-                verifier.record(*cursor, link);
+            for record in &records {
+                verifier.record(record.cursor, &record.link);
+                verifier.columns(record.cursor, &record.link, &record.columns);
             }
         });
         checked += records.len() as u64;
@@ -50,7 +63,20 @@ pub(crate) async fn verify(orchestrator: &Orchestrator, told: mpsc::Sender<(u64,
             }
         }
     }
+    if let Some(seconds) = overdue(orchestrator, &verifier, now).await {
+        verifier.overdue(seconds);
+    }
     Ok(verifier.finish())
+}
+
+/// For how many seconds records have waited for a checkpoint that does not come.
+async fn overdue(orchestrator: &Orchestrator, verifier: &Verifier, now: OffsetDateTime) -> Option<i64> {
+    let own = orchestrator.audit.heads.overdue().and_then(|age| i64::try_from(age.as_secs()).ok());
+    let waiting = verifier.unsigned().filter(|unsigned| now - unsigned.since > OVERDUE);
+    let Some(waiting) = waiting else { return own };
+    // Records that waited for the database themselves are old when they come. A checkpoint that can be made now is not overdue.
+    let is_signed = own.is_none() && sign_once(orchestrator).await.is_ok() && orchestrator.checkpoints.cursor() >= waiting.last_cursor;
+    (!is_signed).then(|| own.unwrap_or_else(|| (now - waiting.since).whole_seconds()))
 }
 
 fn internal() -> ApiError {

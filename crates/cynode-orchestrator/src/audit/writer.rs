@@ -6,7 +6,7 @@
 //! dead, it adds nothing to what it began before.
 
 use std::{
-    collections::{BTreeMap, HashSet, VecDeque},
+    collections::{BTreeMap, HashSet},
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -15,7 +15,7 @@ use std::{
 };
 
 use cynode_api::{AuditBody, AuditKind, AuditResult, ErrorCode};
-use cynode_audit::{Chain, Hash, Head, Link};
+use cynode_audit::{Chain, Head, Link};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -27,6 +27,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
+use super::OwnHeads;
 use crate::db::{Added, Db, Own, to_json};
 
 /// How long a call waits for its intent. Without one it does nothing.
@@ -42,8 +43,6 @@ const BATCH: usize = 500;
 /// How long until the next try while the database does not answer.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// So many commits are remembered by where the stream stood after them.
-const REMEMBERED_HEADS: usize = 256;
 /// After so many records a checkpoint is due.
 const CHECKPOINT_RECORDS: usize = 1_000;
 
@@ -62,8 +61,8 @@ pub(crate) struct Audit {
     waiting: Arc<AtomicUsize>,
     /// The stream that is written to now.
     stream: Arc<Mutex<Uuid>>,
-    /// Where it stood after the last commits.
-    heads: Arc<Mutex<VecDeque<(Uuid, Head)>>>,
+    /// Where the streams of this process stand.
+    pub(crate) heads: OwnHeads,
     /// Enough was written for a checkpoint.
     pub(crate) due: Arc<Notify>,
 }
@@ -93,7 +92,7 @@ impl Audit {
         }
         let stream = Uuid::now_v7();
         db.open_stream(stream, &writer).await?;
-        let audit = Self { entries, waiting: Arc::default(), stream: Arc::new(Mutex::new(stream)), heads: Arc::default(), due: Arc::default() };
+        let audit = Self { entries, waiting: Arc::default(), stream: Arc::new(Mutex::new(stream)), heads: OwnHeads::default(), due: Arc::default() };
         let task = Writer {
             db: db.clone(),
             own: db.own(),
@@ -111,11 +110,6 @@ impl Audit {
     /// The stream that is written to now.
     pub(crate) fn stream(&self) -> Uuid {
         *self.stream.lock()
-    }
-
-    /// The hash that a record of ours has, if it was the last of a commit a while ago.
-    pub(crate) fn remembered(&self, stream: Uuid, seq: u64) -> Option<Hash> {
-        self.heads.lock().iter().find(|(known, head)| *known == stream && head.seq == seq).map(|(_, head)| head.hash)
     }
 
     /// How many records wait to be written.
@@ -343,11 +337,7 @@ impl Writer {
         if let Some(last) = links.last() {
             let head = Head { seq: last.seq, hash: last.hash };
             self.chain = Chain::resume(last.stream, head);
-            let mut heads = self.audit.heads.lock();
-            heads.push_back((last.stream, head));
-            if heads.len() > REMEMBERED_HEADS {
-                heads.pop_front();
-            }
+            self.audit.heads.committed(last.stream, head);
         }
         self.since_checkpoint += links.len();
         if self.since_checkpoint >= CHECKPOINT_RECORDS {

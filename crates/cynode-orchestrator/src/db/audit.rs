@@ -1,17 +1,20 @@
 //! The audit trail: records are added, never changed; read in the order in which they were committed.
 
-use cynode_audit::{Chain, Checkpoint, Hash, Head, Link, Signed, SigningKey};
+use cynode_audit::{Chain, Checkpoint, DERIVED_COLUMNS, Hash, Head, Link, Signed, SigningKey};
 use cynode_service::ApiError;
 use serde_json::{Map, Value};
-use sqlx::{PgConnection, PgExecutor, Row as _, postgres::PgRow};
-use std::{collections::BTreeMap, time::Instant};
+use sqlx::{Connection as _, PgConnection, PgExecutor, Row as _, postgres::PgRow};
+use std::{
+    collections::{BTreeMap, HashMap},
+    time::Instant,
+};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
 use super::{Db, commit, problem, stored};
 
-/// Whoever signs a checkpoint has this lock.
-const SIGNING: i64 = 0x6379_6e61_7564_6974;
+/// A writer hears of its commit after at most so many milliseconds, unless its connection broke.
+const NOTICED_AFTER: u32 = 50;
 /// A writer that was not heard of for so long is gone. It finds out by itself before it writes again.
 const GONE_SECONDS: f64 = 15.0;
 
@@ -43,6 +46,25 @@ pub(crate) struct OpenCall {
     pub(crate) intent: cynode_api::AuditBody,
 }
 
+/// How a checkpoint is signed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Signs {
+    pub(crate) live: Uuid,
+    pub(crate) late: bool,
+    pub(crate) all: bool,
+}
+
+/// What came of signing.
+#[derive(Clone, Debug)]
+pub(crate) enum Signature {
+    /// A checkpoint with these heads.
+    Written(BTreeMap<Uuid, Head>),
+    /// None: no stream has moved, or somebody else was faster.
+    Nothing,
+    /// None: the database has records of the live stream that its writer does not know of.
+    Ahead,
+}
+
 /// An event that the trail does not tell yet.
 pub(crate) type Told = cynode_api::Event;
 
@@ -58,19 +80,64 @@ pub(crate) struct Snapshot {
     after: i64,
 }
 
+/// A record with its cursor, and the columns that are derived from it as they are stored.
+#[derive(Debug)]
+pub(crate) struct StoredRecord {
+    pub(crate) cursor: i64,
+    pub(crate) link: Link,
+    /// In the order of [`DERIVED_COLUMNS`].
+    pub(crate) columns: Vec<Option<String>>,
+}
+
 impl Snapshot {
     /// The next records in order; none at the end.
-    pub(crate) async fn next(&mut self) -> Result<Vec<(i64, Link)>, ApiError> {
+    pub(crate) async fn next(&mut self) -> Result<Vec<StoredRecord>, ApiError> {
         const BATCH: i64 = 5_000;
-        let rows = sqlx::query("select cursor, stream, seq, at, body, hash from audit_events where cursor > $1 order by cursor limit $2")
-            .bind(self.after)
-            .bind(BATCH)
-            .fetch_all(&mut *self.transaction)
-            .await
-            .map_err(problem)?;
-        let links = rows.iter().map(link).collect::<Result<Vec<_>, _>>().map_err(problem)?;
-        self.after = links.last().map_or(self.after, |(cursor, _)| *cursor);
-        Ok(links)
+        let rows = sqlx::query(
+            "select cursor, stream, seq, at, body, hash,
+                    array[kind, action, call_id::text, subject, project_id::text, task_id::text, session_id::text, job_id::text, decision] as columns
+             from audit_events where cursor > $1 order by cursor limit $2",
+        )
+        .bind(self.after)
+        .bind(BATCH)
+        .fetch_all(&mut *self.transaction)
+        .await
+        .map_err(problem)?;
+        let record = |row: &PgRow| {
+            let (cursor, link) = link(row)?;
+            Ok(StoredRecord { cursor, link, columns: row.try_get("columns")? })
+        };
+        let records = rows.iter().map(record).collect::<Result<Vec<_>, sqlx::Error>>().map_err(problem)?;
+        self.after = records.last().map_or(self.after, |record| record.cursor);
+        Ok(records)
+    }
+
+    /// What of the tables is no longer as it was made, and could hide records from whoever reads them.
+    pub(crate) async fn changed_tables(&mut self) -> Result<Vec<String>, ApiError> {
+        const TABLES: [&str; 5] = ["audit_events", "audit_streams", "audit_head", "audit_pump", "audit_checkpoints"];
+        let mut changed: Vec<String> = sqlx::query_scalar(
+            "select format('%s %s', c.relname, what.text) from pg_catalog.pg_class c cross join lateral (values
+                 (c.relkind <> 'r', 'is no table any more'),
+                 (c.relrowsecurity or c.relforcerowsecurity, 'hides rows by policies'),
+                 (exists (select from pg_catalog.pg_rewrite r where r.ev_class = c.oid), 'has rules that rewrite queries'),
+                 (exists (select from pg_catalog.pg_inherits i where i.inhparent = c.oid), 'has tables that inherit from it')) as what (is_so, text)
+             where c.oid = any(select to_regclass(name) from unnest($1::text[]) as name) and what.is_so order by 1",
+        )
+        .bind(TABLES.as_slice())
+        .fetch_all(&mut *self.transaction)
+        .await
+        .map_err(problem)?;
+        let names: Vec<&str> = DERIVED_COLUMNS.iter().map(|(name, _)| *name).collect();
+        let loose: Vec<String> = sqlx::query_scalar(
+            "select a.attname::text from pg_catalog.pg_attribute a
+             where a.attrelid = to_regclass('audit_events') and a.attname = any($1) and a.attgenerated <> 's' order by a.attnum",
+        )
+        .bind(names)
+        .fetch_all(&mut *self.transaction)
+        .await
+        .map_err(problem)?;
+        changed.extend(loose.into_iter().map(|name| format!("audit_events.{name} is no longer generated from the body")));
+        Ok(changed)
     }
 }
 
@@ -270,14 +337,19 @@ impl Db {
         .map_err(problem)
     }
 
-    /// Tells in the trail what events told, each once: where it has come to is written with the records. Says how many.
-    pub(crate) async fn audit_events(&self, stream: Uuid, body: impl Fn(&Told, Option<&Map<String, Value>>) -> Value) -> Result<Option<usize>, ApiError> {
+    /// Tells in the trail what events told, each once: where it has come to is written with the records. Says where the stream stands
+    /// then, if there was anything to tell; nothing when the stream is closed.
+    pub(crate) async fn audit_events(
+        &self,
+        stream: Uuid,
+        body: impl Fn(&Told, Option<&Map<String, Value>>) -> Value,
+    ) -> Result<Option<Option<Head>>, ApiError> {
         let mut transaction = self.begin().await?;
         let from: i64 = sqlx::query_scalar("select event_cursor from audit_pump for update").fetch_one(&mut *transaction).await.map_err(problem)?;
         let rows =
             sqlx::query("select * from events where cursor > $1 order by cursor limit 500").bind(from).fetch_all(&mut *transaction).await.map_err(problem)?;
         let told = rows.iter().map(super::events::event).collect::<Result<Vec<_>, _>>().map_err(problem)?;
-        let Some(last) = told.last().map(|event| event.cursor) else { return Ok(Some(0)) };
+        let Some(last) = told.last().map(|event| event.cursor) else { return Ok(Some(None)) };
         let head = sqlx::query("select seq, hash from audit_streams where stream = $1 and closed_at is null for update")
             .bind(stream)
             .fetch_optional(&mut *transaction)
@@ -292,7 +364,7 @@ impl Db {
         append(&mut *transaction, stream, seq, chain.head().seq + 1, &links).await?;
         sqlx::query("update audit_pump set event_cursor = $1").bind(last).execute(&mut *transaction).await.map_err(problem)?;
         commit(transaction).await?;
-        Ok(Some(told.len()))
+        Ok(Some(Some(chain.head())))
     }
 
     /// The trail as it is at this moment, whatever is added or removed meanwhile.
@@ -306,16 +378,6 @@ impl Db {
         Ok(Snapshot { transaction, checkpoints, count: unsigned64(last.saturating_sub(truncated)), last, after: i64::MIN })
     }
 
-    /// The checkpoints after a number, in order, each with its number.
-    pub(crate) async fn checkpoints(&self, after: u64) -> Result<Vec<(u64, String)>, ApiError> {
-        let rows: Vec<(i64, String)> = sqlx::query_as("select number, line from audit_checkpoints where number > $1 order by number")
-            .bind(signed64(after))
-            .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
-        Ok(rows.into_iter().map(|(number, line)| (unsigned64(number), line)).collect())
-    }
-
     /// Some of the checkpoints after a number: the next in order.
     pub(crate) async fn some_checkpoints(&self, after: u64) -> Result<Vec<(u64, String)>, ApiError> {
         let rows: Vec<(i64, String)> = sqlx::query_as("select number, line from audit_checkpoints where number > $1 order by number limit $2")
@@ -327,47 +389,107 @@ impl Db {
         Ok(rows.into_iter().map(|(number, line)| (unsigned64(number), line)).collect())
     }
 
-    /// Signs where the streams stand, if any has moved. Says the line.
+    /// The checkpoints after a number, in order, each with its number.
+    pub(crate) async fn checkpoints_by(connection: &mut PgConnection, after: u64) -> Result<Vec<(u64, String)>, ApiError> {
+        checkpoints(connection, after).await
+    }
+
+    /// Signs where the streams stand, if any has moved since what is signed.
     ///
-    /// `known` says what a writer of this process remembers of its own stream: a head that somebody changed in the database is not
-    /// signed as if it were ours.
-    pub(crate) async fn sign_audit(&self, key: &SigningKey, known: impl Fn(Uuid, u64) -> Option<Hash>) -> Result<Option<String>, ApiError> {
-        let mut transaction = self.begin().await?;
-        sqlx::query("select pg_advisory_xact_lock($1)").bind(SIGNING).execute(&mut *transaction).await.map_err(problem)?;
+    /// No lock decides who signs: whoever is first takes the next number, and the other one's checkpoint is not written. `signed` is
+    /// what the checkpoints say and `own` what this process committed, so that neither a row that claims to be signed nor a head that
+    /// somebody changed in the database keeps a record from being signed. `live` is the stream of this process's writer: while the
+    /// database is ahead of what that remembers, nothing is signed, unless that has lasted too long (`late`): then it is forged, and
+    /// what the writer remembers is. `all` looks at streams too that were settled long ago.
+    pub(crate) async fn sign_audit(
+        connection: &mut PgConnection,
+        key: &SigningKey,
+        signed: &HashMap<Uuid, u64>,
+        own: impl Fn() -> BTreeMap<Uuid, Head>,
+        Signs { live, late, all }: Signs,
+    ) -> Result<Signature, ApiError> {
+        let mut transaction = connection.begin().await.map_err(problem)?;
+        // Before all else: whoever signs from here on takes the number that this one is to have.
+        let (before, prev) = last_checkpoint(&mut transaction).await?;
         // First how far the records go, then the heads: every record up to there is under one of them.
         let state = sqlx::query("select last, truncated from audit_head").fetch_one(&mut *transaction).await.map_err(problem)?;
         let (cursor, truncated): (i64, i64) = (state.try_get("last").map_err(problem)?, state.try_get("truncated").map_err(problem)?);
-        let moved = sqlx::query(
-            "select s.stream, s.seq, s.hash from audit_streams s left join audit_signed g on g.stream = s.stream
-             where s.seq > coalesce(g.seq, 0)",
-        )
-        .fetch_all(&mut *transaction)
-        .await
-        .map_err(problem)?;
-        if moved.is_empty() {
-            return Ok(None);
+        let streams =
+            sqlx::query("select stream, seq, hash from audit_streams where seq > 0 and ($1 or settled_at is null or settled_at > now() - interval '1 day')")
+                .bind(all)
+                .fetch_all(&mut *transaction)
+                .await
+                .map_err(problem)?;
+        let mut heads = heads_of(&streams)?;
+        let is_signed = |stream: &Uuid, head: &Head| signed.get(stream).is_some_and(|seq| *seq >= head.seq);
+        heads.retain(|stream, head| !is_signed(stream, head));
+        let is_ahead = |own: &BTreeMap<Uuid, Head>| heads.get(&live).filter(|head| own.get(&live).is_none_or(|own| own.seq < head.seq)).copied();
+        let mut known = own();
+        for _ in 0..NOTICED_AFTER {
+            if is_ahead(&known).is_none() {
+                break;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+            known = own();
         }
-        let mut heads = heads_of(&moved)?;
-        for (stream, head) in &mut heads {
-            if let Some(hash) = known(*stream, head.seq).filter(|hash| *hash != head.hash) {
-                tracing::error!(%stream, seq = head.seq, "The audit trail was changed in the database: 'cynode audit verify' says where.");
-                head.hash = hash;
+        let mut own = known;
+        if let Some(head) = is_ahead(&own) {
+            if !late {
+                return Ok(Signature::Ahead);
+            }
+            tracing::error!(stream = %live, seq = head.seq, "Records that are not ours stand in the audit trail: 'cynode audit verify' says which.");
+            match own.remove(&live) {
+                Some(head) => drop(heads.insert(live, head)),
+                None => drop(heads.remove(&live)),
             }
         }
-        let (before, prev) = last_checkpoint(&mut transaction).await?;
+        for (stream, own) in own {
+            match heads.get_mut(&stream) {
+                // Of events, which are written with what the database says.
+                Some(head) if head.seq > own.seq => {}
+                Some(head) => {
+                    if head.seq == own.seq && head.hash != own.hash {
+                        tracing::error!(%stream, seq = head.seq, "The audit trail was changed in the database: 'cynode audit verify' says where.");
+                    }
+                    *head = own;
+                }
+                None if is_signed(&stream, &own) => {}
+                None => drop(heads.insert(stream, own)),
+            }
+        }
+        if heads.is_empty() {
+            return Ok(Signature::Nothing);
+        }
         let checkpoint = Checkpoint {
             number: before + 1,
             at: OffsetDateTime::now_utc(),
             prev,
             full: false,
             cursor,
-            heads,
+            heads: heads.clone(),
             cut: BTreeMap::new(),
             truncated_records: unsigned64(truncated),
         };
-        let line = write_checkpoint(&mut transaction, checkpoint, key).await?;
-        commit(transaction).await?;
-        Ok(Some(line))
+        if write_checkpoint(&mut transaction, checkpoint, key).await?.is_none() {
+            return Ok(Signature::Nothing);
+        }
+        transaction.commit().await.map_err(problem)?;
+        Ok(Signature::Written(heads))
+    }
+
+    /// Notes how far streams are signed, for retention. Not with the checkpoint: whoever holds one of these rows holds up this alone.
+    pub(crate) async fn note_signed(connection: &mut PgConnection, heads: &BTreeMap<Uuid, Head>) -> Result<(), ApiError> {
+        let (streams, seqs): (Vec<Uuid>, Vec<i64>) = heads.iter().map(|(stream, head)| (*stream, signed64(head.seq))).unzip();
+        sqlx::query(
+            "insert into audit_signed (stream, seq) select * from unnest($1::uuid[], $2::bigint[])
+             on conflict (stream) do update set seq = excluded.seq",
+        )
+        .bind(streams)
+        .bind(seqs)
+        .execute(connection)
+        .await
+        .map(drop)
+        .map_err(problem)
     }
 }
 
@@ -375,8 +497,8 @@ impl Db {
     /// Makes one checkpoint that says what all say together, and removes those below the full one before it: a line a second would be
     /// there for ever. Only if they are whole, and end with the one that the file outside has last: else they are evidence, and stay.
     /// One generation stays too, for orchestrators that have not copied it yet.
-    pub(crate) async fn fold_checkpoints(&self, key: &SigningKey, last: (u64, Hash)) -> Result<(), ApiError> {
-        let lines = self.checkpoints(0).await?;
+    pub(crate) async fn fold_checkpoints(connection: &mut PgConnection, key: &SigningKey, last: (u64, Hash)) -> Result<(), ApiError> {
+        let lines = checkpoints(&mut *connection, 0).await?;
         let public = key.public();
         let folded = tokio::task::block_in_place(|| cynode_audit::fold(lines.iter().map(|(number, line)| (*number, line.as_str())), &public));
         let (folded, newest) = match folded {
@@ -392,8 +514,7 @@ impl Db {
         }
         let is_full = |line: &str| Signed::parse(line).is_ok_and(|signed| signed.checkpoint.full);
         let before = lines.iter().rev().find(|(_, line)| is_full(line)).map_or(0, |(number, _)| *number);
-        let mut transaction = self.begin().await?;
-        sqlx::query("select pg_advisory_xact_lock($1)").bind(SIGNING).execute(&mut *transaction).await.map_err(problem)?;
+        let mut transaction = connection.begin().await.map_err(problem)?;
         if last_checkpoint(&mut transaction).await? != newest {
             return Ok(());
         }
@@ -407,8 +528,11 @@ impl Db {
         if removed.iter().any(|(number, line)| known.get(number) != Some(&line.as_str())) {
             return Ok(());
         }
-        write_checkpoint(&mut transaction, Checkpoint { at: OffsetDateTime::now_utc(), ..folded }, key).await?;
-        commit(transaction).await
+        // Somebody has signed meanwhile: then it is tried again later.
+        if write_checkpoint(&mut transaction, Checkpoint { at: OffsetDateTime::now_utc(), ..folded }, key).await?.is_none() {
+            return Ok(());
+        }
+        transaction.commit().await.map_err(problem)
     }
 
     /// Whether there are records that are older than so many days, and a day more: so it is done about once a day.
@@ -426,7 +550,8 @@ impl Db {
     /// where. What is open, or not signed yet, stays. Says how many, and the line.
     pub(crate) async fn truncate_audit(&self, days: u32, key: &SigningKey) -> Result<Option<(u64, String)>, ApiError> {
         let mut transaction = self.begin().await?;
-        sqlx::query("select pg_advisory_xact_lock($1)").bind(SIGNING).execute(&mut *transaction).await.map_err(problem)?;
+        // Before all else: whoever signs from here on takes the number that this one is to have, and then nothing is removed.
+        let (before, prev) = last_checkpoint(&mut transaction).await?;
         let up_to: Option<i64> = sqlx::query_scalar(
             "with first as (select cursor, stream, seq, at from audit_events order by cursor limit $2),
                   stays as (select min(f.cursor) as cursor from first f join audit_streams s on s.stream = f.stream left join audit_signed g on g.stream = f.stream
@@ -472,7 +597,6 @@ impl Db {
         }
         cuts.extend(cut);
         cuts.retain(|stream, _| heads.contains_key(stream));
-        let (before, prev) = last_checkpoint(&mut transaction).await?;
         let checkpoint = Checkpoint {
             number: before + 1,
             at: OffsetDateTime::now_utc(),
@@ -484,7 +608,9 @@ impl Db {
             truncated_records: unsigned64(truncated),
         };
         let number = signed64(checkpoint.number);
-        let line = write_checkpoint(&mut transaction, checkpoint, key).await?;
+        let heads = checkpoint.heads.clone();
+        let Some(line) = write_checkpoint(&mut transaction, checkpoint, key).await? else { return Ok(None) };
+        Self::note_signed(&mut transaction, &heads).await?;
         sqlx::query("delete from audit_checkpoints where number < $1").bind(number).execute(&mut *transaction).await.map_err(problem)?;
         commit(transaction).await?;
         Ok(Some((removed, line)))
@@ -530,19 +656,24 @@ async fn last_checkpoint(connection: &mut PgConnection) -> Result<(u64, Hash), A
     Ok((unsigned64(number), signed.map_or([0; 32], |signed| signed.hash)))
 }
 
-async fn write_checkpoint(connection: &mut PgConnection, checkpoint: Checkpoint, key: &SigningKey) -> Result<String, ApiError> {
-    let (streams, seqs): (Vec<Uuid>, Vec<i64>) = checkpoint.heads.iter().map(|(stream, head)| (*stream, signed64(head.seq))).unzip();
+/// Writes the line of a checkpoint, and says it; not when there is one with its number.
+async fn write_checkpoint(connection: &mut PgConnection, checkpoint: Checkpoint, key: &SigningKey) -> Result<Option<String>, ApiError> {
     let number = signed64(checkpoint.number);
     let line = checkpoint.sign(key).to_line();
-    sqlx::query("insert into audit_checkpoints (number, line) values ($1, $2)").bind(number).bind(&line).execute(&mut *connection).await.map_err(problem)?;
-    sqlx::query(
-        "insert into audit_signed (stream, seq) select * from unnest($1::uuid[], $2::bigint[])
-         on conflict (stream) do update set seq = excluded.seq",
-    )
-    .bind(streams)
-    .bind(seqs)
-    .execute(connection)
-    .await
-    .map_err(problem)?;
-    Ok(line)
+    let written = sqlx::query("insert into audit_checkpoints (number, line) values ($1, $2) on conflict do nothing")
+        .bind(number)
+        .bind(&line)
+        .execute(connection)
+        .await
+        .map_err(problem)?;
+    Ok((written.rows_affected() > 0).then_some(line))
+}
+
+async fn checkpoints(executor: impl PgExecutor<'_>, after: u64) -> Result<Vec<(u64, String)>, ApiError> {
+    let rows: Vec<(i64, String)> = sqlx::query_as("select number, line from audit_checkpoints where number > $1 order by number")
+        .bind(signed64(after))
+        .fetch_all(executor)
+        .await
+        .map_err(problem)?;
+    Ok(rows.into_iter().map(|(number, line)| (unsigned64(number), line)).collect())
 }

@@ -52,7 +52,7 @@ use sqlx::{
 use tokio::sync::{Semaphore, SemaphorePermit};
 
 pub(crate) use artifacts::NewArtifact;
-pub(crate) use audit::{Added, OpenCall};
+pub(crate) use audit::{Added, OpenCall, Signature, Signs};
 pub(crate) use audit_pages::Wanted;
 pub(crate) use events::{NewEvent, Readable};
 pub(crate) use execs::RunningExec;
@@ -126,6 +126,11 @@ impl Db {
         Own::new(&self.options)
     }
 
+    /// The same, for what must not wait for locks.
+    pub(crate) fn impatient(&self) -> Own {
+        Own::impatient(&self.options)
+    }
+
     /// Whether the orchestrators of this database have that key. The first one's counts.
     pub(crate) async fn has_key(&self, fingerprint: &str) -> Result<bool, ApiError> {
         sqlx::query("insert into cluster (key_fingerprint) values ($1) on conflict do nothing").bind(fingerprint).execute(&self.pool).await.map_err(problem)?;
@@ -171,8 +176,10 @@ pub(crate) fn problem(error: sqlx::Error) -> ApiError {
         sqlx::Error::RowNotFound => ApiError::new(ErrorCode::NotFound, "there is no such thing"),
         sqlx::Error::Database(database) if database.is_foreign_key_violation() => ApiError::invalid("it names something that does not exist"),
         sqlx::Error::Database(database) if database.is_unique_violation() => ApiError::new(ErrorCode::AlreadyExists, "that name or id is taken"),
-        // A server that stops or starts says so in these classes.
-        sqlx::Error::Database(database) if !database.code().is_some_and(|code| ["57", "53", "08", "40", "25"].iter().any(|class| code.starts_with(class))) => {
+        // A server that stops or starts says so in these classes, and one where somebody holds a lock.
+        sqlx::Error::Database(database)
+            if !database.code().is_some_and(|code| ["57", "55", "53", "08", "40", "25"].iter().any(|class| code.starts_with(class))) =>
+        {
             tracing::error!(error = %error, "A statement failed.");
             ApiError::new(ErrorCode::Internal, "a statement of the database failed")
         }

@@ -29,6 +29,11 @@ pub(crate) struct Own {
 }
 
 impl Own {
+    /// One that waits for locks and statements no longer than this: whoever holds one holds up little.
+    pub(super) fn impatient(options: &PgConnectOptions) -> Self {
+        Self::new(&options.clone().options([("lock_timeout", "1000"), ("statement_timeout", "5000"), ("idle_in_transaction_session_timeout", "5000")]))
+    }
+
     pub(super) fn new(options: &PgConnectOptions) -> Self {
         // A few statements, always the same, by keys: planned once.
         let planned = [("plan_cache_mode", "force_generic_plan"), ("enable_seqscan", "off"), ("enable_hashjoin", "off"), ("enable_mergejoin", "off")];

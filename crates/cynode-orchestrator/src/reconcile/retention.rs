@@ -45,7 +45,7 @@ async fn truncate_audit(orchestrator: &Orchestrator, days: u32) -> Result<(), Ap
         return Ok(());
     }
     // What was changed must not be forgotten, and signed over, as if it were only old.
-    orchestrator.db.sign_audit(&orchestrator.checkpoints.key, |stream, seq| orchestrator.audit.remembered(stream, seq)).await?;
+    crate::audit::sign_once(orchestrator).await?;
     let (told, mut heard) = tokio::sync::mpsc::channel(1);
     let (verdict, ()) = tokio::join!(crate::audit::verify(orchestrator, told), async { while heard.recv().await.is_some() {} });
     let verdict = verdict?;

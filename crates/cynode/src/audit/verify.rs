@@ -71,11 +71,16 @@ fn counted(verdict: &AuditVerdict) -> String {
     let removed = if verdict.truncated > 0 { format!(", {} removed by retention", verdict.truncated) } else { String::new() };
     let count = |count: u64, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
     format!(
-        "{} in {}, {}{removed}, {} without an outcome{signed}",
+        "{} in {}, {}{removed}, {} without an outcome{signed}, {}",
         count(verdict.records, "record"),
         count(verdict.streams, "stream"),
         count(verdict.checkpoints, "checkpoint"),
-        count(verdict.open, "call")
+        count(verdict.open, "call"),
+        match (verdict.unsigned, verdict.unsigned_since) {
+            (0, _) => "none after the last checkpoint".to_owned(),
+            (unsigned, Some(since)) => format!("{unsigned} after the last checkpoint (from {} on, chained and not signed)", moment(since)),
+            (unsigned, None) => format!("{unsigned} after the last checkpoint (chained and not signed)"),
+        }
     )
 }
 
@@ -103,7 +108,12 @@ mod tests {
     #[test]
     fn a_verdict_counts_what_it_saw() {
         let verdict = AuditVerdict { records: 2, streams: 1, truncated: 4, ..Verifier::new(SigningKey::from_seed([1; 32]).public()).finish() };
-        assert_eq!(counted(&verdict), "2 records in 1 stream, 0 checkpoints, 4 removed by retention, 0 calls without an outcome");
+        assert_eq!(
+            counted(&verdict),
+            "2 records in 1 stream, 0 checkpoints, 4 removed by retention, 0 calls without an outcome, none after the last checkpoint"
+        );
+        let verdict = AuditVerdict { unsigned: 2, ..verdict };
+        assert!(counted(&verdict).ends_with(", 2 after the last checkpoint (chained and not signed)"));
     }
 
     #[test]

@@ -5,6 +5,7 @@ mod guesses;
 mod reading;
 mod records;
 mod refusals;
+mod signing;
 mod tampering;
 mod truncation;
 

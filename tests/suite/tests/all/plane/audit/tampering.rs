@@ -185,6 +185,17 @@ async fn what_somebody_does_to_rows_is_found_and_the_record_is_named() -> Result
         let refused = trail.ask(&format!("update audit_events set {column} = null where stream = 'OLD'"));
         ensure!(refused.as_ref().is_err_and(|error| error.to_string().contains("can only be updated to DEFAULT")), "{column}: {refused:?}");
     }
+    // Unless somebody cuts the two apart first, and hides a record from whoever looks for it.
+    trail.ask(&format!(
+        "alter table audit_events alter column subject drop expression; update audit_events set subject = 'nobody' where stream = 'OLD' and seq = {early}"
+    ))?;
+    let found = verdict(&trail.client).await?;
+    ensure!(found.problems.iter().any(|problem| Record("column_changed", early).is(problem, &trail.old)), "{found:#?}");
+    ensure!(found.problems.iter().any(|problem| problem.what == "table_changed" && problem.detail.contains("audit_events.subject")), "{found:#?}");
+    trail.ask("update audit_events set subject = body #>> '{subject,name}'; alter table audit_streams enable row level security")?;
+    let found = verdict(&trail.client).await?;
+    let tables: Vec<&str> = found.problems.iter().filter(|problem| problem.what == "table_changed").map(|problem| problem.detail.as_str()).collect();
+    assert_eq!(tables, ["audit_streams hides rows by policies", "audit_events.subject is no longer generated from the body"]);
     Ok(())
 }
 
