@@ -70,6 +70,10 @@ pub fn ocsf(record: &AuditRecord) -> Value {
             put("user", user(body.subject.as_ref()));
             put("service", json!({"name": "cynode"}));
             put("is_remote", true.into());
+            // A network is none.
+            if let Some(address) = body.detail.get("address").and_then(Value::as_str).filter(|address| !address.contains('/')) {
+                put("src_endpoint", json!({"ip": address}));
+            }
         }
         _ => {
             put("api", api(body));

@@ -67,7 +67,7 @@ fn a_caller_who_was_not_known() {
         subject: Some(cynode_api::AuditSubject { kind: "nobody".to_owned(), ..cynode_api::AuditSubject::default() }),
         code: Some("unauthorized".to_owned()),
         status: Some(401),
-        ..event(AuditKind::Authentication, "authenticate", json!({}))
+        ..event(AuditKind::Authentication, "authenticate", json!({"address": "192.0.2.1", "count": 1, "route": "user_api", "token": "00000007"}))
     };
     snapshot!(of(body));
 }

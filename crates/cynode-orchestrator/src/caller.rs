@@ -12,7 +12,7 @@ use axum::{
 };
 use cynode_api::{AuditSubject, ErrorCode, NodeId, ProjectId, SessionId, Task, TaskId, TokenId, TokenKind, UserId};
 use cynode_policy::{Principal, Role};
-use cynode_service::{ApiError, admin, answers::Payer, auth};
+use cynode_service::{ApiError, admin, answers::Payer, auth, listen::Peer};
 use http::request::Parts;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Semaphore;
@@ -20,6 +20,7 @@ use uuid::Uuid;
 
 use crate::{
     Orchestrator,
+    audit::{Failure, Surface},
     db::{self, Authenticated, Of, PlacedSession},
     gate,
     mcp::ByTool,
@@ -181,7 +182,7 @@ const LOOK_FOR_NODE: Duration = Duration::from_secs(5);
 const MOMENT: Duration = Duration::from_millis(100);
 /// How long somebody waits who shows a token that is not good.
 const PENALTY: Duration = Duration::from_millis(300);
-/// So many wait at once; more are refused at once with 429, and learn nothing.
+/// So many wait at once; more are refused at once with 429, and learn nothing. They are counted like the others.
 static WAITING: Semaphore = Semaphore::const_new(32);
 
 /// Finds out who calls, and refuses whoever shows no good token.
@@ -203,13 +204,12 @@ pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut r
             if let Some(session_id) = makes_sure {
                 orchestrator.known.learn(offered, session_id, &found);
             }
-            match found {
-                Some(facts) => {
-                    introduce(request.extensions_mut(), offered, session, facts, at);
-                    next.run(request).await
-                }
-                None => refused(&orchestrator, "nobody", &offered).await.into_response(),
-            }
+            let Some(facts) = found else {
+                let peer = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
+                return refused(&orchestrator, Failure::new(Surface::of_path(request.uri().path()), peer, &offered)).await.into_response();
+            };
+            introduce(request.extensions_mut(), offered, session, facts, at);
+            next.run(request).await
         }
         Err(error) => error.into_response(),
     }
@@ -218,7 +218,7 @@ pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut r
 /// Admits to the metrics whoever has their token, and administrators.
 pub(crate) fn metrics_reader(orchestrator: &Orchestrator, own: Option<auth::Token>) -> admin::MetricsReader {
     let orchestrator = orchestrator.clone();
-    Arc::new(move |offered| {
+    Arc::new(move |offered, peer| {
         let is_own = own.as_ref().is_some_and(|own| own.admits(&offered));
         let orchestrator = orchestrator.clone();
         Box::pin(async move {
@@ -229,7 +229,7 @@ pub(crate) fn metrics_reader(orchestrator: &Orchestrator, own: Option<auth::Toke
             match db::soon(orchestrator.db.authenticate(&offered, None)).await? {
                 Some((found, _)) if Caller::new(found.clone(), offered).scope.is_admin => Ok(()),
                 Some(_) => Err(admin::no_reader("the token is not an administrator's")),
-                None => Err(refused(&orchestrator, "nobody", &offered).await),
+                None => Err(refused(&orchestrator, Failure::new(Surface::Metrics, peer, &offered)).await),
             }
         })
     })
@@ -273,16 +273,20 @@ impl Seen {
     }
 }
 
-/// The refusal of a token, written down, and slow enough that guessing leads nowhere. Good tokens never wait.
-pub(crate) async fn refused(orchestrator: &Orchestrator, kind: &str, offered: &[u8; 32]) -> ApiError {
+/// The refusal of a token: recorded, or counted for a record to come, and slow enough that guessing leads nowhere. Good tokens never
+/// wait.
+pub(crate) async fn refused(orchestrator: &Orchestrator, failure: Failure) -> ApiError {
     metrics::counter!("cynode_refused_tokens_total").increment(1);
+    if orchestrator.failures.note(&failure, Instant::now())
+        && let Err(error) = orchestrator.audit.note(vec![failure.record()]).await
+    {
+        orchestrator.failures.count(&failure);
+        return error;
+    }
     let Ok(_waiting) = WAITING.try_acquire() else {
         return ApiError::new(ErrorCode::TooManyAttempts, "too many tokens that are not good are being tried");
     };
     tokio::time::sleep(PENALTY).await;
-    if let Err(error) = orchestrator.note_refused_token(kind, offered).await {
-        return error;
-    }
     ApiError::new(ErrorCode::Unauthorized, "the token is not valid here")
 }
 

@@ -43,7 +43,7 @@ pub use config::{Config, TlsFiles};
 use cynode_policy::{Held, Scanner};
 
 use crate::{
-    audit::{Abandoned, Audit, Checkpoints, Pump},
+    audit::{Abandoned, Audit, Checkpoints, Failures, Pump},
     blobs::Blobs,
     db::Db,
     fleet::Fleet,
@@ -106,6 +106,8 @@ pub(crate) struct Parts {
     pub(crate) scanner: Arc<Scanner>,
     pub(crate) audit: Audit,
     pub(crate) abandoned: Abandoned,
+    /// Tokens that were not good, and are not recorded yet.
+    pub(crate) failures: Failures,
     pub(crate) checkpoints: Checkpoints,
     pub(crate) pump: Pump,
     /// Room for what reconcilers do on nodes.
@@ -178,6 +180,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
         scanner,
         audit,
         abandoned,
+        failures: Failures::default(),
         checkpoints,
         pump: Pump::new(),
         stop: stop.clone(),
@@ -188,6 +191,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
         tokio::spawn(audit::keep_checkpoints(orchestrator.clone())),
         tokio::spawn(Pump::run(orchestrator.clone(), writer)),
         tokio::spawn(audit::follow_abandoned(orchestrator.clone(), left)),
+        tokio::spawn(audit::keep_failures(orchestrator.clone())),
     ];
     let reconcilers = reconcile::spawn(&orchestrator);
     let readiness: admin::Readiness = {
@@ -211,6 +215,9 @@ pub async fn run(config: Config) -> Result<(), Error> {
     served.and(controlled).map_err(state("serving"))?;
     for task in reconcilers {
         drop(task.await);
+    }
+    for body in last.failures.rest() {
+        last.audit.tell(body);
     }
     // Every call is answered: what is not written yet is written, and then signed.
     closing.cancel();

@@ -1,6 +1,6 @@
 //! `/healthz` and `/readyz`, which need no token, and `/metrics`, which needs one beyond loopback.
 
-use std::{io, path::Path, pin::Pin, sync::Arc};
+use std::{io, net::IpAddr, path::Path, pin::Pin, sync::Arc};
 
 use axum::{
     Router,
@@ -22,8 +22,8 @@ use crate::{
 /// Says why the role can't do its job, when it can't.
 pub type Readiness = Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Result<(), String>> + Send>> + Send + Sync>;
 
-/// Decides whether somebody beyond this machine may read the metrics with a token.
-pub type MetricsReader = Arc<dyn Fn(String) -> Pin<Box<dyn Future<Output = Result<(), ApiError>> + Send>> + Send + Sync>;
+/// Decides whether somebody beyond this machine may read the metrics with a token; the address is for the record.
+pub type MetricsReader = Arc<dyn Fn(String, Option<IpAddr>) -> Pin<Box<dyn Future<Output = Result<(), ApiError>> + Send>> + Send + Sync>;
 
 /// Shorter ones can be guessed.
 const LEAST_TOKEN: usize = 16;
@@ -42,7 +42,7 @@ pub fn metrics_token(file: Option<&Path>) -> io::Result<Option<Token>> {
 /// Admits that token, and those that the role takes for everything else.
 #[must_use]
 pub fn by_tokens(own: Option<Token>, tokens: Tokens) -> MetricsReader {
-    Arc::new(move |offered| {
+    Arc::new(move |offered, _| {
         let admitted = own.as_ref().is_some_and(|own| own.admits(&offered)) | tokens.admits(&offered);
         Box::pin(std::future::ready(if admitted { Ok(()) } else { Err(no_reader("the token is not valid here")) }))
     })
@@ -90,7 +90,7 @@ pub fn routes<S: Clone + Send + Sync + 'static>(readiness: Readiness, reader: Me
 async fn metrics(State((handle, reader)): State<(PrometheusHandle, MetricsReader)>, request: Request) -> Result<impl IntoResponse, ApiError> {
     if !is_local(request.extensions(), request.headers()) {
         let offered = auth::offered(request.headers()).map_err(|error| if error.0.is(ErrorCode::Unauthorized) { no_reader(&error.0.detail) } else { error })?;
-        reader(offered.to_owned()).await?;
+        reader(offered.to_owned(), request.extensions().get::<Peer>().map(|Peer(peer)| peer.ip())).await?;
     }
     Ok(([("content-type", "text/plain; version=0.0.4")], handle.render()))
 }
@@ -153,12 +153,12 @@ mod tests {
     #[tokio::test]
     async fn without_a_token_of_its_own_the_roles_token_is_the_only_one() {
         let reader = by_tokens(None, Tokens::new(vec![Token::new("role")]));
-        assert!(reader("role".to_owned()).await.is_ok());
+        assert!(reader("role".to_owned(), None).await.is_ok());
         for wrong in ["", "scraper"] {
-            let refused = reader(wrong.to_owned()).await.expect_err(wrong);
+            let refused = reader(wrong.to_owned(), None).await.expect_err(wrong);
             assert!(refused.0.remedy.contains("metrics_token_file"), "{refused:?}");
         }
-        assert!(by_tokens(None, Tokens::default())(String::new()).await.is_err());
+        assert!(by_tokens(None, Tokens::default())(String::new(), None).await.is_err());
     }
 
     #[test]

@@ -277,6 +277,21 @@ impl RunningOrchestrator {
         }
     }
 
+    /// Asks it to end in good order, and waits for it.
+    pub async fn stop(&mut self) -> Result<()> {
+        let pid = rustix::process::Pid::from_raw(self.child.id().cast_signed()).context("a process id")?;
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
+        let deadline = Instant::now() + STARTUP;
+        loop {
+            if let Some(ended) = self.child.try_wait()? {
+                ensure!(ended.success(), "the orchestrator ended with {ended}");
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "the orchestrator does not end");
+            tokio::time::sleep(POLL).await;
+        }
+    }
+
     /// SIGKILL, at once.
     pub fn kill(&mut self) -> Result<()> {
         self.child.kill()?;

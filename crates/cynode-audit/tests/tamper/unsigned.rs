@@ -12,6 +12,9 @@ use crate::trail::{Step, Trail, key, names, only};
 
 const STREAM: Uuid = Uuid::from_u128(1);
 
+/// Somebody beside the checkpoints, and how the verifier hears of them.
+type Beside<'a> = (&'a str, Box<dyn Fn(&mut Verifier) + 'a>);
+
 fn write(number: u64) -> Step {
     Step::Write { stream: 0, body: json!({"version": 1, "kind": "event", "action": "x", "detail": {"n": number}}) }
 }
@@ -55,7 +58,6 @@ fn records_after_the_last_checkpoint_are_counted() {
 fn what_is_not_signed_is_found_by_its_writer_and_by_what_was_signed_beside_the_database() {
     let whole = trail();
     let (heads, line) = (head(&whole), interim(&head(&whole)));
-    type Beside<'a> = (&'a str, Box<dyn Fn(&mut Verifier) + 'a>);
     let witnesses: [Beside<'_>; 2] =
         [("its writer committed", Box::new(|verifier| verifier.writers(&heads))), ("the file outside", Box::new(|verifier| verifier.interim(&line)))];
     for (who, beside) in &witnesses {
@@ -82,7 +84,9 @@ fn what_is_not_signed_is_found_by_its_writer_and_by_what_was_signed_beside_the_d
 fn heads_that_another_key_signed_say_nothing() {
     let other = cynode_audit::SigningKey::from_seed([8; 32]);
     let mut forged = head(&trail());
-    forged.values_mut().for_each(|head| head.seq = 9);
+    for head in forged.values_mut() {
+        head.seq = 9;
+    }
     let line = Checkpoint {
         number: 0,
         at: datetime!(2026-01-02 03:05:00 UTC),

@@ -10,7 +10,7 @@ use axum::{
     routing::{get, post},
 };
 use cynode_api::{ArtifactId, ErrorCode, Heartbeat, HeartbeatAnswer, JobId, LocalImage, NewTokens, NodeConfig, NodeId, NodeRegister, NodeRegistered};
-use cynode_service::{ApiError, auth, edge};
+use cynode_service::{ApiError, auth, edge, listen::Peer};
 use futures_util::{StreamExt as _, stream};
 use http::{HeaderMap, StatusCode};
 use serde_json::Value;
@@ -19,6 +19,7 @@ use time::OffsetDateTime;
 use super::{Body, Id, check_name, check_text, check_version};
 use crate::{
     Orchestrator,
+    audit::{Failure, Surface},
     caller::{self, hash},
     db::{NodeRow, Registration},
 };
@@ -59,12 +60,19 @@ async fn authenticate(State(orchestrator): State<Orchestrator>, mut request: Req
             request.extensions_mut().insert(Calling(node));
             next.run(request).await
         }
-        Ok(None) => caller::refused(&orchestrator, "node", &offered).await.into_response(),
+        Ok(None) => {
+            let peer = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
+            caller::refused(&orchestrator, Failure::new(Surface::Control, peer, &offered)).await.into_response()
+        }
         Err(error) => error.into_response(),
     }
 }
 
-async fn register(State(orchestrator): State<Orchestrator>, Body(body): Body<NodeRegister>) -> Result<(StatusCode, Json<NodeRegistered>), ApiError> {
+async fn register(
+    State(orchestrator): State<Orchestrator>,
+    peer: Option<axum::Extension<Peer>>,
+    Body(body): Body<NodeRegister>,
+) -> Result<(StatusCode, Json<NodeRegistered>), ApiError> {
     check_version(body.version)?;
     check_name("node_name", &body.node_name)?;
     check_api_url(&body.api_url)?;
@@ -79,7 +87,10 @@ async fn register(State(orchestrator): State<Orchestrator>, Body(body): Body<Nod
     let id = registration.node_id;
     let token = |epoch| hash(&orchestrator.keys.node_token(id, epoch));
     let registered = orchestrator.db.register_node(&registration, &orchestrator.config.seed_images, token).await?;
-    let Some(node) = registered else { return Err(caller::refused(&orchestrator, "node", &registration.key_hash).await) };
+    let Some(node) = registered else {
+        let failure = Failure::new(Surface::Control, peer.map(|peer| peer.0.0.ip()), &registration.key_hash);
+        return Err(caller::refused(&orchestrator, failure).await);
+    };
     orchestrator.note_registration(&node).await?;
     tracing::info!(node_id = %node.id, name = node.name, "A node has registered.");
     orchestrator.jobs_wait.notify_one();

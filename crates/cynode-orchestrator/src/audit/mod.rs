@@ -8,6 +8,7 @@
 mod checkpoints;
 mod close;
 mod events;
+mod failures;
 mod heads;
 mod verify;
 mod writer;
@@ -19,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 pub(crate) use checkpoints::{Checkpoints, keep as keep_checkpoints, sign_once};
 pub(crate) use close::{Abandoned, follow_abandoned, round as close_round};
 pub(crate) use events::Pump;
+pub(crate) use failures::{Failure, Failures, Surface, keep as keep_failures};
 pub(crate) use heads::OwnHeads;
 pub(crate) use verify::verify;
 pub(crate) use writer::{Audit, not_started};

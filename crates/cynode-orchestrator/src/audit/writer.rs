@@ -117,6 +117,11 @@ impl Audit {
         self.waiting.load(Ordering::Relaxed)
     }
 
+    /// Whether so many wait that calls are refused.
+    pub(crate) fn is_full(&self) -> bool {
+        self.waiting() > MOST_WAITING
+    }
+
     fn enter(&self, body: AuditBody, lasting: bool) -> oneshot::Receiver<()> {
         let (done, waits) = oneshot::channel();
         if cfg!(feature = "unaudited") {
@@ -132,7 +137,7 @@ impl Audit {
 
     /// Writes an intent. Before this says yes, nothing may be done.
     pub(crate) async fn intent(&self, body: AuditBody) -> Result<(), ApiError> {
-        if self.waiting() > MOST_WAITING {
+        if self.is_full() {
             return Err(unavailable());
         }
         let mut waits = Waits { of: self.enter(body.clone(), false), audit: self, body: Some(body) };
@@ -152,7 +157,7 @@ impl Audit {
 
     /// Writes records of something that changes nothing, all together.
     pub(crate) async fn note(&self, bodies: Vec<AuditBody>) -> Result<(), ApiError> {
-        if self.waiting() > MOST_WAITING {
+        if self.is_full() {
             return Err(unavailable());
         }
         let mut last = None;

@@ -20,7 +20,7 @@ use axum::{
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditSubject, CALL_HEADER, ErrorCode, ExecId, JobId, SessionId, TokenKind};
 use cynode_policy::{Action, Decision, Resource};
-use cynode_service::{ApiError, compute, edge, json};
+use cynode_service::{ApiError, compute, edge, json, listen::Peer};
 use http::{HeaderName, HeaderValue, request::Parts};
 use serde_json::{Map, Value, json};
 use uuid::Uuid;
@@ -31,6 +31,7 @@ pub(crate) use rules::runs_on_node;
 
 use crate::{
     Orchestrator,
+    audit::{Failure, Surface},
     caller::{self, Caller, Seen},
     db::{self, SessionAt},
     known::{Guess, Wrong},
@@ -81,6 +82,7 @@ pub(crate) async fn pass(State(orchestrator): State<Orchestrator>, request: Requ
     let Some(guess) = parts.extensions.remove::<Guess>() else {
         return attempt(&orchestrator, rule, &caller, parts, Incoming::Coming(body), None, next).await.unwrap_or_else(|_| unsure());
     };
+    let peer = parts.extensions.get::<Peer>().map(|peer| peer.0.ip());
     let taken = brought::json_bytes(body).await;
     match attempt(&orchestrator, rule, &caller, parts.clone(), Incoming::Here(taken.clone()), Some(&guess), next.clone()).await {
         Ok(response) => response,
@@ -89,7 +91,8 @@ pub(crate) async fn pass(State(orchestrator): State<Orchestrator>, request: Requ
             attempt(&orchestrator, rule, &caller, parts, Incoming::Here(taken), None, next).await.unwrap_or_else(|_| unsure())
         }
         Err(Wrong { found: Ok(None), call_id, .. }) => {
-            let refused = caller::refused(&orchestrator, "nobody", &guess.token_hash).await;
+            let failure = Failure::new(Surface::UserApi, peer, &guess.token_hash);
+            let refused = caller::refused(&orchestrator, failure).await;
             called(refused.into_response(), call_id)
         }
         Err(Wrong { found: Err(error), call_id, .. }) => called(error.into_response(), call_id),
@@ -547,19 +550,5 @@ impl Orchestrator {
         if let Err(error) = self.db.insert_exec(exec_id, session_id, call_id, &by).await {
             tracing::warn!(%exec_id, error = %error.0, "The end of a command will not be told.");
         }
-    }
-
-    /// Writes down that somebody showed a token that is not good.
-    pub(crate) async fn note_refused_token(&self, kind: &str, offered: &[u8; 32]) -> Result<(), ApiError> {
-        let mut body = AuditBody::new(AuditKind::Authentication, "authenticate");
-        body.call_id = None;
-        body.subject = Some(AuditSubject { kind: kind.to_owned(), name: None, user_id: None, token_id: None, node_id: None });
-        body.decision = Some(AuditDecision::Deny);
-        body.stage = Some("authenticate".to_owned());
-        body.result = Some(cynode_api::AuditResult::Refused);
-        body.status = Some(401);
-        // By which the same token is known again, and which tells nothing of it.
-        body.detail.insert("token".to_owned(), Value::String(crate::blobs::hex(&offered[..4])));
-        self.audit.note(vec![body]).await
     }
 }

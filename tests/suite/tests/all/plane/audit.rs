@@ -1,6 +1,7 @@
 //! The audit trail: what it holds, that nobody changes it unnoticed, that it grows old honestly, and that a crash leaves no call open.
 
 mod crashes;
+mod failures;
 mod guesses;
 mod reading;
 mod records;

@@ -71,7 +71,7 @@ async fn what_is_remembered_of_a_caller_lets_nobody_do_anything_and_refuses_nobo
         assert_eq!(refused.outcome(), (401, "unauthorized".to_owned()));
     }
     assert_eq!(never().await?.len(), 2, "the second time it is not known any more");
-    assert_eq!(of_action(&client, "authenticate").await?.len(), 3);
+    assert_eq!(of_action(&client, "authenticate").await?.len(), 1, "the same from the same is counted");
     let (answer, _) = done(&client, exec(&ada, "test ! -e taken")?).await?;
     assert_eq!(body(&answer)?["exit_code"], 0, "{answer:?}");
 

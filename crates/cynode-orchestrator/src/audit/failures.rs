@@ -1,0 +1,384 @@
+//! Failed authentications, aggregated by source: whoever tries many tokens fills no disk, and is recorded all the same.
+//!
+//! What must stay true: every failure is in a record, by itself or in a count. The first of a source is recorded at once, and so are
+//! the first few of its tokens; what follows is counted, and the count is recorded once an interval, with everything that tells
+//! the source from others. Memory is bounded, and sources that find no room are counted together.
+
+use std::{
+    collections::BTreeMap,
+    net::{IpAddr, Ipv6Addr},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditResult, AuditSubject};
+use parking_lot::Mutex;
+use serde_json::{Map, Value, json};
+use time::{OffsetDateTime, format_description::well_known::Rfc3339};
+
+use crate::Orchestrator;
+
+/// Counts are recorded so often.
+const INTERVAL: Duration = Duration::from_mins(1);
+/// How often it is looked for counts that are due.
+const TICK: Duration = Duration::from_secs(5);
+/// Sources that are counted each by itself.
+const MAX_SOURCES: usize = 64;
+/// Tokens of one source that are recorded at once, until it is forgotten.
+const MAX_AT_ONCE: usize = 4;
+/// Tokens, and sources that found no room, that a count lists. Further ones are counted without being named.
+const MAX_LISTED: usize = 16;
+
+/// Where a token was shown.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Surface {
+    UserApi,
+    Mcp,
+    Metrics,
+    Control,
+}
+
+impl Surface {
+    /// Of a path of the user API's port.
+    pub(crate) fn of_path(path: &str) -> Self {
+        if path == "/mcp" || path.starts_with("/mcp/") { Self::Mcp } else { Self::UserApi }
+    }
+
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::UserApi => "user_api",
+            Self::Mcp => "mcp",
+            Self::Metrics => "metrics",
+            Self::Control => "control",
+        }
+    }
+
+    /// As whom records name a caller that is not known.
+    const fn subject(self) -> &'static str {
+        match self {
+            Self::UserApi | Self::Mcp | Self::Metrics => "nobody",
+            Self::Control => "node",
+        }
+    }
+}
+
+/// A token that is not good: where it was shown, from where, and the first bytes of its hash, by which it is known again and which
+/// tell nothing of it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Failure {
+    surface: Surface,
+    address: Option<IpAddr>,
+    token: [u8; 4],
+}
+
+impl Failure {
+    pub(crate) fn new(surface: Surface, address: Option<IpAddr>, token_hash: &[u8; 32]) -> Self {
+        let [a, b, c, d, ..] = *token_hash;
+        Self { surface, address: address.map(|address| address.to_canonical()), token: [a, b, c, d] }
+    }
+
+    /// The record of this one alone.
+    pub(crate) fn record(&self) -> AuditBody {
+        let mut detail = Map::new();
+        if let Some(address) = self.address {
+            detail.insert("address".to_owned(), json!(address.to_string()));
+        }
+        detail.insert("count".to_owned(), json!(1));
+        detail.insert("token".to_owned(), json!(crate::blobs::hex(&self.token)));
+        record(self.surface, detail)
+    }
+}
+
+fn record(surface: Surface, mut detail: Map<String, Value>) -> AuditBody {
+    detail.insert("route".to_owned(), json!(surface.as_str()));
+    AuditBody {
+        call_id: None,
+        subject: Some(AuditSubject { kind: surface.subject().to_owned(), name: None, user_id: None, token_id: None, node_id: None }),
+        decision: Some(AuditDecision::Deny),
+        stage: Some("authenticate".to_owned()),
+        result: Some(AuditResult::Refused),
+        status: Some(401),
+        detail,
+        ..AuditBody::new(AuditKind::Authentication, "authenticate")
+    }
+}
+
+/// Who tries: an IPv4 address, or a network of IPv6, in which one machine has as many addresses as it likes.
+type Network = Option<IpAddr>;
+
+fn network(address: Option<IpAddr>) -> Network {
+    address.map(|address| match address {
+        IpAddr::V4(_) => address,
+        IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64))),
+    })
+}
+
+/// How often each of some was seen; of many, the first by name.
+#[derive(Debug)]
+struct Tally<T> {
+    listed: BTreeMap<T, u64>,
+    others: u64,
+}
+
+impl<T> Default for Tally<T> {
+    fn default() -> Self {
+        Self { listed: BTreeMap::new(), others: 0 }
+    }
+}
+
+impl<T: Ord> Tally<T> {
+    fn add(&mut self, one: T) {
+        if let Some(count) = self.listed.get_mut(&one) {
+            *count += 1;
+        } else if self.listed.len() < MAX_LISTED {
+            self.listed.insert(one, 1);
+        } else {
+            self.others += 1;
+        }
+    }
+
+    fn tell(&self, name: &str, of: &str, text: impl Fn(&T) -> String, detail: &mut Map<String, Value>) {
+        let listed: Vec<Value> = self.listed.iter().map(|(one, count)| json!({of: text(one), "count": count})).collect();
+        detail.insert(name.to_owned(), listed.into());
+        if self.others > 0 {
+            detail.insert(format!("other_{name}"), json!(self.others));
+        }
+    }
+}
+
+/// What was counted since the last record.
+#[derive(Debug, Default)]
+struct Count {
+    count: u64,
+    first: Option<OffsetDateTime>,
+    last: Option<OffsetDateTime>,
+    tokens: Tally<[u8; 4]>,
+    addresses: Tally<Network>,
+}
+
+impl Count {
+    fn add(&mut self, failure: &Failure) {
+        let now = OffsetDateTime::now_utc();
+        self.count += 1;
+        self.first.get_or_insert(now);
+        self.last = Some(now);
+        self.tokens.add(failure.token);
+        self.addresses.add(failure.address);
+    }
+
+    fn record(&self, surface: Surface, network: Option<Network>) -> AuditBody {
+        let text = |address: &Network| address.map_or_else(|| "unknown".to_owned(), |address| address.to_string());
+        let time = |time: Option<OffsetDateTime>| time.and_then(|time| time.format(&Rfc3339).ok());
+        let mut detail = Map::new();
+        detail.insert("count".to_owned(), json!(self.count));
+        detail.insert("first_at".to_owned(), json!(time(self.first)));
+        detail.insert("last_at".to_owned(), json!(time(self.last)));
+        self.tokens.tell("tokens", "token", |token| crate::blobs::hex(token), &mut detail);
+        match network {
+            Some(_) if self.addresses.listed.len() == 1 => {
+                let address = self.addresses.listed.keys().next().map(text);
+                detail.insert("address".to_owned(), json!(address));
+            }
+            Some(network) => {
+                detail.insert("address".to_owned(), json!(format!("{}/64", text(&network))));
+                self.addresses.tell("addresses", "address", text, &mut detail);
+            }
+            // Sources that found no room.
+            None => self.addresses.tell("addresses", "address", text, &mut detail),
+        }
+        record(surface, detail)
+    }
+}
+
+#[derive(Debug)]
+struct Source {
+    since: Instant,
+    /// What was recorded at once.
+    at_once: Vec<[u8; 4]>,
+    counted: Count,
+}
+
+#[derive(Debug, Default)]
+struct Sources {
+    known: BTreeMap<(Surface, Network), Source>,
+    /// Sources that found no room, by where.
+    others: BTreeMap<Surface, (Instant, Count)>,
+}
+
+/// The failures of this process. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Failures(Arc<Mutex<Sources>>);
+
+impl Failures {
+    /// Takes a failure. Says whether it has to be recorded at once; if not, it is counted.
+    #[must_use]
+    pub(crate) fn note(&self, failure: &Failure, now: Instant) -> bool {
+        let mut sources = self.0.lock();
+        let key = (failure.surface, network(failure.address));
+        if !sources.known.contains_key(&key) && sources.known.len() >= MAX_SOURCES {
+            let (_, counted) = sources.others.entry(failure.surface).or_insert_with(|| (now, Count::default()));
+            counted.add(failure);
+            return false;
+        }
+        let source = sources.known.entry(key).or_insert_with(|| Source { since: now, at_once: Vec::new(), counted: Count::default() });
+        if source.at_once.contains(&failure.token) || source.at_once.len() >= MAX_AT_ONCE {
+            source.counted.add(failure);
+            return false;
+        }
+        source.at_once.push(failure.token);
+        true
+    }
+
+    /// Counts one that could not be recorded at once after all.
+    pub(crate) fn count(&self, failure: &Failure) {
+        if let Some(source) = self.0.lock().known.get_mut(&(failure.surface, network(failure.address))) {
+            source.counted.add(failure);
+        }
+    }
+
+    /// The records that are due. A source of which nothing was heard for an interval is forgotten.
+    pub(crate) fn due(&self, now: Instant) -> Vec<AuditBody> {
+        self.take(|since| now.saturating_duration_since(since) >= INTERVAL, now)
+    }
+
+    /// All that was counted and is not recorded yet.
+    pub(crate) fn rest(&self) -> Vec<AuditBody> {
+        self.take(|_| true, Instant::now())
+    }
+
+    fn take(&self, is_due: impl Fn(Instant) -> bool, now: Instant) -> Vec<AuditBody> {
+        let mut sources = self.0.lock();
+        let mut records = Vec::new();
+        sources.known.retain(|(surface, network), source| {
+            if !is_due(source.since) {
+                return true;
+            }
+            let was_heard = source.counted.count > 0;
+            if was_heard {
+                records.push(std::mem::take(&mut source.counted).record(*surface, Some(*network)));
+            }
+            source.since = now;
+            was_heard
+        });
+        sources.others.retain(|surface, (since, counted)| {
+            let goes = is_due(*since);
+            if goes {
+                records.push(counted.record(*surface, None));
+            }
+            !goes
+        });
+        records
+    }
+}
+
+/// Records counts until the orchestrator has answered all its calls.
+pub(crate) async fn keep(orchestrator: Orchestrator) {
+    while orchestrator.closing.run_until_cancelled(tokio::time::sleep(TICK)).await.is_some() {
+        // While the trail takes nothing, counting goes on.
+        if orchestrator.audit.is_full() {
+            continue;
+        }
+        for body in orchestrator.failures.due(Instant::now()) {
+            orchestrator.audit.tell(body);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failure(surface: Surface, address: &str, token: u32) -> Failure {
+        let mut hash = [0; 32];
+        hash[..4].copy_from_slice(&token.to_be_bytes());
+        Failure::new(surface, address.parse().ok(), &hash)
+    }
+
+    fn counted(records: &[AuditBody]) -> u64 {
+        records.iter().filter_map(|body| body.detail["count"].as_u64()).sum()
+    }
+
+    #[test]
+    fn one_source_is_recorded_at_once_and_then_once_an_interval_with_all_that_names_it() {
+        let (failures, begin) = (Failures::default(), Instant::now());
+        let one = failure(Surface::UserApi, "192.0.2.1", 7);
+        assert!(failures.note(&one, begin));
+        assert_eq!(Value::Object(one.record().detail), json!({"address": "192.0.2.1", "count": 1, "route": "user_api", "token": "00000007"}));
+        for _ in 0..1_000 {
+            assert!(!failures.note(&one, begin));
+        }
+        assert!(failures.due(begin + INTERVAL.saturating_sub(Duration::from_millis(1))).is_empty());
+        let records = failures.due(begin + INTERVAL);
+        let [body] = &records[..] else { panic!("{records:?}") };
+        assert_eq!((body.kind, body.action.as_str(), body.decision), (AuditKind::Authentication, "authenticate", Some(AuditDecision::Deny)));
+        assert_eq!((&body.detail["address"], &body.detail["count"], &body.detail["route"]), (&json!("192.0.2.1"), &json!(1_000), &json!("user_api")));
+        assert_eq!(body.detail["tokens"], json!([{"token": "00000007", "count": 1_000}]));
+        let times: Vec<OffsetDateTime> =
+            ["first_at", "last_at"].iter().map(|name| OffsetDateTime::parse(body.detail[*name].as_str().expect("a time"), &Rfc3339).expect("a time")).collect();
+        assert!(times[0] <= times[1] && times[1] <= OffsetDateTime::now_utc());
+        // After an interval of silence it is forgotten, and the next one is the first again.
+        assert!(failures.due(begin + 2 * INTERVAL).is_empty());
+        assert!(failures.note(&one, begin + 2 * INTERVAL));
+        assert!(failures.rest().is_empty(), "nothing is counted twice");
+    }
+
+    #[test]
+    fn a_few_tokens_of_a_source_are_recorded_at_once_and_the_others_are_listed_as_far_as_fits() {
+        let (failures, now) = (Failures::default(), Instant::now());
+        let at_once = (0..100).filter(|token| failures.note(&failure(Surface::Mcp, "192.0.2.1", *token), now)).count();
+        assert_eq!(at_once, MAX_AT_ONCE);
+        let records = failures.rest();
+        let [body] = &records[..] else { panic!("{records:?}") };
+        assert_eq!(body.detail["tokens"].as_array().map(Vec::len), Some(MAX_LISTED));
+        let others = body.detail["other_tokens"].as_u64().expect("others");
+        assert_eq!((body.detail["count"].as_u64(), others), (Some(100 - MAX_AT_ONCE as u64), 100 - (MAX_AT_ONCE + MAX_LISTED) as u64));
+    }
+
+    #[test]
+    fn many_sources_take_a_bounded_place_and_none_is_passed_over() {
+        let (failures, now) = (Failures::default(), Instant::now());
+        let mut at_once = 0;
+        for number in 0..1_000_u32 {
+            for _ in 0..3 {
+                at_once += u64::from(failures.note(&failure(Surface::Control, &std::net::Ipv4Addr::from_bits(number).to_string(), number), now));
+            }
+        }
+        assert_eq!((at_once, failures.0.lock().known.len()), (MAX_SOURCES as u64, MAX_SOURCES));
+        let records = failures.due(now + INTERVAL);
+        assert_eq!(records.len(), MAX_SOURCES + 1);
+        assert_eq!(at_once + counted(&records), 3_000, "every one is in a record");
+        let rest = records.last().expect("those that found no room");
+        assert_eq!(rest.detail["addresses"].as_array().map(Vec::len), Some(MAX_LISTED));
+        assert_eq!(rest.detail["other_addresses"].as_u64(), Some(3 * (1_000 - MAX_SOURCES as u64 - MAX_LISTED as u64)));
+        assert_eq!(rest.subject.as_ref().map(|subject| subject.kind.as_str()), Some("node"));
+        assert!(failures.rest().is_empty());
+    }
+
+    #[test]
+    fn a_network_of_many_addresses_is_one_source_and_its_addresses_are_told() {
+        let (failures, now) = (Failures::default(), Instant::now());
+        assert!(failures.note(&failure(Surface::UserApi, "2001:db8::1", 1), now));
+        for last in 1..=3 {
+            assert!(!failures.note(&failure(Surface::UserApi, &format!("2001:db8::{last}"), 1), now));
+        }
+        // Another network, another surface and an address that only looks otherwise.
+        assert!(failures.note(&failure(Surface::UserApi, "2001:db8:0:1::1", 1), now));
+        assert!(failures.note(&failure(Surface::Mcp, "2001:db8::1", 1), now));
+        assert!(failures.note(&failure(Surface::UserApi, "192.0.2.9", 1), now));
+        assert!(!failures.note(&failure(Surface::UserApi, "::ffff:192.0.2.9", 1), now));
+        let records = failures.rest();
+        let of = |address: &str| records.iter().find(|body| body.detail["address"] == address).unwrap_or_else(|| panic!("{address}: {records:?}"));
+        assert_eq!(of("2001:db8::/64").detail["addresses"].as_array().map(Vec::len), Some(3));
+        assert_eq!(counted(&records), 4);
+        assert_eq!(of("192.0.2.9").detail["count"], json!(1));
+    }
+
+    #[test]
+    fn one_that_could_not_be_written_is_counted() {
+        let (failures, now) = (Failures::default(), Instant::now());
+        let one = failure(Surface::UserApi, "192.0.2.1", 1);
+        assert!(failures.note(&one, now));
+        failures.count(&one);
+        assert_eq!(counted(&failures.rest()), 1);
+    }
+}
