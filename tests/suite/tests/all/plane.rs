@@ -12,6 +12,7 @@ mod images;
 mod mcp;
 pub(crate) mod nodes;
 mod outage;
+mod peak;
 mod policy;
 mod postgres;
 mod previous;
