@@ -82,6 +82,7 @@ codes! {
     SecretInInput = "secret_in_input", 422, "The request holds a secret of the system", "Leave the secret out: the detail says where it is, and a sandbox reaches services without holding their secrets.";
     QuotaExceeded = "quota_exceeded", 429, "The quota is used up", "End sessions that are no longer needed.";
     TooManyAttempts = "too_many_attempts", 429, "Too many failed attempts", "Wait a moment, and use a valid token.";
+    TooManyRequests = "too_many_requests", 429, "Too many requests at once", "Let calls that are open end, send bodies without pauses and read answers, then try again.";
     Internal = "internal", 500, "Something went wrong inside", "Try again; the worker's log has the details under this request_id.";
     AgentUnavailable = "agent_unavailable", 503, "The in-sandbox agent did not answer", "Try again; if it lasts, end the session.";
     RuntimeUnavailable = "runtime_unavailable", 503, "The container runtime did not answer", "Run 'cynode doctor' on the node.";

@@ -68,6 +68,16 @@ impl Blobs {
         }
     }
 
+    /// What is written at once. A store that speaks S3 takes no smaller parts than 5 MiB.
+    const fn chunk(&self) -> usize {
+        if self.local.is_some() { 1 << 20 } else { 5 << 20 }
+    }
+
+    /// The memory that one stream takes while its sender pauses.
+    pub(crate) const fn buffered(&self) -> u64 {
+        self.chunk() as u64
+    }
+
     /// Puts it where its hash says. Comes within the transaction that writes down who needs it: what nobody needs is removed.
     pub(crate) async fn place(&self, staged: &Staged) -> Result<(), ApiError> {
         self.store.rename(&staged.at, &place(&staged.sha256)).await.map_err(|error| failed(&error))
@@ -81,7 +91,8 @@ impl Blobs {
         expected: Option<&str>,
     ) -> Result<(String, u64), ApiError> {
         let mut bytes = pin!(bytes);
-        let mut writer = WriteMultipart::new(self.store.put_multipart(staged).await.map_err(|error| failed(&error))?);
+        let upload = self.store.put_multipart(staged).await.map_err(|error| failed(&error))?;
+        let mut writer = WriteMultipart::new_with_chunk_size(upload, self.chunk());
         let mut hash = Sha256::new();
         let mut size = 0_u64;
         let read = async {

@@ -12,7 +12,13 @@ use axum::{
 };
 use cynode_api::{AuditSubject, ErrorCode, NodeId, ProjectId, SessionId, Task, TaskId, TokenId, TokenKind, UserId};
 use cynode_policy::{Principal, Role};
-use cynode_service::{ApiError, admin, answers::Payer, auth, listen::Peer};
+use cynode_service::{
+    ApiError, admin,
+    answers::Payer,
+    auth,
+    connections::{self, CallerId},
+    listen::Peer,
+};
 use http::request::Parts;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Semaphore;
@@ -120,6 +126,16 @@ impl Caller {
         }
     }
 
+    /// Whose share of connections, permits and spooled bytes a call takes.
+    pub(crate) fn id(&self) -> CallerId {
+        let user = *self.scope.user_id.as_uuid();
+        match self.kind {
+            TokenKind::User if self.scope.is_admin => CallerId::Administrator(user),
+            TokenKind::User => CallerId::User(user),
+            TokenKind::ProjectManager | TokenKind::ProjectAnalyst | TokenKind::Sandbox => CallerId::Agent { user, token: *self.token_id.as_uuid() },
+        }
+    }
+
     /// As records name the caller.
     pub(crate) fn subject(&self) -> AuditSubject {
         AuditSubject {
@@ -194,7 +210,10 @@ pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut r
     let session = session_of(request.uri().path());
     let makes_sure = session.filter(|_| gate::makes_sure(&request));
     if let Some(guess) = makes_sure.and_then(|id| orchestrator.known.guess(offered, id)) {
-        introduce(request.extensions_mut(), offered, session, guess.facts.clone(), Instant::now());
+        let caller = introduce(request.extensions_mut(), offered, session, guess.facts.clone(), Instant::now());
+        if let Err(error) = connections::attribute(request.extensions(), caller.id()) {
+            return error.into_response();
+        }
         request.extensions_mut().insert(guess);
         return next.run(request).await;
     }
@@ -208,8 +227,11 @@ pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut r
                 let peer = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
                 return refused(&orchestrator, Failure::new(Surface::of_path(request.uri().path()), peer, &offered)).await.into_response();
             };
-            introduce(request.extensions_mut(), offered, session, facts, at);
-            next.run(request).await
+            let caller = introduce(request.extensions_mut(), offered, session, facts, at);
+            match connections::attribute(request.extensions(), caller.id()) {
+                Ok(()) => next.run(request).await,
+                Err(error) => error.into_response(),
+            }
         }
         Err(error) => error.into_response(),
     }

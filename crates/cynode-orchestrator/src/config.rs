@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use cynode_service::{ConfigError, config};
+use cynode_service::{ConfigError, config, listen};
 use serde::Deserialize;
 
 #[derive(Clone, Debug, Deserialize)]
@@ -24,6 +24,8 @@ pub struct Config {
     /// Any PostgreSQL; `DATABASE_URL` in the environment is the same.
     pub database_url: Option<String>,
     pub database_connections: u32,
+    /// Connections to each of the two addresses at the same time.
+    pub max_connections: usize,
     /// The key that all orchestrators of one database share; made when it is not there.
     pub key_file: Option<PathBuf>,
     /// A file with a key by which nodes may register, again and again. `up` makes one for its own worker.
@@ -80,6 +82,7 @@ impl Default for Config {
             mcp_hosts: Vec::new(),
             database_url: None,
             database_connections: 20,
+            max_connections: listen::CONNECTIONS,
             key_file: None,
             registration_key_file: None,
             metrics_token_file: None,
@@ -134,6 +137,7 @@ impl Config {
             ("heartbeat_seconds", config.heartbeat_seconds, 1..=300),
             ("node_lost_after", config.node_lost_after, 1..=604_800),
             ("database_connections", config.database_connections.into(), 2..=1_000),
+            ("max_connections", config.max_connections as u64, listen::CONNECTIONS_RANGE),
             ("audit_checkpoints", config.audit_checkpoints.into(), 2..=100_000),
         ] {
             if !range.contains(&value) {

@@ -9,6 +9,7 @@
 mod api;
 mod audit;
 mod blobs;
+mod budget;
 mod caller;
 mod config;
 mod db;
@@ -24,6 +25,7 @@ mod placement;
 mod policies;
 mod reconcile;
 mod sessions;
+mod turns;
 
 use std::{path::Path, sync::Arc, time::Duration};
 
@@ -134,6 +136,8 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let listener = listen::prepare(config.listen, &tls)?;
     let control = listen::prepare(config.control_listen, &tls)?;
     let url = config.database_url.clone().ok_or(Error::NoDatabase)?;
+    let connections = config.max_connections;
+    listen::raise_open_files();
     let directory = config.state_dir.join("orchestrator");
     fs_err::create_dir_all(&directory).map_err(state("making the state directory"))?;
     let keys = Keys::open(&config.key_file()).map_err(state("reading the orchestrators' key"))?;
@@ -211,7 +215,8 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let user_routes = api::router(orchestrator.clone(), Arc::clone(&readiness), Arc::clone(&metrics));
     let control_routes = api::control_router(orchestrator, readiness, metrics);
     tracing::info!(%url, control = %control_url, "The orchestrator serves.");
-    let (served, controlled) = tokio::join!(listen::serve(bound, user_routes, stop.clone()), listen::serve(control, control_routes, stop.clone()));
+    let (served, controlled) =
+        tokio::join!(listen::serve(bound, user_routes, stop.clone(), connections), listen::serve(control, control_routes, stop.clone(), connections));
     served.and(controlled).map_err(state("serving"))?;
     for task in reconcilers {
         drop(task.await);

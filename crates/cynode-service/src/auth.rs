@@ -12,7 +12,10 @@ use http::{HeaderMap, header};
 use sha2::{Digest as _, Sha256};
 use subtle::ConstantTimeEq as _;
 
-use crate::ApiError;
+use crate::{
+    ApiError,
+    connections::{self, CallerId},
+};
 
 /// The one token that a worker takes.
 #[derive(Clone)]
@@ -61,7 +64,10 @@ impl Tokens {
 /// Refuses requests without a token that is good.
 pub async fn require(State(token): State<Tokens>, request: Request, next: Next) -> Response {
     match offered(request.headers()) {
-        Ok(offered) if token.admits(offered) => next.run(request).await,
+        Ok(offered) if token.admits(offered) => match connections::attribute(request.extensions(), CallerId::Orchestrator) {
+            Ok(()) => next.run(request).await,
+            Err(error) => error.into_response(),
+        },
         Ok(_) => ApiError::new(ErrorCode::Unauthorized, "the token is not valid here").into_response(),
         Err(error) => error.into_response(),
     }

@@ -13,7 +13,7 @@ use http::{HeaderName, HeaderValue, StatusCode, header, request::Parts};
 use serde::de::DeserializeOwned;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
-use crate::{body, compute, json, unique::doubled};
+use crate::{body, compute, connections::Connection, json, unique::doubled};
 
 /// Largest JSON body.
 pub const MAX_BODY: usize = 10 * 1024 * 1024;
@@ -146,6 +146,8 @@ pub struct BodyLimit(pub usize);
 /// Reads a body to its end, and counts its nodes on the way.
 async fn take(request: Request, is_reserved: bool) -> Result<(Bytes, usize, Option<SemaphorePermit<'static>>), ApiError> {
     let most = request.extensions().get::<BodyLimit>().map_or(MAX_BODY, |limit| limit.0);
+    // Whoever may stall without being known must not hold what others wait for: such bodies are short, and few at once.
+    let is_reserved = is_reserved || request.extensions().get::<Connection>().is_some_and(|connection| !connection.is_authenticated());
     let mut pieces = request.into_limited_body().into_data_stream();
     let (mut bytes, mut scan, mut large) = (Vec::new(), json::Scan::default(), None);
     while let Some(piece) = pieces.next().await {

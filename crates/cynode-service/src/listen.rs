@@ -2,10 +2,13 @@
 
 use std::{net::SocketAddr, path::PathBuf, sync::Arc};
 
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio_rustls::rustls;
 
-pub use crate::serve::{Peer, serve};
+pub use crate::serve::{CONNECTIONS, CONNECTIONS_RANGE, Peer, raise_open_files, serve};
+
+/// Connections that the kernel holds until they are accepted, as far as it is configured to.
+const BACKLOG: u32 = 4_096;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
@@ -71,10 +74,13 @@ pub fn prepare(address: SocketAddr, tls: &Tls) -> Result<Prepared, ListenError> 
 }
 
 impl Prepared {
+    #[expect(clippy::unused_async, reason = "registering a socket needs a runtime, which being async makes sure of")]
     pub async fn bind(self) -> Result<Bound, ListenError> {
         let Self { address, tls } = self;
         let failed = |source| ListenError::Bind { address, source };
-        let listener = TcpListener::bind(address).await.map_err(failed)?;
+        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.map_err(failed)?;
+        socket.set_reuseaddr(true).and_then(|()| socket.bind(address)).map_err(failed)?;
+        let listener = socket.listen(BACKLOG).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         Ok(Bound { listener, tls, address })
     }

@@ -1,20 +1,14 @@
 //! Serving connections.
 //!
-//! What must stay true: who connects and says nothing, or half of something, holds up nobody else. A request's head has to come
-//! within a limit, and so has the next one on a connection that is kept; connections have a number, and when it is reached the
-//! one that has been idle longest makes room. A request that is being served is never cut off by any of this, however long its
-//! body or its answer takes.
+//! What must stay true: who connects and says nothing, or half of something, holds up nobody else. Heads, bodies and the reading of answers
+//! have a least pace (`pace.rs`, `body.rs`), and connections are divided into shares (`connections.rs`) that make room for new ones. A
+//! request of an authenticated caller that keeps that pace is never cut off, however long its body or its answer takes.
 
 use std::{
-    collections::BTreeMap,
     convert::Infallible,
     io,
     net::SocketAddr,
     pin::Pin,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
     task::{Context, Poll},
     time::Duration,
 };
@@ -23,23 +17,23 @@ use axum::{
     Router,
     body::{Body, Bytes, HttpBody},
 };
+use http::{StatusCode, header};
 use hyper::{
     body::{Frame, Incoming, SizeHint},
     server::conn::http1,
     service::service_fn,
 };
 use hyper_util::rt::{TokioIo, TokioTimer};
-use parking_lot::Mutex;
-use tokio::{
-    io::{AsyncRead, AsyncWrite},
-    net::TcpStream,
-    sync::Semaphore,
-};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio_rustls::TlsAcceptor;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tower::ServiceExt as _;
 
-use crate::listen::Bound;
+use crate::{
+    connections::{Capacity, Connection, Shares},
+    listen::Bound,
+    pace::{PacedStream, Paces},
+};
 
 /// Where a request's connection comes from; every request has it among its extensions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,58 +41,89 @@ pub struct Peer(pub SocketAddr);
 
 /// How long open requests may take after the stop was asked for.
 const DRAIN: Duration = Duration::from_secs(5);
+/// The longest head of a request.
+const MAX_HEAD: usize = 64 * 1024;
+/// The connections of a listener unless configured otherwise, and what can be configured.
+pub const CONNECTIONS: usize = 4_096;
+pub const CONNECTIONS_RANGE: std::ops::RangeInclusive<u64> = 64..=65_536;
+/// Descriptors that are not for connections.
+const OTHER_DESCRIPTORS: u64 = 256;
+/// Descriptors per connection: an orchestrator has two listeners, and passes a call on by another connection.
+const DESCRIPTORS_EACH: u64 = 4;
 
 #[derive(Clone, Copy, Debug)]
 struct Limits {
-    connections: usize,
+    capacity: Capacity,
     /// For TLS to shake hands.
     handshake: Duration,
     /// For the head of a request, from the moment when one could come.
     head: Duration,
+    paces: Paces,
 }
 
-impl Default for Limits {
-    fn default() -> Self {
-        Self { connections: 4_096, handshake: Duration::from_secs(10), head: Duration::from_secs(30) }
+impl Limits {
+    fn new(connections: usize) -> Self {
+        Self { capacity: Capacity { connections }, handshake: Duration::from_secs(10), head: Duration::from_secs(30), paces: Paces::default() }
     }
 }
 
+/// Raises the limit of open files as far as it goes.
+pub fn raise_open_files() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!(%error, "Raising the limit of open files failed.");
+    }
+}
+
+/// As many of the configured connections as there are descriptors for.
+fn affordable(connections: usize, descriptors: Option<u64>) -> usize {
+    let Some(descriptors) = descriptors else { return connections };
+    let most = (descriptors.saturating_sub(OTHER_DESCRIPTORS) / DESCRIPTORS_EACH).max(*CONNECTIONS_RANGE.start());
+    connections.min(usize::try_from(most).unwrap_or(usize::MAX))
+}
+
 /// Serves until the token is cancelled, then lets open requests end within a short while.
-pub async fn serve(bound: Bound, router: Router, stop: CancellationToken) -> io::Result<()> {
-    serve_within(bound, router, stop, Limits::default()).await;
+pub async fn serve(bound: Bound, router: Router, stop: CancellationToken, connections: usize) -> io::Result<()> {
+    let descriptors = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    let affordable = affordable(connections, descriptors);
+    if affordable < connections {
+        tracing::warn!(connections = affordable, configured = connections, ?descriptors, "The limit of open files is too low for all connections.");
+    }
+    serve_within(bound, router, stop, Limits::new(affordable)).await;
     Ok(())
 }
 
 async fn serve_within(bound: Bound, router: Router, stop: CancellationToken, limits: Limits) {
     let (listener, tls) = bound.into_parts();
     let tls = tls.map(TlsAcceptor::from);
-    let room = Arc::new(Semaphore::new(limits.connections));
-    let guests = Arc::new(Guests::default());
+    let shares = Shares::new(limits.capacity);
     let connections = TaskTracker::new();
     let accepting = async {
         loop {
             let (stream, peer) = match listener.accept().await {
                 Ok(accepted) => accepted,
                 Err(error) => {
-                    // Out of descriptors, most likely: the next moment may be better.
+                    // Out of descriptors, most likely: the connection that has been awaited longest gives its own.
                     tracing::warn!(%error, "Accepting a connection failed.");
-                    tokio::time::sleep(Duration::from_millis(100)).await;
+                    let pause = if shares.close_oldest() { 1 } else { 100 };
+                    tokio::time::sleep(Duration::from_millis(pause)).await;
                     continue;
                 }
             };
-            if room.available_permits() == 0 {
-                guests.dismiss_oldest();
-            }
-            let Ok(place) = Arc::clone(&room).acquire_owned().await else { return };
+            shares.make_room().await;
             drop(stream.set_nodelay(true));
-            let (guest, tls, router, stop) = (Guests::admit(&guests), tls.clone(), router.clone(), stop.clone());
+            let place = Shares::admit(&shares);
+            let (connection, tls, router, stop) = (place.connection().clone(), tls.clone(), router.clone(), stop.clone());
+            let stream = PacedStream::new(stream, place, limits.paces);
             connections.spawn(async move {
-                let dismissed = guest.dismissed.clone();
                 tokio::select! {
-                    () = attend(stream, Peer(peer), tls, router, &guest, stop, limits) => {}
-                    () = dismissed.cancelled() => {}
+                    // What has come is looked at before the connection is closed.
+                    biased;
+                    () = attend(stream, Peer(peer), tls, router, &connection, stop, limits) => {}
+                    () = connection.closed() => {}
                 }
-                drop(place);
             });
         }
     };
@@ -111,12 +136,13 @@ async fn serve_within(bound: Bound, router: Router, stop: CancellationToken, lim
     drop(tokio::time::timeout(DRAIN, connections.wait()).await);
 }
 
-async fn attend(stream: TcpStream, peer: Peer, tls: Option<TlsAcceptor>, router: Router, guest: &Arc<Guest>, stop: CancellationToken, limits: Limits) {
+async fn attend(stream: PacedStream, peer: Peer, tls: Option<TlsAcceptor>, router: Router, connection: &Connection, stop: CancellationToken, limits: Limits) {
     match tls {
-        None => attend_http(stream, peer, router, guest, stop, limits).await,
+        None => attend_http(stream, peer, router, connection, stop, limits).await,
         Some(tls) => {
             if let Ok(Ok(stream)) = tokio::time::timeout(limits.handshake, tls.accept(stream)).await {
-                attend_http(stream, peer, router, guest, stop, limits).await;
+                connection.next_head();
+                attend_http(stream, peer, router, connection, stop, limits).await;
             }
         }
     }
@@ -126,88 +152,47 @@ async fn attend_http(
     stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
     peer: Peer,
     router: Router,
-    guest: &Arc<Guest>,
+    connection: &Connection,
     stop: CancellationToken,
     limits: Limits,
 ) {
     let service = service_fn(move |mut request: http::Request<Incoming>| {
         request.extensions_mut().insert(peer);
-        let (router, served) = (router.clone(), guest.serve());
+        let (router, connection) = (router.clone(), connection.clone());
         async move {
-            let response = router.oneshot(request).await?;
+            connection.begin();
+            let served = Served(connection.clone());
+            request.extensions_mut().insert(connection.clone());
+            let Ok(response) = router.oneshot(request).await;
+            connection.set_streams(is_stream(&response));
+            if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+                connection.upgrade();
+            }
+            connection.answer();
             Ok::<_, Infallible>(response.map(|body| Body::new(Answer { body, rest: Bytes::new(), _served: served })))
         }
     });
-    let connection =
-        http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(limits.head).serve_connection(TokioIo::new(stream), service).with_upgrades();
-    let mut connection = std::pin::pin!(connection);
+    let mut builder = http1::Builder::new();
+    builder.timer(TokioTimer::new()).header_read_timeout(limits.head).max_header_size(MAX_HEAD);
+    let serving = builder.serve_connection(TokioIo::new(stream), service).with_upgrades();
+    let mut serving = std::pin::pin!(serving);
     // How a connection ends is its client's business.
     tokio::select! {
-        ended = connection.as_mut() => return drop(ended),
-        () = stop.cancelled() => connection.as_mut().graceful_shutdown(),
+        ended = serving.as_mut() => return drop(ended),
+        () = stop.cancelled() => serving.as_mut().graceful_shutdown(),
     }
-    drop(connection.await);
+    drop(serving.await);
 }
 
-/// The connections on which nothing is being served, by how long that has been so.
-#[derive(Debug, Default)]
-struct Guests(Mutex<Waiting>);
-
-#[derive(Debug, Default)]
-struct Waiting {
-    last: u64,
-    by_age: BTreeMap<u64, CancellationToken>,
+fn is_stream<B>(response: &http::Response<B>) -> bool {
+    response.headers().get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
 }
 
-impl Guests {
-    fn admit(guests: &Arc<Self>) -> Arc<Guest> {
-        let guest = Arc::new(Guest { guests: Arc::clone(guests), dismissed: CancellationToken::new(), place: AtomicU64::new(0) });
-        guest.wait();
-        guest
-    }
-
-    fn dismiss_oldest(&self) {
-        if let Some((_, dismissed)) = self.0.lock().by_age.pop_first() {
-            dismissed.cancel();
-        }
-    }
-}
-
-/// One connection.
-#[derive(Debug)]
-struct Guest {
-    guests: Arc<Guests>,
-    dismissed: CancellationToken,
-    place: AtomicU64,
-}
-
-impl Guest {
-    fn wait(&self) {
-        let mut waiting = self.guests.0.lock();
-        waiting.last += 1;
-        let place = waiting.last;
-        waiting.by_age.insert(place, self.dismissed.clone());
-        self.place.store(place, Ordering::Relaxed);
-    }
-
-    /// It is being served for as long as what this gives lives.
-    fn serve(self: &Arc<Self>) -> Served {
-        self.guests.0.lock().by_age.remove(&self.place.load(Ordering::Relaxed));
-        Served(Arc::clone(self))
-    }
-}
-
-impl Drop for Guest {
-    fn drop(&mut self) {
-        self.guests.0.lock().by_age.remove(self.place.get_mut());
-    }
-}
-
-struct Served(Arc<Guest>);
+struct Served(Connection);
 
 impl Drop for Served {
     fn drop(&mut self) {
-        self.0.wait();
+        self.0.finish();
     }
 }
 
@@ -258,21 +243,55 @@ impl HttpBody for Answer {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use axum::{
         Extension,
+        extract::Request,
+        middleware::{self, Next},
+        response::{IntoResponse as _, Response},
         routing::{get, post},
     };
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::{
+        io::{AsyncReadExt as _, AsyncWriteExt as _},
+        net::TcpStream,
+        sync::Semaphore,
+    };
+    use uuid::Uuid;
 
     use super::*;
-    use crate::listen::{Tls, prepare};
+    use crate::{
+        connections::CallerId,
+        listen::{Tls, prepare},
+        pace::Pace,
+    };
 
     const LARGE: usize = 16 << 20;
     const HEAD: Duration = Duration::from_millis(400);
-    const WHOLE: &[u8] = b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n";
+    const WHOLE: &[u8] = b"GET /slow HTTP/1.1\r\nHost: x\r\nX-Caller: 1\r\nConnection: close\r\n\r\n";
+    const ECHO: &[u8] = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
+
+    fn limits(connections: usize) -> Limits {
+        let pace = Pace { slack: HEAD, rate: 1_000_000, total: 2 * HEAD };
+        Limits { head: HEAD, paces: Paces { head: pace, ..Paces::default() }, ..Limits::new(connections) }
+    }
+
+    /// Takes everybody for the user that they say they are.
+    async fn authenticate(request: Request, next: Next) -> Response {
+        let number = request.headers().get("x-caller").and_then(|value| value.to_str().ok()?.parse().ok());
+        let connection = request.extensions().get::<Connection>().expect("every request has it");
+        match number.map(|number| connection.attribute(CallerId::User(Uuid::from_u128(number)))) {
+            Some(Err(error)) => error.into_response(),
+            _ => next.run(request).await,
+        }
+    }
 
     /// A server with small limits; `/slow` answers when it is told to.
     async fn server(connections: usize) -> (SocketAddr, Arc<Semaphore>, CancellationToken, tokio::task::JoinHandle<()>) {
+        server_within(limits(connections)).await
+    }
+
+    async fn server_within(limits: Limits) -> (SocketAddr, Arc<Semaphore>, CancellationToken, tokio::task::JoinHandle<()>) {
         let bound = prepare(([127, 0, 0, 1], 0).into(), &Tls::default()).expect("prepared").bind().await.expect("bound");
         let (address, stop, go) = (bound.address, CancellationToken::new(), Arc::new(Semaphore::new(0)));
         let waits = Arc::clone(&go);
@@ -280,9 +299,15 @@ mod tests {
             waits.acquire().await.expect("open").forget();
             "answer"
         };
-        let router = Router::new().route("/large", get(async || vec![b'x'; LARGE])).route("/slow", get(slow)).route("/echo", post(async |body: String| body));
-        let router = router.route("/peer", get(async |Extension(Peer(peer)): Extension<Peer>| peer.to_string()));
-        let limits = Limits { connections, head: HEAD, ..Limits::default() };
+        let events = async || ([(header::CONTENT_TYPE, "text/event-stream")], vec![b'x'; LARGE]);
+        let router = Router::new()
+            .route("/large", get(async || vec![b'x'; LARGE]))
+            .route("/events", get(events))
+            .route("/slow", get(slow))
+            .route("/peer", get(async |Extension(Peer(peer)): Extension<Peer>| peer.to_string()))
+            .route("/echo", post(async |body: String| body))
+            .layer(middleware::from_fn(authenticate))
+            .layer(middleware::from_fn(crate::body::limit_pauses));
         let serving = tokio::spawn(serve_within(bound, router, stop.clone(), limits));
         (address, go, stop, serving)
     }
@@ -293,10 +318,18 @@ mod tests {
         stream
     }
 
+    /// All that comes until the end.
+    async fn rest(stream: &mut TcpStream) -> String {
+        let mut bytes = Vec::new();
+        // A reset is an end as well.
+        drop(stream.read_to_end(&mut bytes).await);
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
     #[tokio::test]
     async fn an_answer_that_is_being_read_slowly_is_not_taken_for_an_idle_connection() {
-        let (address, _go, stop, serving) = server(4).await;
-        let mut slow = connected(address, b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await;
+        let (address, _go, stop, serving) = server(8).await;
+        let mut slow = connected(address, b"GET /large HTTP/1.1\r\nHost: x\r\nX-Caller: 1\r\nConnection: close\r\n\r\n").await;
         let mut first = [0; 1];
         slow.read_exact(&mut first).await.expect("the answer begins");
         // A crowd that says nothing.
@@ -309,14 +342,6 @@ mod tests {
         stop.cancel();
         drop(crowd);
         serving.await.expect("it ends");
-    }
-
-    /// All that comes until the end.
-    async fn rest(stream: &mut TcpStream) -> String {
-        let mut bytes = Vec::new();
-        // A reset is an end as well.
-        drop(stream.read_to_end(&mut bytes).await);
-        String::from_utf8_lossy(&bytes).into_owned()
     }
 
     #[tokio::test]
@@ -340,6 +365,52 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_head_below_its_rate_is_cut_off_long_before_its_total_time() {
+        let pace = Pace { slack: Duration::from_millis(200), rate: 1_000, total: Duration::from_secs(3_600) };
+        let hour = Duration::from_secs(3_600);
+        let limits = Limits { head: hour, paces: Paces { head: pace, ..Paces::default() }, ..Limits::new(64) };
+        let (address, ..) = server_within(limits).await;
+        // The silence before a head does not count.
+        let mut late = connected(address, b"").await;
+        let mut stream = connected(address, b"GET /").await;
+        let trickle = async {
+            while stream.write_all(b"x").await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::time::timeout(hour / 60, trickle).await.expect("it is cut off");
+        // A second request on a kept connection has a clock of its own.
+        late.write_all(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi").await.expect("still open");
+        let mut answer = vec![0; 15];
+        late.read_exact(&mut answer).await.expect("answered");
+        tokio::time::sleep(pace.slack * 2).await;
+        late.write_all(ECHO).await.expect("still open");
+        assert!(rest(&mut late).await.ends_with("hi"));
+    }
+
+    #[tokio::test]
+    async fn a_head_that_is_too_long_is_refused() {
+        let (address, ..) = server(64).await;
+        for (length, expected) in [(MAX_HEAD - 1_024, "HTTP/1.1 200"), (MAX_HEAD + 1_024, "HTTP/1.1 431")] {
+            let head = format!("POST /echo HTTP/1.1\r\nHost: x\r\nX-Long: {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", "x".repeat(length));
+            let answer = rest(&mut connected(address, head.as_bytes()).await).await;
+            assert!(answer.starts_with(expected), "{length}: {answer}");
+        }
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_nobody_reads_is_given_up_and_a_stream_of_events_is_not() {
+        let paces = Paces { answer_pause: Duration::from_millis(300), stream_pause: Duration::from_secs(3_600), ..Paces::default() };
+        let (address, ..) = server_within(Limits { paces, ..Limits::new(64) }).await;
+        let ask = |path: &str| format!("GET {path} HTTP/1.1\r\nHost: x\r\nX-Caller: 1\r\nConnection: close\r\n\r\n");
+        let mut unread = connected(address, ask("/large").as_bytes()).await;
+        let mut events = connected(address, ask("/events").as_bytes()).await;
+        tokio::time::sleep(paces.answer_pause * 4).await;
+        assert!(rest(&mut unread).await.len() < LARGE, "it was given up");
+        assert!(rest(&mut events).await.len() > LARGE, "it was cut off");
+    }
+
+    #[tokio::test]
     async fn slow_bodies_and_slow_answers_are_not_cut_off() {
         let (address, go, ..) = server(10).await;
         let mut slow = connected(address, WHOLE).await;
@@ -355,25 +426,63 @@ mod tests {
 
     #[tokio::test]
     async fn idle_connections_make_room_and_those_that_are_served_stay() {
-        let (address, go, ..) = server(4).await;
+        let (address, go, ..) = server(8).await;
         let mut served = connected(address, WHOLE).await;
         let mut crowd = Vec::new();
         for _ in 0..40 {
             crowd.push(connected(address, b"GET").await);
         }
-        let mut late = connected(address, b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi").await;
+        let mut late = connected(address, ECHO).await;
         assert!(rest(&mut late).await.ends_with("hi"));
         go.add_permits(1);
         assert!(rest(&mut served).await.ends_with("answer"));
     }
 
     #[tokio::test]
+    async fn a_crowd_with_a_good_token_fills_its_own_share_only() {
+        // 64 connections: eight for a caller.
+        let (address, go, ..) = server(64).await;
+        let head = |caller: u32| format!("POST /echo HTTP/1.1\r\nHost: x\r\nX-Caller: {caller}\r\nConnection: close\r\nContent-Length: 2\r\n\r\n");
+        let mut crowd = Vec::new();
+        for _ in 0..8 {
+            crowd.push(connected(address, format!("{}h", head(1)).as_bytes()).await);
+        }
+        // Served once all of the crowd are.
+        let mut refused = loop {
+            let mut another = connected(address, format!("{}hi", head(1)).as_bytes()).await;
+            let answer = rest(&mut another).await;
+            if !answer.ends_with("hi") {
+                break answer;
+            }
+        };
+        assert!(refused.starts_with("HTTP/1.1 429") && refused.contains("too_many_requests"), "{refused}");
+        for caller in 2..20 {
+            refused = rest(&mut connected(address, format!("{}hi", head(caller)).as_bytes()).await).await;
+            assert!(refused.ends_with("hi"), "{refused}");
+        }
+        for stream in &mut crowd {
+            stream.write_all(b"i").await.expect("still open");
+            assert!(rest(stream).await.ends_with("hi"), "its own calls go on");
+        }
+        drop(go);
+    }
+
+    #[test]
+    fn there_are_no_more_connections_than_descriptors_allow() {
+        for (descriptors, expected) in
+            [(None, 4_096), (Some(1 << 20), 4_096), (Some(16_640), 4_096), (Some(16_636), 4_095), (Some(1_024), 192), (Some(100), 64)]
+        {
+            assert_eq!(affordable(4_096, descriptors), expected, "{descriptors:?}");
+        }
+    }
+
+    #[tokio::test]
     async fn a_stop_lets_a_request_end_and_takes_no_new_one() {
-        let (address, go, stop, serving) = server(4).await;
+        let (address, go, stop, serving) = server(16).await;
         let mut open = connected(address, WHOLE).await;
         let mut idle = connected(address, b"").await;
         // Both are accepted once a third one has been served.
-        let mut third = connected(address, b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi").await;
+        let mut third = connected(address, ECHO).await;
         assert!(rest(&mut third).await.ends_with("hi"));
         stop.cancel();
         assert_eq!(rest(&mut idle).await, "");

@@ -7,7 +7,7 @@ use std::{
 };
 
 use cynode_api::{ExecVia, Unenforced};
-use cynode_service::{ConfigError, config};
+use cynode_service::{ConfigError, config, listen};
 use serde::Deserialize;
 
 use crate::{control, rootless};
@@ -62,6 +62,8 @@ pub struct Config {
     pub metrics_token_file: Option<PathBuf>,
     /// A terminal whose client is not heard of for this long, though it is asked, is ended.
     pub pty_timeout_seconds: u64,
+    /// Connections to the Worker API at the same time.
+    pub max_connections: usize,
 }
 
 /// What runs the containers.
@@ -116,6 +118,7 @@ impl Default for Config {
             labels: BTreeMap::new(),
             metrics_token_file: None,
             pty_timeout_seconds: 120,
+            max_connections: listen::CONNECTIONS,
         }
     }
 }
@@ -142,6 +145,11 @@ impl Config {
         }
         if read.pty_timeout_seconds == 0 {
             return Err(ConfigError::Value { key: "worker.pty_timeout_seconds".to_owned(), message: "must be at least 1".to_owned() });
+        }
+        let range = listen::CONNECTIONS_RANGE;
+        if !range.contains(&(read.max_connections as u64)) {
+            let message = format!("must lie between {} and {}", range.start(), range.end());
+            return Err(ConfigError::Value { key: "worker.max_connections".to_owned(), message });
         }
         read.check_orchestrator()?;
         Ok(read)

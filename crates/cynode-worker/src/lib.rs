@@ -147,7 +147,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     // What only the configuration decides comes first: it is wrong whatever the host is like.
     let tls = Tls { cert: config.tls.cert.clone(), key: config.tls.key.clone(), ca: config.tls.ca.clone(), insecure: config.insecure_listen };
     let listener = listen::prepare(config.listen, &tls)?;
-    process::raise_open_files();
+    listen::raise_open_files();
     let held = hold(&config)?;
     let agent_binary = store_agent(&config)?;
     let choice = host::choose(&config)
@@ -159,6 +159,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let token = read_or_create_token(&config.state_dir.join("worker.token")).map_err(state("reading the token"))?;
     let metrics_token = admin::metrics_token(config.metrics_token_file.as_deref()).map_err(state("reading worker.metrics_token_file"))?;
     let bound = listener.bind().await?;
+    let connections = config.max_connections;
     let stop = shutdown::on_signals().map_err(state("watching signals"))?;
     let url = bound.url();
     cynode_service::files::replace(&config.directory().join("url"), url.as_bytes()).map_err(state("writing the address"))?;
@@ -200,7 +201,7 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let timekeeper = tokio::spawn(Arc::clone(&sessions).keep_time(stop.clone()));
     let jobs_timekeeper = tokio::spawn(Arc::clone(&jobs).keep_time(stop.clone()));
     tracing::info!(%url, %node_id, "The worker serves.");
-    listen::serve(bound, router, stop).await.map_err(state("serving"))?;
+    listen::serve(bound, router, stop, connections).await.map_err(state("serving"))?;
     drop(timekeeper.await);
     drop(jobs_timekeeper.await);
     drop(disk_watcher.await);

@@ -133,16 +133,6 @@ pub(crate) fn oom_kills(pid: i32) -> Option<u64> {
     text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
 }
 
-/// Lets this process have as many open files as its hard limit allows: each session holds a few for as long as it lives.
-pub(crate) fn raise_open_files() {
-    use rustix::process::{Resource, getrlimit, setrlimit};
-    let mut limit = getrlimit(Resource::Nofile);
-    limit.current = limit.maximum;
-    if let Err(error) = setrlimit(Resource::Nofile, limit) {
-        tracing::warn!(%error, "Raising the limit of open files failed.");
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

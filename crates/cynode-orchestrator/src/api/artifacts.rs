@@ -7,14 +7,14 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{Artifact, ArtifactId, ErrorCode, Page, Problem, TaskId, artifact_limits};
-use cynode_service::{ApiError, QueryParams, body};
+use cynode_service::{ApiError, QueryParams};
 use futures_util::TryStreamExt as _;
 use http::{HeaderMap, StatusCode, header};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
 use super::{Id, Path, after, limit};
-use crate::{Orchestrator, caller::Person, db::NewArtifact};
+use crate::{Orchestrator, budget, caller::Person, db::NewArtifact};
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -69,10 +69,6 @@ fn checked(headers: &HeaderMap, name: &str, what: &str, good: impl Fn(&str) -> b
     text.map(|text| Some(text.to_owned())).ok_or_else(|| ApiError::invalid(format!("{name}: must be {what}")))
 }
 
-fn broken_off(error: &axum::Error) -> ApiError {
-    body::problem(error, "the body could not be read to its end")
-}
-
 /// Store a new version of a path. `X-Content-SHA256` is checked when it is sent.
 #[utoipa::path(put, path = "/v1/tasks/{task_id}/artifacts/{*path}", tag = "artifacts", params(("task_id" = TaskId, Path), ("path" = String, Path)),
     request_body(content = Vec<u8>, content_type = "application/octet-stream"),
@@ -91,7 +87,8 @@ pub(super) async fn put(
         checked(&parts.headers, "x-content-sha256", "64 hexadecimal digits", |text| text.len() == 64 && text.bytes().all(|c| c.is_ascii_hexdigit()))?;
     let media_type = checked(&parts.headers, "content-type", "a media type of at most 200 characters", |text| (1..=200).contains(&text.len()))?;
     let media_type = media_type.unwrap_or_else(|| "application/octet-stream".to_owned());
-    let bytes = body.into_data_stream().map_err(|error| broken_off(&error));
+    let _memory = budget::staging_memory(caller.id(), orchestrator.blobs.buffered()).await?;
+    let bytes = budget::staged(caller.id(), body).into_data_stream().map_err(|error| budget::problem(&error));
     let staged = orchestrator.blobs.stage(bytes, artifact_limits::MAX_BYTES, expected.as_deref()).await?;
     let new = NewArtifact { task_id, path: &path, staged: &staged, media_type: &media_type, created_by: &caller.user_name };
     Ok((StatusCode::CREATED, Json(orchestrator.db.insert_artifact(&new, &orchestrator.blobs).await?)))

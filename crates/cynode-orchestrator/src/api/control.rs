@@ -10,7 +10,12 @@ use axum::{
     routing::{get, post},
 };
 use cynode_api::{ArtifactId, ErrorCode, Heartbeat, HeartbeatAnswer, JobId, LocalImage, NewTokens, NodeConfig, NodeId, NodeRegister, NodeRegistered};
-use cynode_service::{ApiError, auth, edge, listen::Peer};
+use cynode_service::{
+    ApiError, auth,
+    connections::{self, CallerId},
+    edge,
+    listen::Peer,
+};
 use futures_util::{StreamExt as _, stream};
 use http::{HeaderMap, StatusCode};
 use serde_json::Value;
@@ -57,6 +62,9 @@ async fn authenticate(State(orchestrator): State<Orchestrator>, mut request: Req
     };
     match orchestrator.db.authenticate_node(&offered).await {
         Ok(Some(node)) => {
+            if let Err(error) = connections::attribute(request.extensions(), CallerId::Node(*node.id.as_uuid())) {
+                return error.into_response();
+            }
             request.extensions_mut().insert(Calling(node));
             next.run(request).await
         }

@@ -124,7 +124,14 @@ fn documented() -> OpenApiRouter<Orchestrator> {
 #[must_use]
 pub fn openapi() -> Value {
     let document = serde_json::to_value(documented().into_openapi()).unwrap_or_default();
-    let any = [ErrorCode::Forbidden, ErrorCode::DeniedByPolicy, ErrorCode::TooManyAttempts, ErrorCode::StoreUnavailable, ErrorCode::OutcomePending];
+    let any = [
+        ErrorCode::Forbidden,
+        ErrorCode::DeniedByPolicy,
+        ErrorCode::TooManyAttempts,
+        ErrorCode::TooManyRequests,
+        ErrorCode::StoreUnavailable,
+        ErrorCode::OutcomePending,
+    ];
     let mut some = describe::in_sessions("/v1/sessions");
     some.extend(REFUSALS.iter().map(|(route, codes)| ((*route).to_owned(), *codes)));
     describe::complete(document, &any, &some)

@@ -21,7 +21,7 @@ use utoipa::IntoParams;
 
 use super::{Body, Id, after, check_version, limit};
 use crate::{
-    Orchestrator,
+    Orchestrator, budget,
     caller::{Caller, Person},
     db::{NewArtifact, SessionAt},
     fleet::{Failed, answer_for},
@@ -269,8 +269,11 @@ pub(super) async fn export(
         return Ok(answer);
     }
     let (extension, media_type) = if is_patch { ("patch", "text/x-diff") } else { ("tar", "application/x-tar") };
-    let broken = |error: axum::Error| ApiError::new(ErrorCode::NodeUnreachable, format!("the export broke off: {error}"));
-    let staged = orchestrator.blobs.stage(answer.into_body().into_data_stream().map_err(broken), artifact_limits::MAX_BYTES, None).await?;
+    let broken =
+        |error: axum::Error| budget::refusal(&error).unwrap_or_else(|| ApiError::new(ErrorCode::NodeUnreachable, format!("the export broke off: {error}")));
+    let _memory = budget::staging_memory(caller.id(), orchestrator.blobs.buffered()).await?;
+    let bytes = budget::staged(caller.id(), answer.into_body()).into_data_stream().map_err(broken);
+    let staged = orchestrator.blobs.stage(bytes, artifact_limits::MAX_BYTES, None).await?;
     let task_id = orchestrator.db.session(&caller.scope, id).await?.task_id;
     let path = format!("exports/{id}.{extension}");
     let new = NewArtifact { task_id, path: &path, staged: &staged, media_type, created_by: &caller.user_name };

@@ -11,28 +11,32 @@ use cynode_api::{ErrorCode, artifact_limits, file_limits};
 use cynode_archive::{Archive, Kind, Reader};
 use cynode_policy::{Hit, Scanner, Watch};
 use cynode_service::{
-    ApiError, body, compute, edge,
+    ApiError, compute, edge,
     json::{self, Room},
 };
 use futures_util::{StreamExt as _, stream};
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
-use tokio::sync::Semaphore;
 use tokio_util::io::ReaderStream;
 
 use super::rules::Takes;
-use crate::{Orchestrator, blobs::hex};
+use crate::{
+    Orchestrator,
+    blobs::hex,
+    budget::{self, IN_MEMORY, Reservation, SPOOLED},
+    caller::Caller,
+    turns::Turns,
+};
 
-/// What stays in memory; more goes to a file without a name.
-const IN_MEMORY: usize = 256 * 1024;
 /// Largest number of entries of an archive.
 const MAX_ENTRIES: usize = 10_000;
 /// Paths and hard links' targets of all entries of an archive together.
 const MAX_ENTRY_PATH_BYTES: usize = 4 * 1024 * 1024;
 const TOLD_ENTRIES: usize = 100;
 
-/// So many bodies are written to files at once; others wait.
-static SPOOLS: Semaphore = Semaphore::const_new(8);
+/// Bodies that are written to files at once; others wait for their turn.
+const SPOOLED_AT_ONCE: usize = 8;
+static SPOOLS: Turns = Turns::new(SPOOLED_AT_ONCE);
 /// After so many bytes more it is looked whether there is still room.
 const LOOK_AFTER: u64 = 16 * 1024 * 1024;
 
@@ -45,9 +49,9 @@ pub(crate) enum Incoming {
 }
 
 impl Incoming {
-    async fn json(self, orchestrator: &Orchestrator) -> Result<(Bytes, Room), ApiError> {
+    async fn json(self, orchestrator: &Orchestrator, caller: &Caller) -> Result<(Bytes, Room), ApiError> {
         match self {
-            Self::Coming(body) => json_body(orchestrator, body).await,
+            Self::Coming(body) => json_body(orchestrator, caller, body).await,
             Self::Here(taken) => {
                 let bytes = taken?;
                 let nodes = json::count(&bytes)?;
@@ -90,6 +94,8 @@ impl Found {
 pub(crate) struct Held {
     begin: Bytes,
     rest: Option<std::fs::File>,
+    /// What it takes of its caller's budget.
+    spooled: Option<Reservation>,
     pub(crate) size: u64,
     pub(crate) sha256: String,
     pub(crate) hit: Option<Hit>,
@@ -101,20 +107,20 @@ pub(crate) struct Held {
 }
 
 impl Brought {
-    pub(crate) async fn take(orchestrator: &Orchestrator, takes: Takes, enters: bool, incoming: Incoming) -> Result<Self, ApiError> {
+    pub(crate) async fn take(orchestrator: &Orchestrator, caller: &Caller, takes: Takes, enters: bool, incoming: Incoming) -> Result<Self, ApiError> {
         match takes {
             Takes::Json => {
-                let (bytes, room) = incoming.json(orchestrator).await?;
+                let (bytes, room) = incoming.json(orchestrator, caller).await?;
                 let value = compute::apart(bytes.len(), || edge::parse(&bytes).unwrap_or_default()).await;
                 Ok(Self::Json(bytes, value, room))
             }
             Takes::File => {
                 let mut watch = orchestrator.scanner.watch();
-                hold(orchestrator, incoming.into_body()?, file_limits::MAX_PUT_BYTES, |piece| Ok(watch.feed(piece))).await.map(Self::Held)
+                hold(orchestrator, caller, incoming.into_body()?, file_limits::MAX_PUT_BYTES, |piece| Ok(watch.feed(piece))).await.map(Self::Held)
             }
             Takes::Archive => {
                 let mut watch = orchestrator.scanner.watch();
-                let held = hold(orchestrator, incoming.into_body()?, artifact_limits::MAX_BYTES, |piece| Ok(watch.feed(piece))).await?;
+                let held = hold(orchestrator, caller, incoming.into_body()?, artifact_limits::MAX_BYTES, |piece| Ok(watch.feed(piece))).await?;
                 let read = tokio::task::spawn_blocking(move || held.with_entries()).await;
                 read.unwrap_or_else(|_| Err(ApiError::new(ErrorCode::Internal, "reading the archive was interrupted"))).map(Self::Held)
             }
@@ -196,7 +202,7 @@ impl Brought {
 }
 
 /// A JSON body, whole. A long one waits in a file until there is room for what it becomes.
-pub(crate) async fn json_body(orchestrator: &Orchestrator, body: Body) -> Result<(Bytes, Room), ApiError> {
+pub(crate) async fn json_body(orchestrator: &Orchestrator, caller: &Caller, body: Body) -> Result<(Bytes, Room), ApiError> {
     if body.size_hint().upper().is_some_and(|size| size <= IN_MEMORY as u64) {
         let bytes = json_bytes(body).await?;
         let nodes = json::count(&bytes)?;
@@ -204,7 +210,7 @@ pub(crate) async fn json_body(orchestrator: &Orchestrator, body: Body) -> Result
         return Ok((bytes, room));
     }
     let mut scan = json::Scan::default();
-    let mut held = hold(orchestrator, body, edge::MAX_BODY as u64, |piece| scan.feed(piece).map(|()| None)).await?;
+    let mut held = hold(orchestrator, caller, body, edge::MAX_BODY as u64, |piece| scan.feed(piece).map(|()| None)).await?;
     let size = usize::try_from(held.size).unwrap_or(usize::MAX);
     let room = json::room(size, scan.nodes()).await;
     let read = move || {
@@ -220,7 +226,7 @@ pub(crate) async fn json_bytes(body: Body) -> Result<Bytes, ApiError> {
     let mut pieces = body.into_data_stream();
     let mut bytes = BytesMut::new();
     while let Some(piece) = pieces.next().await {
-        let piece = piece.map_err(|error| body::problem(&error, "the body could not be read to its end"))?;
+        let piece = piece.map_err(|error| budget::problem(&error))?;
         if bytes.len() + piece.len() > edge::MAX_BODY {
             return Err(ApiError::new(ErrorCode::TooLarge, format!("the body exceeds {} bytes", edge::MAX_BODY)));
         }
@@ -232,18 +238,20 @@ pub(crate) async fn json_bytes(body: Body) -> Result<Bytes, ApiError> {
 /// Holds a body, and stops where `look` finds something.
 async fn hold(
     orchestrator: &Orchestrator,
+    caller: &Caller,
     body: Body,
     limit: u64,
     mut look: impl FnMut(&[u8]) -> Result<Option<Hit>, ApiError> + Send,
 ) -> Result<Held, ApiError> {
-    let mut pieces = body.into_data_stream();
-    let mut spooling = None;
+    let announced = body.size_hint().exact();
+    let mut pieces = SPOOLS.read(caller.id(), body.into_data_stream());
+    let mut spooled = SPOOLED.reservation(caller.id());
     let mut looked_at = 0;
     let mut begin = BytesMut::new();
     let mut rest: Option<std::fs::File> = None;
     let (mut size, mut hash, mut hit) = (0_u64, Sha256::new(), None);
     while let Some(piece) = pieces.next().await {
-        let piece = piece.map_err(|error| body::problem(&error, "the body could not be read to its end"))?;
+        let piece = piece.map_err(|error| budget::problem(&error))?;
         size += piece.len() as u64;
         if size > limit {
             return Err(ApiError::new(ErrorCode::TooLarge, format!("the body exceeds {limit} bytes")));
@@ -257,8 +265,13 @@ async fn hold(
             begin.extend_from_slice(&piece);
             continue;
         }
+        if !spooled.covers(size) {
+            // Others have their turn while this body waits for the rest of its caller's.
+            pieces.rest();
+            spooled.grow_to(announced.unwrap_or(size + LOOK_AFTER).min(limit)).await?;
+        }
+        pieces.begin().await;
         if rest.is_none() {
-            spooling = Some(SPOOLS.acquire().await.map_err(|_| ApiError::new(ErrorCode::ShuttingDown, "the orchestrator is stopping"))?);
             let directory = orchestrator.config.state_dir.join("orchestrator");
             rest = Some(tempfile::tempfile_in(directory).map_err(|error| no_room(&error))?);
         }
@@ -270,8 +283,8 @@ async fn hold(
             tokio::task::block_in_place(|| file.write_all(&piece)).map_err(|error| no_room(&error))?;
         }
     }
-    drop(spooling);
-    Ok(Held { begin: begin.freeze(), rest, size, sha256: hex(&hash.finalize()), hit, entries: Vec::new(), link_targets: Vec::new(), told: Vec::new() })
+    let spooled = rest.is_some().then_some(spooled);
+    Ok(Held { begin: begin.freeze(), rest, spooled, size, sha256: hex(&hash.finalize()), hit, entries: Vec::new(), link_targets: Vec::new(), told: Vec::new() })
 }
 
 fn unreadable(problem: &impl std::fmt::Display) -> ApiError {
@@ -342,11 +355,15 @@ impl Held {
         let begin = stream::iter([Ok::<_, std::io::Error>(self.begin.clone())]);
         match self.rest.take() {
             Some(mut file) => {
+                let spooled = self.spooled.take();
                 let rest = match file.seek(SeekFrom::Start(0)) {
                     Ok(_) => ReaderStream::new(tokio::fs::File::from_std(file)).left_stream(),
                     Err(error) => stream::iter([Err(error)]).right_stream(),
                 };
-                Body::from_stream(begin.chain(rest))
+                // The file is gone with the last of the body, and counts until then.
+                Body::from_stream(begin.chain(rest).inspect(move |_| {
+                    let _counted = &spooled;
+                }))
             }
             None => Body::from(self.begin),
         }
@@ -404,6 +421,7 @@ mod tests {
                 size: self.0.len() as u64,
                 begin: self.0.into(),
                 rest: None,
+                spooled: None,
                 sha256: String::new(),
                 hit: None,
                 entries: Vec::new(),

@@ -20,7 +20,7 @@ use axum::{
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditSubject, CALL_HEADER, ErrorCode, ExecId, JobId, SessionId, TokenKind};
 use cynode_policy::{Action, Decision, Resource};
-use cynode_service::{ApiError, compute, edge, json, listen::Peer};
+use cynode_service::{ApiError, compute, connections::Connection, edge, json, listen::Peer};
 use http::{HeaderName, HeaderValue, request::Parts};
 use serde_json::{Map, Value, json};
 use uuid::Uuid;
@@ -91,6 +91,9 @@ pub(crate) async fn pass(State(orchestrator): State<Orchestrator>, request: Requ
             attempt(&orchestrator, rule, &caller, parts, Incoming::Here(taken), None, next).await.unwrap_or_else(|_| unsure())
         }
         Err(Wrong { found: Ok(None), call_id, .. }) => {
+            if let Some(connection) = parts.extensions.get::<Connection>() {
+                connection.disown();
+            }
             let failure = Failure::new(Surface::UserApi, peer, &guess.token_hash);
             let refused = caller::refused(&orchestrator, failure).await;
             called(refused.into_response(), call_id)
@@ -220,7 +223,7 @@ async fn admit(
         let calls = Calls::new(rule.action, &Value::Null, &query, std::iter::empty()).map_err(at("arguments"))?;
         decide(orchestrator, rule.action, caller, &about, &calls, intent)?;
     }
-    let mut brought = Brought::take(orchestrator, rule.takes, rule.enters, incoming).await.map_err(at("arguments"))?;
+    let mut brought = Brought::take(orchestrator, caller, rule.takes, rule.enters, incoming).await.map_err(at("arguments"))?;
     let size = brought.size();
     let permit = compute::permit(size).await;
     permit.run(|| identify(rule, &mut brought, intent, &path));

@@ -80,7 +80,8 @@ struct BodyBytes(usize);
 /// Takes the body before the protocol's own parser does, within the bounds of every JSON body.
 async fn bounded(State(orchestrator): State<Orchestrator>, request: Request, next: Next) -> Response {
     let (mut parts, body) = request.into_parts();
-    match gate::json_body(&orchestrator, body).await {
+    let Some(caller) = parts.extensions.get::<Caller>() else { return ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent").into_response() };
+    match gate::json_body(&orchestrator, caller, body).await {
         Ok((bytes, room)) => {
             parts.extensions.insert(BodyBytes(bytes.len()));
             next.run(Request::from_parts(parts, json::body(bytes, room))).await

@@ -10,7 +10,6 @@ use futures_util::StreamExt as _;
 use http::{Method, Request, StatusCode, header};
 use rmcp::model::{CallToolResult, ContentBlock};
 use serde_json::{Value, json};
-use tokio::sync::Semaphore;
 use tower::ServiceExt as _;
 use uuid::Uuid;
 
@@ -20,11 +19,13 @@ use super::{
     text,
     tools::Tool,
 };
+use crate::turns::Turns;
 
 /// The longest answer that becomes a result. Pages of output, listings and searches have half of that.
 const MAX_ANSWER: usize = 8 * 1024 * 1024;
-/// So many answers are read at once, each of them whole.
-static READ_AT_ONCE: Semaphore = Semaphore::const_new(16);
+/// Answers that are read at once, each of them whole; others wait for their turn.
+const ANSWERS_AT_ONCE: usize = 16;
+static ANSWERS: Turns = Turns::new(ANSWERS_AT_ONCE);
 
 /// Where in the gate a call was refused: goes with its answer.
 #[derive(Clone, Copy, Debug)]
@@ -135,7 +136,7 @@ impl Gateway {
         request.extensions_mut().insert(asked.caller.clone());
         request.extensions_mut().insert(ByTool { name: tool.name, task: call.task });
         let Ok(response) = self.routes.clone().oneshot(request).await;
-        let _reads = READ_AT_ONCE.acquire().await;
+        let response = response.map(|body| ANSWERS.body(asked.caller.id(), body));
         if response.status().is_success() {
             return shaped(response, call.shape).await.map_err(|error| Failed { stage: "run", error, is_recorded: true });
         }

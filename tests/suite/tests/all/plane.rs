@@ -5,6 +5,7 @@ mod away;
 mod backup;
 mod callers;
 mod commands;
+mod crowds;
 mod description;
 mod faults;
 mod hostile;

@@ -28,8 +28,12 @@ pub(super) struct Ruled {
 
 impl Ruled {
     pub(super) async fn start() -> Result<Self> {
+        Self::start_with(&[]).await
+    }
+
+    pub(super) async fn start_with(settings: &[(&str, &str)]) -> Result<Self> {
         let plane = Plane::new().await?;
-        let orchestrator = Self::orchestrator(&plane, "").await?;
+        let orchestrator = Self::orchestrator(&plane, "", settings).await?;
         let node = SimulatedWorker::start("node", &[ONE, TWO, PLAIN]).await?;
         let key = orchestrator.client()?.create_node_key(&NodeKeyCreate::default()).await?.psk;
         node.join(&orchestrator.control_url()?, &key).await?;
@@ -38,9 +42,10 @@ impl Ruled {
         Ok(Self { node, orchestrator, plane, admin, http })
     }
 
-    async fn orchestrator(plane: &Plane, name: &str) -> Result<RunningOrchestrator> {
+    async fn orchestrator(plane: &Plane, name: &str, settings: &[(&str, &str)]) -> Result<RunningOrchestrator> {
         let seeds = format!("[{ONE:?}, {TWO:?}, {PLAIN:?}]");
-        plane.orchestrator(name, &[("seed_images", seeds.as_str()), ("default_image", ONE), ("heartbeat_seconds", "1")]).await
+        let defaults = [("seed_images", seeds.as_str()), ("default_image", ONE), ("heartbeat_seconds", "1")];
+        plane.orchestrator(name, &[&defaults, settings].concat()).await
     }
 
     /// Another orchestrator with the same database, key and administrator.
@@ -48,7 +53,7 @@ impl Ruled {
         let state_dir = self.plane.world.directory().join("orchestrator-two");
         fs_err::create_dir_all(&state_dir)?;
         fs_err::copy(self.orchestrator.state_dir().join("admin.token"), state_dir.join("admin.token"))?;
-        Self::orchestrator(&self.plane, "two").await
+        Self::orchestrator(&self.plane, "two", &[]).await
     }
 
     pub(super) async fn call(&self, token: &str, method: Method, path: &str, body: &Value) -> Result<Answer> {

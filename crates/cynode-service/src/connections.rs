@@ -1,0 +1,695 @@
+//! Shares of a listener's connections.
+//!
+//! Everybody's connections come out of one number, so whoever opens many could keep the others out. A connection therefore counts in a
+//! share: that of the unauthenticated until its first good token, then its caller's.
+//!
+//! Invariants: a new connection always gets in, because the share of the unauthenticated closes the member that has kept the server
+//! waiting longest; no caller holds more than its share; nodes and administrators have places that nobody else can take. A call of an
+//! authenticated caller that is being served is never cut off by any of this.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use cynode_api::ErrorCode;
+use parking_lot::Mutex;
+use tokio::{sync::Notify, time::Instant};
+use uuid::Uuid;
+
+use crate::ApiError;
+
+/// A connection that waits less than this is not closed for a new one: its head may be on its way. New connections queue meanwhile.
+const GRACE: Duration = Duration::from_millis(50);
+/// An unauthenticated request that the server itself takes this long for makes room when no connection waits for its client.
+const SERVED: Duration = Duration::from_secs(1);
+/// Unauthenticated bodies that are read at the same time; the one that has been awaited longest makes room.
+const MAX_UNAUTHENTICATED_BODIES: usize = 64;
+/// The shares, as parts of all connections: of the unauthenticated, of nodes and administrators alone, of a caller, and of one token of
+/// an agent.
+const UNAUTHENTICATED_PART: usize = 4;
+const RESERVED_PART: usize = 16;
+const CALLER_PART: usize = 8;
+const TOKEN_PART: usize = 16;
+
+/// Whose share a connection counts in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum CallerId {
+    /// On a worker: whoever holds its token. An orchestrator passes everybody's calls on, so it may use every authenticated place.
+    Orchestrator,
+    Node(Uuid),
+    Administrator(Uuid),
+    User(Uuid),
+    /// All agents and sandboxes in a user's name count together, and each token has half of their share.
+    Agent {
+        user: Uuid,
+        token: Uuid,
+    },
+}
+
+impl CallerId {
+    /// The share: the same for all agents of a user.
+    #[must_use]
+    pub const fn share(self) -> Self {
+        match self {
+            Self::Agent { user, .. } => Self::Agent { user, token: Uuid::nil() },
+            other => other,
+        }
+    }
+
+    const fn token(self) -> Option<Uuid> {
+        match self {
+            Self::Agent { token, .. } => Some(token),
+            _ => None,
+        }
+    }
+
+    const fn is_privileged(self) -> bool {
+        matches!(self, Self::Orchestrator | Self::Node(_) | Self::Administrator(_))
+    }
+}
+
+/// Counts the connection of a request among its caller's. A request that did not come by one (a tool's) counts nowhere.
+pub fn attribute(extensions: &http::Extensions, caller: CallerId) -> Result<(), ApiError> {
+    extensions.get::<Connection>().map_or(Ok(()), |connection| connection.attribute(caller))
+}
+
+/// How the connections of a listener are divided.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Capacity {
+    pub(crate) connections: usize,
+}
+
+impl Capacity {
+    fn part(self, divisor: usize) -> usize {
+        (self.connections / divisor).max(1)
+    }
+
+    pub(crate) fn unauthenticated(self) -> usize {
+        self.part(UNAUTHENTICATED_PART)
+    }
+
+    fn authenticated(self) -> usize {
+        self.connections.saturating_sub(self.unauthenticated()).max(2)
+    }
+
+    /// What users and agents have together; the rest is kept for nodes and administrators.
+    fn ordinary(self) -> usize {
+        self.authenticated() - self.part(RESERVED_PART)
+    }
+
+    fn of_caller(self, caller: CallerId) -> usize {
+        if caller == CallerId::Orchestrator { self.authenticated() } else { self.part(CALLER_PART) }
+    }
+
+    fn of_token(self) -> usize {
+        self.part(TOKEN_PART)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Between requests, in the middle of a head, or in a handshake.
+    Head,
+    /// The body of an unauthenticated request is awaited.
+    Body,
+    /// An unauthenticated request has its answer, which the client has to read.
+    Answer,
+    /// The server works on a request, or the connection was upgraded.
+    Served,
+}
+
+#[derive(Debug)]
+struct Member {
+    id: u64,
+    phase: Phase,
+    since: Instant,
+    token: Option<Uuid>,
+    closer: Arc<Closer>,
+}
+
+/// Tells the task of a connection to close it. What has come meanwhile is looked at first: a request that is whole takes a place again.
+#[derive(Debug, Default)]
+struct Closer {
+    is_closing: AtomicBool,
+    wake: Notify,
+}
+
+impl Closer {
+    fn close(&self) {
+        self.is_closing.store(true, Ordering::Relaxed);
+        self.wake.notify_one();
+    }
+}
+
+/// The members of one share, by the order in which they came into their phase.
+#[derive(Debug, Default)]
+struct Pool(BTreeMap<u64, Member>);
+
+impl Pool {
+    fn first(&self, fits: impl Fn(&Member) -> bool) -> Option<(u64, Instant)> {
+        self.0.values().find(|member| fits(member)).map(|member| (member.id, member.since))
+    }
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    next: u64,
+    /// The share of a connection (none for the unauthenticated), and its turn there.
+    places: HashMap<u64, (Option<CallerId>, u64)>,
+    unauthenticated: Pool,
+    callers: HashMap<CallerId, Pool>,
+    /// All of callers, and those of users and agents alone.
+    authenticated: usize,
+    ordinary: usize,
+}
+
+impl Table {
+    fn turn(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn pool(&mut self, share: Option<CallerId>) -> &mut Pool {
+        match share {
+            None => &mut self.unauthenticated,
+            Some(caller) => self.callers.entry(caller).or_default(),
+        }
+    }
+
+    fn put(&mut self, share: Option<CallerId>, member: Member) {
+        let turn = self.turn();
+        self.places.insert(member.id, (share, turn));
+        if let Some(caller) = share {
+            self.authenticated += 1;
+            self.ordinary += usize::from(!caller.is_privileged());
+        }
+        self.pool(share).0.insert(turn, member);
+    }
+
+    fn take(&mut self, id: u64) -> Option<Member> {
+        let (share, turn) = self.places.remove(&id)?;
+        let member = self.pool(share).0.remove(&turn);
+        if let Some(caller) = share {
+            self.authenticated -= 1;
+            self.ordinary -= usize::from(!caller.is_privileged());
+            if self.callers.get(&caller).is_some_and(|pool| pool.0.is_empty()) {
+                self.callers.remove(&caller);
+            }
+        }
+        member
+    }
+
+    fn close(&mut self, id: u64, share: &'static str) {
+        if let Some(member) = self.take(id) {
+            metrics::counter!("cynode_connections_closed_for_others_total", "share" => share).increment(1);
+            member.closer.close();
+        }
+    }
+
+    fn set(&mut self, id: u64, phase: Phase) {
+        let Some((share, turn)) = self.places.get(&id).copied() else { return };
+        let next = self.turn();
+        let pool = self.pool(share);
+        if let Some(member) = pool.0.remove(&turn) {
+            pool.0.insert(next, Member { phase, since: Instant::now(), ..member });
+            self.places.insert(id, (share, next));
+        }
+    }
+
+    /// Closes a connection of a caller on which nothing is being served.
+    fn close_idle(&mut self, share: CallerId, token: Option<Uuid>) -> bool {
+        let idle = |member: &Member| member.phase == Phase::Head && (token.is_none() || member.token == token);
+        let found = self.callers.get(&share).and_then(|pool| pool.first(idle));
+        found.inspect(|(id, _)| self.close(*id, "caller")).is_some()
+    }
+
+    /// The same of the caller that has the most, if that is more than so many.
+    fn close_idle_of_largest(&mut self, more_than: usize, fits: impl Fn(CallerId) -> bool) -> bool {
+        let has_idle = |pool: &Pool| pool.first(|member| member.phase == Phase::Head).is_some();
+        let largest = self.callers.iter().filter(|(caller, pool)| fits(**caller) && pool.0.len() > more_than && has_idle(pool));
+        let largest = largest.max_by_key(|(_, pool)| pool.0.len()).map(|(caller, _)| *caller);
+        largest.is_some_and(|caller| self.close_idle(caller, None))
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Shares {
+    capacity: Capacity,
+    grace: Duration,
+    served: Duration,
+    table: Mutex<Table>,
+    /// A place among the unauthenticated has become free.
+    freed: Notify,
+}
+
+impl Shares {
+    pub(crate) fn new(capacity: Capacity) -> Arc<Self> {
+        Self::with(capacity, GRACE, SERVED)
+    }
+
+    fn with(capacity: Capacity, grace: Duration, served: Duration) -> Arc<Self> {
+        Arc::new(Self { capacity, grace, served, table: Mutex::default(), freed: Notify::new() })
+    }
+
+    /// Waits until a new connection can be taken; closes another one for it when there is no room.
+    pub(crate) async fn make_room(&self) {
+        loop {
+            let wait = {
+                let mut table = self.table.lock();
+                if table.unauthenticated.0.len() < self.capacity.unauthenticated() {
+                    return;
+                }
+                let awaited = table.unauthenticated.first(|member| member.phase != Phase::Served).map(|(id, since)| (id, since, self.grace));
+                let oldest = awaited.or_else(|| table.unauthenticated.first(|_| true).map(|(id, since)| (id, since, self.served)));
+                let Some((id, since, patience)) = oldest else { return };
+                let left = patience.saturating_sub(since.elapsed());
+                if left.is_zero() {
+                    table.close(id, "unauthenticated");
+                    continue;
+                }
+                left
+            };
+            let _either = tokio::time::timeout(wait, self.freed.notified()).await;
+        }
+    }
+
+    /// Closes the connection that has been awaited longest, however short that is: the process has no descriptor left.
+    pub(crate) fn close_oldest(&self) -> bool {
+        let mut table = self.table.lock();
+        let oldest = table.unauthenticated.first(|member| member.phase != Phase::Served);
+        let closed = oldest.inspect(|(id, _)| table.close(*id, "unauthenticated")).is_some();
+        closed || table.close_idle_of_largest(0, |_| true)
+    }
+
+    pub(crate) fn admit(shares: &Arc<Self>) -> Place {
+        let closer = Arc::<Closer>::default();
+        let mut table = shares.table.lock();
+        let id = table.turn();
+        table.put(None, Member { id, phase: Phase::Head, since: Instant::now(), token: None, closer: Arc::clone(&closer) });
+        Place(Connection(Arc::new(Inner {
+            id,
+            shares: Arc::clone(shares),
+            closer,
+            requests: AtomicU64::new(0),
+            is_authenticated: AtomicBool::new(false),
+            is_served: AtomicBool::new(false),
+            is_upgraded: AtomicBool::new(false),
+            streams: AtomicBool::new(false),
+        })))
+    }
+
+    /// Makes room in a caller's share.
+    fn enter(&self, table: &mut Table, caller: CallerId) -> bool {
+        let share = caller.share();
+        let members = |table: &Table| table.callers.get(&share).map_or(0, |pool| pool.0.len());
+        if let Some(token) = caller.token() {
+            let of_token = table.callers.get(&share).map_or(0, |pool| pool.0.values().filter(|member| member.token == Some(token)).count());
+            if of_token >= self.capacity.of_token() && !table.close_idle(share, Some(token)) {
+                return false;
+            }
+        }
+        if members(table) >= self.capacity.of_caller(caller) && !table.close_idle(share, None) {
+            return false;
+        }
+        let full =
+            |table: &Table| table.authenticated >= self.capacity.authenticated() || !caller.is_privileged() && table.ordinary >= self.capacity.ordinary();
+        if !full(table) {
+            return true;
+        }
+        let own = members(table);
+        if caller.is_privileged() {
+            return table.close_idle_of_largest(0, |other| !other.is_privileged()) || table.close_idle_of_largest(own, |_| true);
+        }
+        table.close_idle_of_largest(own, |other| !other.is_privileged())
+    }
+}
+
+/// A connection's place: it counts for as long as this lives.
+#[derive(Debug)]
+pub(crate) struct Place(Connection);
+
+impl Place {
+    pub(crate) const fn connection(&self) -> &Connection {
+        &self.0
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let inner = &self.0.0;
+        drop(inner.shares.table.lock().take(inner.id));
+        inner.shares.freed.notify_one();
+    }
+}
+
+/// The connection that a request came by; among the request's extensions.
+#[derive(Clone, Debug)]
+pub struct Connection(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    id: u64,
+    shares: Arc<Shares>,
+    closer: Arc<Closer>,
+    /// Requests, and the handshake before them: tells the head of one from the next.
+    requests: AtomicU64,
+    is_authenticated: AtomicBool,
+    is_served: AtomicBool,
+    is_upgraded: AtomicBool,
+    /// Whether the present answer goes on for as long as there is news.
+    streams: AtomicBool,
+}
+
+impl Connection {
+    /// Counts this connection among its caller's from now on. Refuses when the caller's share is taken by requests that are being served.
+    pub fn attribute(&self, caller: CallerId) -> Result<(), ApiError> {
+        let inner = &self.0;
+        let share = caller.share();
+        let mut table = inner.shares.table.lock();
+        self.rejoin(&mut table);
+        let Some((present, turn)) = table.places.get(&inner.id).copied() else { return Ok(()) };
+        if present == Some(share) && table.pool(present).0.get(&turn).is_some_and(|member| member.token == caller.token()) {
+            return Ok(());
+        }
+        let Some(member) = table.take(inner.id) else { return Ok(()) };
+        let entered = inner.shares.enter(&mut table, caller);
+        let (share, token) = if entered { (Some(share), caller.token()) } else { (None, None) };
+        table.put(share, Member { token, ..member });
+        drop(table);
+        inner.is_authenticated.store(entered, Ordering::Relaxed);
+        inner.shares.freed.notify_one();
+        if entered {
+            return Ok(());
+        }
+        metrics::counter!("cynode_connections_refused_total").increment(1);
+        Err(ApiError::new(ErrorCode::TooManyRequests, "every connection that this caller may have is in use"))
+    }
+
+    /// Counts this connection among the unauthenticated again: its token turned out not to be good.
+    pub fn disown(&self) {
+        let inner = &self.0;
+        let mut table = inner.shares.table.lock();
+        if let Some(member) = table.take(inner.id) {
+            table.put(None, Member { token: None, ..member });
+        }
+        inner.is_authenticated.store(false, Ordering::Relaxed);
+    }
+
+    pub(crate) fn is_authenticated(&self) -> bool {
+        self.0.is_authenticated.load(Ordering::Relaxed)
+    }
+
+    /// A head has come whole.
+    pub(crate) fn begin(&self) {
+        self.0.is_served.store(true, Ordering::Relaxed);
+        self.rejoin(&mut self.0.shares.table.lock());
+        self.set(Phase::Served);
+    }
+
+    /// Takes a place again, if the connection was to be closed: its client was faster.
+    fn rejoin(&self, table: &mut Table) {
+        let inner = &self.0;
+        if inner.closer.is_closing.swap(false, Ordering::Relaxed) {
+            table.put(None, Member { id: inner.id, phase: Phase::Served, since: Instant::now(), token: None, closer: Arc::clone(&inner.closer) });
+            inner.is_authenticated.store(false, Ordering::Relaxed);
+        }
+    }
+
+    /// The answer has been sent.
+    pub(crate) fn finish(&self) {
+        if self.0.is_upgraded.load(Ordering::Relaxed) {
+            return;
+        }
+        self.next_head();
+        self.set(Phase::Head);
+    }
+
+    /// What is read from here on belongs to another head.
+    pub(crate) fn next_head(&self) {
+        self.0.requests.fetch_add(1, Ordering::Relaxed);
+        self.0.is_served.store(false, Ordering::Relaxed);
+    }
+
+    /// The head that is being read, if one is.
+    pub(crate) fn head(&self) -> Option<u64> {
+        (!self.0.is_served.load(Ordering::Relaxed)).then(|| self.0.requests.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn requests(&self) -> u64 {
+        self.0.requests.load(Ordering::Relaxed)
+    }
+
+    /// It is no longer HTTP: it stays where it counts until it is closed.
+    pub(crate) fn upgrade(&self) {
+        self.0.is_upgraded.store(true, Ordering::Relaxed);
+        self.set_streams(true);
+    }
+
+    pub(crate) fn set_streams(&self, streams: bool) {
+        self.0.streams.store(streams, Ordering::Relaxed);
+    }
+
+    pub(crate) fn streams(&self) -> bool {
+        self.0.streams.load(Ordering::Relaxed)
+    }
+
+    /// The client has to send the body of an unauthenticated request.
+    pub(crate) fn await_body(&self) {
+        if self.is_authenticated() {
+            return;
+        }
+        self.set(Phase::Body);
+        let mut table = self.0.shares.table.lock();
+        let bodies = table.unauthenticated.0.values().filter(|member| member.phase == Phase::Body).count();
+        if bodies > MAX_UNAUTHENTICATED_BODIES
+            && let Some((id, _)) = table.unauthenticated.first(|member| member.phase == Phase::Body)
+        {
+            table.close(id, "unauthenticated");
+        }
+    }
+
+    /// The body of an unauthenticated request has come.
+    pub(crate) fn resume(&self) {
+        if !self.is_authenticated() {
+            self.set(Phase::Served);
+        }
+    }
+
+    /// The client has to read the answer to an unauthenticated request.
+    pub(crate) fn answer(&self) {
+        if !self.is_authenticated() && !self.0.is_upgraded.load(Ordering::Relaxed) {
+            self.set(Phase::Answer);
+        }
+    }
+
+    /// Comes when the connection has to make room for another.
+    pub(crate) async fn closed(&self) {
+        while !self.0.closer.is_closing.load(Ordering::Relaxed) {
+            self.0.closer.wake.notified().await;
+        }
+    }
+
+    fn set(&self, phase: Phase) {
+        self.0.shares.table.lock().set(self.0.id, phase);
+        if phase != Phase::Served {
+            self.0.shares.freed.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn user(number: u128) -> CallerId {
+        CallerId::User(Uuid::from_u128(number))
+    }
+
+    fn agent(user: u128, token: u128) -> CallerId {
+        CallerId::Agent { user: Uuid::from_u128(user), token: Uuid::from_u128(token) }
+    }
+
+    fn is_closed(place: &Place) -> bool {
+        place.0.0.closer.is_closing.load(Ordering::Relaxed)
+    }
+
+    /// Connections of a caller, each with a request that is being served or none.
+    fn entered(shares: &Arc<Shares>, caller: CallerId, number: usize, served: bool) -> Vec<Place> {
+        let enter = |_| {
+            let place = Shares::admit(shares);
+            place.0.begin();
+            place.0.attribute(caller).expect("there is room");
+            if !served {
+                place.0.finish();
+            }
+            place
+        };
+        (0..number).map(enter).collect()
+    }
+
+    fn refused(shares: &Arc<Shares>, caller: CallerId) -> bool {
+        let place = Shares::admit(shares);
+        place.0.begin();
+        place.0.attribute(caller).is_err_and(|error| error.0.is(ErrorCode::TooManyRequests) && error.0.status == 429)
+    }
+
+    /// Whether a new connection is not taken yet.
+    async fn waits(shares: &Shares) -> bool {
+        tokio::time::timeout(Duration::from_millis(20), shares.make_room()).await.is_err()
+    }
+
+    const NEVER: Duration = Duration::from_secs(3_600);
+
+    #[tokio::test]
+    async fn when_the_unauthenticated_share_is_full_the_longest_awaited_connection_makes_room() {
+        // 16 connections: four for the unauthenticated.
+        let shares = Shares::with(Capacity { connections: 16 }, Duration::ZERO, NEVER);
+        let mut places = Vec::new();
+        for number in 0..4 {
+            assert!(!waits(&shares).await, "{number} fits");
+            places.push(Shares::admit(&shares));
+        }
+        // The first is being served, the second has had its answer since, the third is the one that is awaited longest.
+        places[0].0.begin();
+        places[1].0.begin();
+        places[1].0.finish();
+        assert!(!waits(&shares).await);
+        assert_eq!(places.iter().map(is_closed).collect::<Vec<_>>(), [false, false, true, false]);
+        places.push(Shares::admit(&shares));
+        // An answer that is not read, and a body that does not come, are awaited too.
+        places[3].0.begin();
+        places[1].0.begin();
+        places[1].0.await_body();
+        places[3].0.answer();
+        for expected in [4, 1, 3] {
+            assert!(!waits(&shares).await);
+            assert!(is_closed(&places[expected]), "{expected}");
+            let place = Shares::admit(&shares);
+            place.0.begin();
+            places.push(place);
+        }
+        // Now all are being served, and none of them makes room.
+        assert!(waits(&shares).await && !is_closed(&places[0]));
+    }
+
+    #[tokio::test]
+    async fn of_unauthenticated_requests_that_take_the_server_long_the_oldest_makes_room() {
+        let shares = Shares::with(Capacity { connections: 8 }, NEVER, Duration::ZERO);
+        let places = [Shares::admit(&shares), Shares::admit(&shares)];
+        assert!(waits(&shares).await, "they may still send their heads");
+        places.iter().for_each(|place| place.0.begin());
+        assert!(!waits(&shares).await);
+        assert!(is_closed(&places[0]) && !is_closed(&places[1]));
+    }
+
+    #[tokio::test]
+    async fn a_request_that_came_whole_before_its_connection_was_closed_is_served() {
+        let shares = Shares::with(Capacity { connections: 8 }, Duration::ZERO, NEVER);
+        let places = [Shares::admit(&shares), Shares::admit(&shares)];
+        assert!(!waits(&shares).await && is_closed(&places[0]));
+        places[0].0.begin();
+        assert!(!is_closed(&places[0]) && tokio::time::timeout(Duration::from_millis(20), places[0].0.closed()).await.is_err());
+        // It counts again, so the next new connection closes another.
+        assert!(!waits(&shares).await && is_closed(&places[1]));
+        assert!(tokio::time::timeout(NEVER, places[1].0.closed()).await.is_ok());
+        places[1].0.attribute(user(1)).expect("there is room");
+        assert!(!is_closed(&places[1]) && places[1].0.is_authenticated());
+    }
+
+    #[tokio::test]
+    async fn a_new_connection_waits_for_a_place_that_becomes_free() {
+        let shares = Shares::with(Capacity { connections: 4 }, NEVER, NEVER);
+        let first = Shares::admit(&shares);
+        first.0.begin();
+        let waiting = tokio::spawn({
+            let shares = Arc::clone(&shares);
+            async move { shares.make_room().await }
+        });
+        assert!(waits(&shares).await && !waiting.is_finished());
+        first.0.attribute(user(1)).expect("there is room");
+        waiting.await.expect("it got in");
+        assert!(!is_closed(&first));
+    }
+
+    #[tokio::test]
+    async fn a_caller_has_a_share_whose_idle_connections_make_room_and_whose_calls_do_not() {
+        // 32 connections: four for a caller, two for a token.
+        let shares = Shares::new(Capacity { connections: 32 });
+        let busy = entered(&shares, user(1), 3, true);
+        let idle = entered(&shares, user(1), 1, false);
+        let fifth = entered(&shares, user(1), 1, true);
+        assert!(is_closed(&idle[0]) && !busy.iter().chain(&fifth).any(is_closed));
+        assert!(refused(&shares, user(1)));
+        assert!(!refused(&shares, user(2)));
+        // Agents count apart from their user, and one of them has half of their share.
+        let one = entered(&shares, agent(1, 1), 2, true);
+        assert!(refused(&shares, agent(1, 1)) && !refused(&shares, agent(1, 2)));
+        let two = entered(&shares, agent(1, 2), 2, true);
+        assert!(refused(&shares, agent(1, 3)));
+        drop((one, two));
+        assert!(!refused(&shares, agent(1, 1)));
+        drop(busy);
+        assert!(!refused(&shares, user(1)));
+    }
+
+    #[tokio::test]
+    async fn nodes_and_administrators_get_in_when_users_have_taken_all_the_rest() {
+        // 64 connections: 48 for the authenticated, four of them for nodes and administrators, eight for each caller.
+        let shares = Shares::new(Capacity { connections: 64 });
+        let crowd: Vec<_> = (0..44).flat_map(|number| entered(&shares, user(number / 8), 1, true)).collect();
+        assert!(refused(&shares, user(100)));
+        let privileged = [CallerId::Administrator(Uuid::from_u128(1)), CallerId::Node(Uuid::from_u128(2))];
+        let first: Vec<_> = privileged.iter().flat_map(|caller| entered(&shares, *caller, 2, true)).collect();
+        assert!(refused(&shares, privileged[0]), "their places are taken by themselves");
+        assert!(!crowd.iter().chain(&first).any(is_closed));
+        // Whoever has many and uses them not makes room for one who has few.
+        crowd[0].0.finish();
+        assert!(!refused(&shares, user(100)));
+        assert!(is_closed(&crowd[0]));
+        drop(first);
+        assert!(!refused(&shares, CallerId::Orchestrator));
+    }
+
+    #[tokio::test]
+    async fn a_connection_counts_where_its_last_good_token_says() {
+        let shares = Shares::new(Capacity { connections: 32 });
+        let places = entered(&shares, user(1), 4, true);
+        places[0].0.attribute(user(2)).expect("there is room");
+        assert!(!refused(&shares, user(1)));
+        places[1].0.disown();
+        assert!(!places[1].0.is_authenticated() && places[0].0.is_authenticated());
+        assert_eq!(shares.table.lock().unauthenticated.0.len(), 1);
+        drop(places);
+        let table = shares.table.lock();
+        assert!(table.places.is_empty() && table.callers.is_empty() && table.authenticated == 0 && table.ordinary == 0);
+    }
+
+    #[tokio::test]
+    async fn of_many_unauthenticated_bodies_the_longest_awaited_is_given_up() {
+        let shares = Shares::new(Capacity { connections: 4_096 });
+        let places: Vec<_> = (0..=MAX_UNAUTHENTICATED_BODIES).map(|_| Shares::admit(&shares)).collect();
+        for place in &places {
+            place.0.begin();
+            assert!(!is_closed(&places[0]));
+            place.0.await_body();
+        }
+        assert_eq!(places.iter().filter(|place| is_closed(place)).count(), 1);
+        assert!(is_closed(&places[0]));
+    }
+
+    #[tokio::test]
+    async fn an_upgraded_connection_counts_until_it_is_closed() {
+        let shares = Shares::new(Capacity { connections: 8 });
+        let place = entered(&shares, user(1), 1, true).pop().expect("one");
+        place.0.upgrade();
+        place.0.finish();
+        assert!(refused(&shares, user(1)) && !is_closed(&place));
+        drop(place);
+        assert!(!refused(&shares, user(1)));
+    }
+}
