@@ -3,15 +3,23 @@
 //! What must stay true: no secret is kept here, only keyed hashes of it; nothing that is answered holds any part of what was found;
 //! a secret is found wherever it stands, however the bytes come in pieces. This keeps accidents out. Whoever means to carry a secret
 //! in can always write it in a way that nobody looks for.
+//!
+//! Secrets that the system holds and its own tokens are refused everywhere. Tokens of others are known by their shape alone, and
+//! samples of them stand in the tests of many a repository: `channels.rs` says where they are refused, flagged or ignored.
 
+mod channels;
+mod content;
 mod encoded;
 mod held;
+mod places;
 mod shapes;
 
 use std::{fmt, sync::Arc};
 
 use serde_json::Value;
 
+pub use channels::{Channel, ShapeAction, ShapePolicy, ShapeSetting};
+pub use content::ContentScan;
 pub use held::Held;
 use shapes::Shapes;
 
@@ -27,7 +35,7 @@ pub struct Hit {
 pub struct Scanner(Arc<Looked>);
 
 struct Looked {
-    held: Held,
+    held: Arc<Held>,
     shapes: Shapes,
 }
 
@@ -51,7 +59,13 @@ impl Scanner {
     /// Tokens of this system are always looked for; with `shapes` those of well-known others, too.
     #[must_use]
     pub fn new(held: Held, shapes: bool) -> Self {
-        Self(Arc::new(Looked { held, shapes: Shapes::new(shapes) }))
+        Self(Arc::new(Looked { held: Arc::new(held), shapes: Shapes::new(shapes) }))
+    }
+
+    /// Looks for secrets that the system holds and for its own tokens, not for shapes of others.
+    #[must_use]
+    pub fn of_the_system(&self) -> Self {
+        Self(Arc::new(Looked { held: Arc::clone(&self.0.held), shapes: Shapes::new(false) }))
     }
 
     #[must_use]
@@ -66,6 +80,11 @@ impl Scanner {
         self.find_in_value(value, false).map(|(place, hit)| (place.strip_prefix('.').unwrap_or(&place).to_owned(), hit))
     }
 
+    /// Every place in a member of a request's body with the shape of somebody else's token. Names and `_b64` count as in `find_in_json`.
+    pub fn each_shape_in_member(&self, name: &str, value: &Value, found: &mut dyn FnMut(&str, &'static str)) {
+        self.each_shape_in_named(name, value, "", &mut |place, shape| found(place.strip_prefix('.').unwrap_or(place), shape));
+    }
+
     #[must_use]
     pub fn watch(&self) -> Watch {
         Watch { scanner: self.clone(), recent: Vec::new(), is_cut: false }
@@ -76,6 +95,56 @@ impl Scanner {
     fn find_from(&self, bytes: &[u8], from: usize, is_end: bool) -> Option<Hit> {
         let what = self.0.held.find(bytes).or_else(|| self.0.shapes.find(bytes, from, is_end))?;
         Some(Hit { what })
+    }
+
+    fn each_shape(&self, bytes: &[u8], found: &mut dyn FnMut(&'static str)) {
+        self.0.shapes.each(bytes, 0, true, |shape| {
+            if !shape.is_ours {
+                found(shape.what);
+            }
+            true
+        });
+    }
+
+    fn each_shape_in(&self, value: &Value, is_base64: bool, place: &str, found: &mut dyn FnMut(&str, &'static str)) {
+        match value {
+            // No number has the shape of a token.
+            Value::Null | Value::Bool(_) | Value::Number(_) => {}
+            Value::String(text) => {
+                self.each_shape(text.as_bytes(), &mut |shape| found(place, shape));
+                if let Some(decoded) = if is_base64 { encoded::decode(text) } else { None } {
+                    self.each_shape(&decoded, &mut |shape| found(place, shape));
+                }
+            }
+            Value::Array(values) => {
+                for (index, value) in values.iter().enumerate() {
+                    // The place of a long list is made only for what can hold something.
+                    if !matches!(value, Value::String(text) if self.find_shape(text, is_base64).is_none()) {
+                        self.each_shape_in(value, is_base64, &format!("{place}[{index}]"), found);
+                    }
+                }
+            }
+            Value::Object(members) => {
+                for (name, value) in members {
+                    self.each_shape_in_named(name, value, place, found);
+                }
+            }
+        }
+    }
+
+    fn each_shape_in_named(&self, name: &str, value: &Value, place: &str, found: &mut dyn FnMut(&str, &'static str)) {
+        let mut holds_one = false;
+        self.each_shape(name.as_bytes(), &mut |shape| {
+            holds_one = true;
+            found(&format!("{place}.(name)"), shape);
+        });
+        let shown = if holds_one { "(name)".to_owned() } else { name.chars().take(NAME).collect() };
+        self.each_shape_in(value, name.ends_with("_b64"), &format!("{place}.{shown}"), found);
+    }
+
+    fn find_shape(&self, text: &str, is_base64: bool) -> Option<&'static str> {
+        let find = |bytes: &[u8]| self.0.shapes.find(bytes, 0, true);
+        find(text.as_bytes()).or_else(|| if is_base64 { find(&encoded::decode(text)?) } else { None })
     }
 
     fn find_in_value(&self, value: &Value, is_base64: bool) -> Option<(String, Hit)> {

@@ -11,8 +11,10 @@ use super::{BEFORE, encoded};
 const OURS: &str = "cyn_";
 const OURS_LETTERS: usize = 43;
 
-struct Shape {
-    what: &'static str,
+pub(super) struct Shape {
+    pub(super) what: &'static str,
+    /// A token of this system.
+    pub(super) is_ours: bool,
     begins: Vec<u8>,
     then: Then,
 }
@@ -42,6 +44,8 @@ const UPPER: Letters = |byte| byte.is_ascii_uppercase() || byte.is_ascii_digit()
 const BECH32: Letters = |byte| UPPER(byte) && !matches!(byte, b'1' | b'B' | b'I' | b'O');
 const BASE64: Letters = |byte| byte.is_ascii_alphanumeric() || byte == b'+' || byte == b'/';
 
+pub(super) const PRIVATE_KEY: &str = "a private key";
+
 /// Where several begin alike, the longer beginning comes first.
 const WELL_KNOWN: &[(&str, &str, Then)] = &[
     ("a GitHub token", "ghp_", Then::Exactly(ALPHANUMERIC, &[36])),
@@ -69,7 +73,7 @@ const WELL_KNOWN: &[(&str, &str, Then)] = &[
     ("an npm token", "npm_", Then::Exactly(ALPHANUMERIC, &[36])),
     ("a PyPI token", "pypi-AgEI", Then::AtLeast(URL_SAFE, 50)),
     ("a Hugging Face token", "hf_", Then::Exactly(ALPHANUMERIC, &[34])),
-    ("a private key", "-----BEGIN ", Then::PrivateKey),
+    (PRIVATE_KEY, "-----BEGIN ", Then::PrivateKey),
     ("an age secret key", "AGE-SECRET-KEY-1", Then::Exactly(BECH32, &[58])),
 ];
 
@@ -90,13 +94,13 @@ pub(super) struct Shapes {
 impl Shapes {
     /// Our own, and with `well_known` those of others.
     pub(super) fn new(well_known: bool) -> Self {
-        let ours = Shape { what: "a CyNode token", begins: OURS.into(), then: Then::AtLeast(URL_SAFE, OURS_LETTERS) };
+        let ours = Shape { what: "a CyNode token", is_ours: true, begins: OURS.into(), then: Then::AtLeast(URL_SAFE, OURS_LETTERS) };
         let encodings = encoded::encodings(OURS.as_bytes(), &encoded::STANDARD);
         let encoded = encodings.into_iter().enumerate().map(|(shift, begins)| Shape { begins, then: Then::OursEncoded(shift), ..ours });
         let mut shapes: Vec<Shape> = encoded.collect();
         shapes.push(ours);
         if well_known {
-            shapes.extend(WELL_KNOWN.iter().map(|(what, begins, then)| Shape { what, begins: (*begins).into(), then: *then }));
+            shapes.extend(WELL_KNOWN.iter().map(|(what, begins, then)| Shape { what, is_ours: false, begins: (*begins).into(), then: *then }));
         }
         let beginnings = AhoCorasick::builder()
             .match_kind(MatchKind::LeftmostFirst)
@@ -111,16 +115,25 @@ impl Shapes {
         self.longest
     }
 
-    pub(super) fn find(&self, bytes: &[u8], mut from: usize, is_end: bool) -> Option<&'static str> {
+    pub(super) fn find(&self, bytes: &[u8], from: usize, is_end: bool) -> Option<&'static str> {
+        let mut first = None;
+        self.each(bytes, from, is_end, |shape| {
+            first = Some(shape.what);
+            false
+        });
+        first
+    }
+
+    /// Visits the shapes in some bytes from an offset on, until the visitor has seen enough.
+    pub(super) fn each(&self, bytes: &[u8], mut from: usize, is_end: bool, mut goes_on: impl FnMut(&Shape) -> bool) {
         while from < bytes.len() {
-            let found = self.beginnings.find(Input::new(bytes).range(from..))?;
+            let Some(found) = self.beginnings.find(Input::new(bytes).range(from..)) else { return };
             let shape = &self.shapes[found.pattern().as_usize()];
-            if shape.is_at(bytes, found.start(), is_end) {
-                return Some(shape.what);
+            if shape.is_at(bytes, found.start(), is_end) && !goes_on(shape) {
+                return;
             }
             from = found.start() + 1;
         }
-        None
     }
 }
 
