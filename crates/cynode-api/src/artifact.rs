@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::{ArtifactId, TaskId};
+use crate::{ArtifactId, Flags, TaskId};
 
 pub mod artifact_limits {
     pub const MAX_BYTES: u64 = 1 << 30;
@@ -26,4 +26,6 @@ pub struct Artifact {
     pub created_by: String,
     #[serde(with = "time::serde::rfc3339")]
     pub created_at: OffsetDateTime,
+    #[serde(flatten)]
+    pub flags: Flags,
 }

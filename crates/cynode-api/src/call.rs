@@ -287,7 +287,7 @@ mod tests {
             from: from.map(str::to_owned),
             from_b64: None,
         };
-        let of = |file| FileChanges::from(&PatchResult { files: vec![file] }).changes;
+        let of = |file| FileChanges::from(&PatchResult { files: vec![file], ..PatchResult::default() }).changes;
         let text = |text: &str| Some(text.to_owned());
         assert_eq!(of(file(PatchOperation::Modify, None)), [FileChange::new(b"new").before(text("b")).after(text("a"))]);
         assert_eq!(of(file(PatchOperation::Copy, Some("old"))), [FileChange::new(b"new").after(text("a"))]);

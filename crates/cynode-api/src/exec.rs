@@ -17,12 +17,27 @@ pub mod exec_limits {
     /// What the node keeps of one exec's output, and of a whole session's.
     pub const KEPT_PER_EXEC: u64 = 16 * 1024 * 1024;
     pub const KEPT_PER_SESSION: u64 = 256 * 1024 * 1024;
+    /// argv and environment of an exec together, as `execve` counts them: each string with its end and a pointer to it.
+    pub const MAX_ARGUMENT_BYTES: usize = 2 * 1024 * 1024;
+    /// The longest word of argv, and the longest `NAME=value`, with its end.
+    pub const MAX_ARGUMENT_LENGTH: usize = 128 * 1024;
+    /// What a pointer to a string takes.
+    pub const POINTER_BYTES: usize = 8;
+    /// The JSON of an exec: argv and environment at their limit, each byte escaped at its worst, and the rest.
+    pub const MAX_REQUEST_BYTES: usize = 16 * 1024 * 1024;
+    /// What lists and records repeat of a command.
+    pub const MAX_SHOWN_ARGV_BYTES: usize = 512 * 1024;
+    /// The command of a job.
     pub const MAX_ARGV: usize = 4_096;
     pub const MAX_ARGV_BYTES: usize = 512 * 1024;
     pub const MAX_ENV: usize = 512;
     pub const MAX_ENV_BYTES: usize = 256 * 1024;
     /// One `stdin` call, and the `stdin` of a request.
     pub const MAX_STDIN_BYTES: usize = 4 * 1024 * 1024;
+    /// The part `stdin` of a form.
+    pub const MAX_FORM_STDIN_BYTES: u64 = 100 * 1024 * 1024;
+    /// What a session's commands have not read yet of the input that came with them.
+    pub const MAX_INPUT_PER_SESSION: u64 = 1 << 30;
     pub const MAX_WAIT_MS: u64 = 60_000;
     /// How long the pipes are drained after argv's own process has ended.
     pub const DRAIN_MS: u64 = 250;
@@ -59,6 +74,26 @@ pub struct ExecRequest {
     pub max_output_bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exec_id: Option<ExecId>,
+}
+
+/// An exec with its input, as `multipart/form-data`.
+#[derive(Debug, ToSchema)]
+pub struct ExecForm {
+    /// The first part: the same JSON, without `stdin` and `stdin_b64`.
+    pub request: ExecRequest,
+    /// The second part: at most 100 MiB, taken whole before the command starts.
+    #[schema(value_type = String, format = Binary)]
+    pub stdin: Vec<u8>,
+}
+
+/// What stands before and after the input in the form of an exec. The boundary must not occur in the input.
+#[must_use]
+pub fn exec_form(boundary: &str, request: &[u8]) -> (Vec<u8>, Vec<u8>) {
+    let mut head = format!("--{boundary}\r\nContent-Disposition: form-data; name=\"request\"\r\nContent-Type: application/json\r\n\r\n").into_bytes();
+    head.extend_from_slice(request);
+    let stdin = "Content-Disposition: form-data; name=\"stdin\"\r\nContent-Type: application/octet-stream";
+    head.extend_from_slice(format!("\r\n--{boundary}\r\n{stdin}\r\n\r\n").as_bytes());
+    (head, format!("\r\n--{boundary}--\r\n").into_bytes())
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -142,7 +177,11 @@ pub enum ExecState {
 pub struct Exec {
     pub exec_id: ExecId,
     pub state: ExecState,
+    /// At most 512 KiB and 4,096 words of it.
     pub argv: Vec<String>,
+    /// True when argv is longer than what is shown here.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub argv_truncated: bool,
     pub cwd: String,
     pub background: bool,
     #[serde(with = "time::serde::rfc3339")]

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::Base64Bytes;
+use crate::{Base64Bytes, Flags};
 
 /// Bounds and defaults of file calls.
 pub mod file_limits {
@@ -167,6 +167,8 @@ pub struct PatchedFile {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct PatchResult {
     pub files: Vec<PatchedFile>,
+    #[serde(flatten)]
+    pub flags: Flags,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -199,6 +201,8 @@ pub struct FileWritten {
     pub created: bool,
     /// Of what was there before.
     pub sha256_before: Option<String>,
+    #[serde(flatten)]
+    pub flags: Flags,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]

@@ -11,6 +11,7 @@ mod encoding;
 mod event;
 mod exec;
 mod files;
+mod flagged;
 mod identity;
 mod ids;
 mod image;
@@ -34,13 +35,14 @@ pub use call::{
 pub use encoding::{Base64Bytes, encode_streams};
 pub use event::{Event, EventPage, event_limits};
 pub use exec::{
-    Bytes, Chunk, Exec, ExecAccepted, ExecExit, ExecRequest, ExecResult, ExecState, ExecVia, OutputPage, SignalExec, SignalName, SignalScope, SignalSession,
-    StdinWrite, Stream, StreamEvent, StreamHashes, Truncated, exec_limits,
+    Bytes, Chunk, Exec, ExecAccepted, ExecExit, ExecForm, ExecRequest, ExecResult, ExecState, ExecVia, OutputPage, SignalExec, SignalName, SignalScope,
+    SignalSession, StdinWrite, Stream, StreamEvent, StreamHashes, Truncated, exec_form, exec_limits,
 };
 pub use files::{
     ExportFormat, ExportRequest, FileEntry, FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchOperation, PatchReject,
     PatchRequest, PatchResult, PatchedFile, SearchMatch, SearchRequest, SearchResult, file_limits, json_text_bytes,
 };
+pub use flagged::{FlaggedFile, Flags, ImportResult, flagged_limits};
 pub use identity::{DEFAULT_TOKEN_SECONDS, Group, GroupCreate, MAX_TOKEN_SECONDS, TOKEN_PREFIX, Token, TokenCreate, TokenCreated, TokenKind, User, UserCreate};
 pub use ids::{
     ArtifactId, CallId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId, SandboxId, SessionId, TaskId, TokenId, UserId, WorkspaceId,
@@ -58,8 +60,8 @@ pub use session::{
     WorkspaceDisposal, WorkspaceRef, session_limits,
 };
 pub use setting::{
-    ALLOW_PM_IMAGES, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope, QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOXES, Setting, ValueKind,
-    ValuePut,
+    ALLOW_PM_IMAGES, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope, QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOXES, SECRET_SHAPES,
+    Setting, ValueKind, ValuePut,
 };
 pub use work::{Project, ProjectCreate, ProjectPatch, Task, TaskCreate, TaskPatch, TaskStatus, text_limits};
 

@@ -79,7 +79,7 @@ codes! {
     UnsupportedVersion = "unsupported_version", 422, "The body's version is unknown", "Send \"version\": 1.";
     LimitUnenforceable = "limit_unenforceable", 422, "This host can't enforce that limit", "Ask for less; 'cynode doctor' says what this host can do.";
     PolicyInvalid = "policy_invalid", 422, "The policy is not valid", "Correct each flaw that the detail names; the policy that was there still stands.";
-    SecretInInput = "secret_in_input", 422, "The request holds a secret of the system", "Leave the secret out: the detail says where it is, and a sandbox reaches services without holding their secrets.";
+    SecretInInput = "secret_in_input", 422, "The request holds a secret", "Leave the secret out: the detail says where it is, and a sandbox reaches services without holding their secrets.";
     QuotaExceeded = "quota_exceeded", 429, "The quota is used up", "End sessions that are no longer needed.";
     TooManyAttempts = "too_many_attempts", 429, "Too many failed attempts", "Wait a moment, and use a valid token.";
     TooManyRequests = "too_many_requests", 429, "Too many requests at once", "Let calls that are open end, send bodies without pauses and read answers, then try again.";

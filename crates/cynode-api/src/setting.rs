@@ -22,13 +22,15 @@ pub enum ValueKind {
     Objects,
     /// A whole number, not negative.
     Count,
+    /// Checked by whoever uses it.
+    Special,
 }
 
 impl ValueKind {
     /// Says what is wrong with a value, when something is.
     pub fn check(self, value: &Value) -> Result<(), &'static str> {
         match (self, value) {
-            (Self::Boolean, Value::Bool(_)) | (Self::Text, Value::String(_)) => Ok(()),
+            (Self::Special, _) | (Self::Boolean, Value::Bool(_)) | (Self::Text, Value::String(_)) => Ok(()),
             (Self::Objects, Value::Array(items)) if items.iter().all(Value::is_object) => Ok(()),
             (Self::Count, value) if value.as_i64().is_some_and(|number| number >= 0) => Ok(()),
             (Self::Count, _) => Err("must be a whole number that is not negative"),
@@ -47,6 +49,8 @@ pub const QUOTA_SANDBOXES: &str = "quota.sandboxes";
 pub const QUOTA_CPU_SECONDS: &str = "quota.cpu_seconds";
 /// Bytes of artifacts that are kept.
 pub const QUOTA_ARTIFACT_BYTES: &str = "quota.artifact_bytes";
+/// How shapes of credentials are treated in a project: stricter than `orchestrator.secret_shapes`, never laxer.
+pub const SECRET_SHAPES: &str = "secrets.shapes";
 
 /// The keys whose type is known. Others may be used and take any value.
 pub const KEYS: &[Key] = &[
@@ -58,6 +62,7 @@ pub const KEYS: &[Key] = &[
     Key { name: "sandbox_images.allow_public_internet", kind: ValueKind::Boolean, is_setting: false },
     Key { name: "sandbox_images.require_digest_pinning", kind: ValueKind::Boolean, is_setting: false },
     Key { name: "agents.sandbox_agent.additional_context", kind: ValueKind::Text, is_setting: false },
+    Key { name: SECRET_SHAPES, kind: ValueKind::Special, is_setting: false },
     Key { name: QUOTA_SANDBOXES, kind: ValueKind::Count, is_setting: false },
     Key { name: QUOTA_CPU_SECONDS, kind: ValueKind::Count, is_setting: false },
     Key { name: QUOTA_ARTIFACT_BYTES, kind: ValueKind::Count, is_setting: false },

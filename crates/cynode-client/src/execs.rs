@@ -1,11 +1,14 @@
 //! Commands in a session: run them, follow them, feed and signal them.
 
-use std::time::Duration;
+use std::{io, time::Duration};
 
+use bytes::Bytes;
 use cynode_api::{
-    API_VERSION, Exec, ExecAccepted, ExecId, ExecRequest, ExecResult, OutputPage, Page, SessionId, SignalExec, SignalName, SignalScope, StdinWrite,
+    API_VERSION, Exec, ExecAccepted, ExecId, ExecRequest, ExecResult, OutputPage, Page, SessionId, SignalExec, SignalName, SignalScope, StdinWrite, exec_form,
 };
+use futures_util::{Stream, StreamExt as _, stream};
 use http::{Method, header};
+use reqwest::{Body, RequestBuilder};
 use serde::Serialize;
 
 use crate::{
@@ -47,6 +50,36 @@ impl WorkerClient {
     pub async fn exec_stream(&self, session: SessionId, request: &ExecRequest) -> Result<ExecEvents> {
         let request = self.request(Method::POST, &self.session(session, "/exec")).header(header::ACCEPT, EVENT_STREAM).json(request);
         Ok(ExecEvents::new(accept(send(request).await?).await?, 0))
+    }
+
+    /// Runs a command with its input, at most 100 MiB, and waits for its end.
+    pub async fn exec_with_input(
+        &self,
+        session: SessionId,
+        request: &ExecRequest,
+        input: impl Stream<Item = io::Result<Bytes>> + Send + 'static,
+    ) -> Result<ExecResult> {
+        json(send(self.exec_form(session, request, input)).await?).await
+    }
+
+    /// Runs a command with its input, at most 100 MiB, and yields its output as it comes.
+    pub async fn exec_stream_with_input(
+        &self,
+        session: SessionId,
+        request: &ExecRequest,
+        input: impl Stream<Item = io::Result<Bytes>> + Send + 'static,
+    ) -> Result<ExecEvents> {
+        let request = self.exec_form(session, request, input).header(header::ACCEPT, EVENT_STREAM);
+        Ok(ExecEvents::new(accept(send(request).await?).await?, 0))
+    }
+
+    fn exec_form(&self, session: SessionId, request: &ExecRequest, input: impl Stream<Item = io::Result<Bytes>> + Send + 'static) -> RequestBuilder {
+        let boundary = format!("cynode-{}", ExecId::generate());
+        let (head, tail) = exec_form(&boundary, &serde_json::to_vec(request).unwrap_or_default());
+        let ends = |bytes: Vec<u8>| stream::iter([Ok::<_, io::Error>(Bytes::from(bytes))]);
+        self.request(Method::POST, &self.session(session, "/exec"))
+            .header(header::CONTENT_TYPE, format!("multipart/form-data; boundary={boundary}"))
+            .body(Body::wrap_stream(ends(head).chain(input).chain(ends(tail))))
     }
 
     /// The newest page only names running and recent execs.

@@ -4,15 +4,16 @@ use std::{os::unix::ffi::OsStrExt, path::Path};
 
 use bytes::Bytes;
 use cynode_api::{
-    Base64Bytes, ExportRequest, FileType, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchRequest, PatchResult, SearchRequest, SearchResult, SessionId,
+    Base64Bytes, ExportRequest, FileType, ImportResult, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchRequest, PatchResult, SearchRequest,
+    SearchResult, SessionId,
 };
-use http::{HeaderMap, Method, header};
+use http::{HeaderMap, Method, StatusCode, header};
 use reqwest::{Body, Response};
 use serde::Serialize;
 
 use crate::{
     Error, Result, WorkerClient,
-    client::{CALL, accept, send, shown},
+    client::{CALL, accept, json, send, shown},
 };
 
 /// What the headers of a file's answer say.
@@ -146,13 +147,14 @@ impl WorkerClient {
     }
 
     /// Unpacks a tar archive below `path`.
-    pub async fn import(&self, session: SessionId, path: &Path, tar: impl Into<Body>) -> Result<()> {
+    pub async fn import(&self, session: SessionId, path: &Path, tar: impl Into<Body>) -> Result<ImportResult> {
         let request = self
             .request(Method::POST, &self.session(session, "/import"))
             .query(&PathQuery::new(path))
             .header(header::CONTENT_TYPE, "application/x-tar")
             .body(tar);
-        accept(send(request).await?).await.map(drop)
+        let answer = accept(send(request).await?).await?;
+        if answer.status() == StatusCode::NO_CONTENT { Ok(ImportResult::default()) } else { json(answer).await }
     }
 }
 

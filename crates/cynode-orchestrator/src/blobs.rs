@@ -83,6 +83,19 @@ impl Blobs {
         self.store.rename(&staged.at, &place(&staged.sha256)).await.map_err(|error| failed(&error))
     }
 
+    /// The bytes of what was staged.
+    pub(crate) async fn staged(&self, staged: &Staged) -> Result<impl Stream<Item = Result<Bytes, std::io::Error>> + use<>, ApiError> {
+        let found = self.store.get(&staged.at).await.map_err(|error| failed(&error))?;
+        Ok(found.into_stream().map_err(std::io::Error::other))
+    }
+
+    /// Removes what is not to be kept.
+    pub(crate) async fn discard(&self, staged: &Staged) {
+        if let Err(error) = self.store.delete(&staged.at).await {
+            tracing::warn!(%error, "What was refused could not be removed; it is swept later.");
+        }
+    }
+
     async fn write<E: Into<ApiError>>(
         &self,
         staged: &Path,

@@ -140,7 +140,7 @@ pub(crate) async fn staging_memory(caller: CallerId, bytes: u64) -> Result<Reser
 /// Why a body was not read on.
 #[derive(Debug, thiserror::Error)]
 #[error("{}", .0.0.detail)]
-struct Refusal(ApiError);
+pub(crate) struct Refusal(pub(crate) ApiError);
 
 /// The problem of a body that could not be read to its end.
 pub(crate) fn problem(error: &(dyn std::error::Error + 'static)) -> ApiError {

@@ -5,6 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use cynode_policy::ShapeSetting;
 use cynode_service::{ConfigError, config, listen};
 use serde::Deserialize;
 
@@ -49,8 +50,9 @@ pub struct Config {
     pub artifact_days: Option<u32>,
     /// With less free where artifacts are kept, no more are taken, and the orchestrator says that it is not ready.
     pub min_free_bytes: u64,
-    /// Whether what looks like a token of a well-known service is kept out of sandboxes. Tokens of this system always are.
-    pub secret_shapes: bool,
+    /// What happens to content that looks like a token of a well-known service: `true`, `false`, or `refuse`, `flag` or `off` for
+    /// some of `env`, `argv`, `stdin`, `files`, `archives`, `patches` and `seeds`. Secrets of this system are always refused.
+    pub secret_shapes: ShapeSetting,
     /// How long records of the audit trail are kept. Without it, for ever.
     pub audit_days: Option<u32>,
     /// So many checkpoints of the audit trail are replaced by one that says what they say together.
@@ -95,7 +97,7 @@ impl Default for Config {
             output_days: 30,
             artifact_days: None,
             min_free_bytes: 1 << 30,
-            secret_shapes: true,
+            secret_shapes: ShapeSetting::default(),
             audit_days: None,
             audit_checkpoints: 3_600,
             artifact_store: None,

@@ -25,6 +25,7 @@ mod placement;
 mod policies;
 mod reconcile;
 mod sessions;
+mod shapes;
 mod turns;
 
 use std::{path::Path, sync::Arc, time::Duration};
@@ -52,6 +53,7 @@ use crate::{
     keys::Keys,
     policies::Policies,
     reconcile::Lanes,
+    shapes::ShapePolicies,
 };
 
 /// The first user.
@@ -104,8 +106,12 @@ pub(crate) struct Parts {
     pub(crate) blobs: Blobs,
     pub(crate) config: Arc<Config>,
     pub(crate) policies: Policies,
-    /// What must not enter a sandbox.
-    pub(crate) scanner: Arc<Scanner>,
+    /// What must not enter a sandbox: secrets of the system, and shapes of others'.
+    pub(crate) scanner: Scanner,
+    /// Secrets of the system alone.
+    pub(crate) system_scanner: Scanner,
+    /// Where shapes are refused, flagged or ignored.
+    pub(crate) shapes: ShapePolicies,
     pub(crate) audit: Audit,
     pub(crate) abandoned: Abandoned,
     /// Tokens that were not good, and are not recorded yet.
@@ -164,7 +170,8 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let lines = directory.join("audit-checkpoints.jsonl");
     let checkpoints = Checkpoints::open(signing, lines, config.audit_checkpoints).map_err(state("reading the checkpoints of the audit trail"))?;
     let (abandoned, left) = Abandoned::new();
-    let scanner = Arc::new(Scanner::new(held(&keys, &config), config.secret_shapes));
+    let scanner = Scanner::new(held(&keys, &config), true);
+    let shapes = ShapePolicies::open(&db, &config.secret_shapes).await.map_err(start("reading how shapes of secrets are treated"))?;
     let orchestrator = Orchestrator(Arc::new(Parts {
         known: known::Known::default(),
         job_lanes: Lanes::new(128, 16, Arc::clone(&jobs_wait)),
@@ -181,7 +188,9 @@ pub async fn run(config: Config) -> Result<(), Error> {
         news: watch::Sender::new(0),
         policy_news: watch::Sender::new(0),
         policies,
+        system_scanner: scanner.of_the_system(),
         scanner,
+        shapes,
         audit,
         abandoned,
         failures: Failures::default(),

@@ -23,7 +23,9 @@ pub const OLDEST_PROTOCOL: u32 = 1;
 /// Largest frame that an agent may send.
 pub const MAX_AGENT_FRAME: usize = 1024 * 1024;
 /// Largest frame that a worker may send: argv and environment at their limits, escaped as JSON at its worst.
-pub const MAX_WORKER_FRAME: usize = 8 * 1024 * 1024;
+pub const MAX_WORKER_FRAME: usize = 16 * 1024 * 1024;
+/// Largest frame that an agent takes which does not say how much it takes.
+pub const OLDEST_WORKER_FRAME: usize = 8 * 1024 * 1024;
 /// Largest piece of output or file content in one frame.
 pub const MAX_DATA: usize = 64 * 1024;
 /// Output that an agent holds, sent but not acknowledged, before it stops reading the command's pipes.

@@ -20,6 +20,9 @@ pub struct Hello {
     /// The agent's own version, for people.
     pub version: String,
     pub role: Role,
+    /// Largest frame that the agent takes. Agents of before don't say, and take 8 MiB.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_frame: Option<usize>,
 }
 
 /// What the worker asks for, once per connection.
@@ -316,11 +319,8 @@ mod tests {
             reason,
         });
         prop_oneof![
-            (any::<u32>(), any::<String>(), select(&[Role::Watch, Role::Request][..])).prop_map(|(protocol, version, role)| Reply::Hello(Hello {
-                protocol,
-                version,
-                role
-            })),
+            (any::<u32>(), any::<String>(), select(&[Role::Watch, Role::Request][..]), any::<Option<usize>>())
+                .prop_map(|(protocol, version, role, max_frame)| { Reply::Hello(Hello { protocol, version, role, max_frame }) }),
             any::<i32>().prop_map(|pid| Reply::Started { pid }),
             any::<u64>().prop_map(|bytes| Reply::StdinTaken { bytes }),
             select(&[Reply::StdinClosed, Reply::Body, Reply::Unknown][..]),

@@ -68,7 +68,10 @@ impl Link {
 
     async fn connect(&self, role: Role) -> UnixStream {
         let mut hello = Vec::new();
-        encode_message(&Reply::Hello(Hello { protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").to_owned(), role }), &mut hello);
+        encode_message(
+            &Reply::Hello(Hello { protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").to_owned(), role, max_frame: Some(MAX_WORKER_FRAME) }),
+            &mut hello,
+        );
         let mut pause = RETRY_FIRST;
         loop {
             if let Ok(mut stream) = UnixStream::connect(&self.control).await

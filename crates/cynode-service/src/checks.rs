@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use cynode_api::{
     ErrorCode, LimitsRequest,
-    exec_limits::{MAX_ARGV, MAX_ARGV_BYTES},
+    exec_limits::{MAX_ARGUMENT_BYTES, MAX_ARGUMENT_LENGTH, MAX_ARGV, MAX_ARGV_BYTES, POINTER_BYTES},
     session_limits::{MAX_LABEL_BYTES, MAX_LABELS, MAX_LIFETIME_SECONDS, MAX_REASON_BYTES, MIN_DISK_BYTES, MIN_MEMORY_BYTES, MIN_NOFILE, MIN_PIDS},
 };
 
@@ -47,6 +47,43 @@ pub fn check_limits(request: &LimitsRequest) -> Result<(), ApiError> {
     Ok(())
 }
 
+/// argv and environment that `execve` takes. What the sandbox adds to the environment counts too, so that the kernel may still say
+/// that it is too much (`E2BIG`).
+pub fn check_arguments(argv: &[String], env: &BTreeMap<String, String>) -> Result<(), ApiError> {
+    let too_large = |detail: String| Err(ApiError::new(ErrorCode::TooLarge, format!("{detail}; pass it in a file or as standard input")));
+    let longest = MAX_ARGUMENT_LENGTH - 1;
+    if argv.first().is_none_or(String::is_empty) {
+        return Err(ApiError::invalid("argv: must hold the command's name first"));
+    }
+    let mut total = 0_usize;
+    for (index, argument) in argv.iter().enumerate() {
+        if argument.contains('\0') {
+            return Err(ApiError::invalid(format!("argv[{index}]: holds a NUL character")));
+        }
+        if argument.len() > longest {
+            return too_large(format!("argv[{index}]: {} bytes, and a process takes at most {longest} in one word", argument.len()));
+        }
+        total = total.saturating_add(argument.len() + 1 + POINTER_BYTES);
+    }
+    check_env(env, usize::MAX, usize::MAX)?;
+    for (name, value) in env {
+        let length = name.len() + 1 + value.len();
+        if length > longest {
+            return too_large(format!("env.{}: {length} bytes, and a process takes at most {longest} in one variable", shown(name)));
+        }
+        total = total.saturating_add(length + 1 + POINTER_BYTES);
+    }
+    if total > MAX_ARGUMENT_BYTES {
+        return too_large(format!("argv and env: {total} bytes with an end and a pointer for each word, and a process takes at most {MAX_ARGUMENT_BYTES}"));
+    }
+    Ok(())
+}
+
+/// A name as a message repeats it.
+fn shown(name: &str) -> String {
+    name.chars().take(64).collect()
+}
+
 /// A command that can be passed to a process; `field` is its name in the request.
 pub fn check_argv(field: &str, argv: &[String]) -> Result<(), ApiError> {
     if argv.first().is_none_or(String::is_empty) {
@@ -71,13 +108,13 @@ pub fn check_env(env: &BTreeMap<String, String>, max_count: usize, max_bytes: us
     }
     for (name, value) in env {
         if name.is_empty() || name.contains(['=', '\0']) {
-            return Err(ApiError::invalid(format!("env: {name:?} is not a name that a variable can have")));
+            return Err(ApiError::invalid(format!("env: {:?} is not a name that a variable can have", shown(name))));
         }
         if value.contains('\0') {
-            return Err(ApiError::invalid(format!("env.{name}: the value holds a NUL character")));
+            return Err(ApiError::invalid(format!("env.{}: the value holds a NUL character", shown(name))));
         }
         if name.starts_with("CYNODE_") {
-            return Err(ApiError::invalid(format!("env.{name}: names that begin with CYNODE_ are set by the system")));
+            return Err(ApiError::invalid(format!("env.{}: names that begin with CYNODE_ are set by the system", shown(name))));
         }
     }
     Ok(())
@@ -92,5 +129,60 @@ pub fn check_labels(labels: &BTreeMap<String, String>) -> Result<(), ApiError> {
     }) {
         Some((name, _)) => Err(ApiError::invalid(format!("labels: {name:?} is not a label (names without '=', at most {MAX_LABEL_BYTES} bytes each)"))),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(argv: &[String], env: &[(&str, String)]) -> Result<(), (String, String)> {
+        let env = env.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+        check_arguments(argv, &env).map_err(|error| (error.0.code, error.0.detail))
+    }
+
+    #[test]
+    fn a_word_and_a_variable_are_as_long_as_a_process_takes() {
+        let longest = MAX_ARGUMENT_LENGTH - 1;
+        assert_eq!(check(&["a".to_owned(), "x".repeat(longest)], &[("A", "x".repeat(longest - 2))]), Ok(()));
+        let said = |result: Result<(), (String, String)>, place: &str| {
+            assert!(matches!(&result, Err((code, detail)) if code == "too_large" && detail.starts_with(place)), "{result:?}");
+        };
+        said(check(&["a".to_owned(), "x".repeat(longest + 1)], &[]), "argv[1]: ");
+        said(check(&["a".to_owned()], &[("A", "x".repeat(longest - 1))]), "env.A: ");
+    }
+
+    #[test]
+    fn argv_and_environment_together_are_counted_as_the_kernel_counts() {
+        // One byte, its end and a pointer: as many words as fit exactly, and one more byte.
+        let each = 1 + 1 + POINTER_BYTES;
+        let mut argv = vec!["x".to_owned(); MAX_ARGUMENT_BYTES / each];
+        argv[0] = "x".repeat(1 + MAX_ARGUMENT_BYTES % each);
+        assert!(argv.len() > 4_096);
+        assert_eq!(check(&argv, &[]), Ok(()));
+        argv[1].push('x');
+        assert!(check(&argv, &[]).is_err_and(|(code, detail)| code == "too_large" && detail.contains(&(MAX_ARGUMENT_BYTES + 1).to_string())));
+        argv.pop();
+        assert_eq!(check(&argv, &[]), Ok(()));
+        assert!(check(&argv, &[("A", String::new())]).is_err(), "the environment counts");
+    }
+
+    #[test]
+    fn what_no_process_takes_is_named() {
+        for (argv, env, said) in [
+            (vec![], vec![], "argv: "),
+            (vec![""], vec![], "argv: "),
+            (vec!["a", "b\0"], vec![], "argv[1]: "),
+            (vec!["a"], vec![("", "")], "env: "),
+            (vec!["a"], vec![("A=", "")], "env: "),
+            (vec!["a"], vec![("A", "\0")], "env.A: "),
+            (vec!["a"], vec![("CYNODE_X", "")], "env.CYNODE_X: "),
+        ] {
+            let argv: Vec<String> = argv.into_iter().map(str::to_owned).collect();
+            let env: Vec<(&str, String)> = env.into_iter().map(|(name, value)| (name, value.to_owned())).collect();
+            assert!(check(&argv, &env).is_err_and(|(code, detail)| code == "invalid_request" && detail.starts_with(said)), "{said}");
+        }
+        let long = "=".repeat(10_000);
+        assert!(check(&["a".to_owned()], &[(&long, String::new())]).is_err_and(|(_, detail)| detail.len() < 200));
     }
 }

@@ -139,7 +139,7 @@ impl<S: Send + Sync> FromRequest<S> for JsonBytes {
     }
 }
 
-/// A route whose JSON bodies are shorter than others'.
+/// The limit of a route whose JSON bodies are shorter or longer than others'.
 #[derive(Clone, Copy, Debug)]
 pub struct BodyLimit(pub usize);
 

@@ -18,6 +18,7 @@ pub mod files;
 pub mod json;
 pub mod linger;
 pub mod listen;
+pub mod multipart;
 mod pace;
 pub mod pages;
 pub mod private;

@@ -14,7 +14,7 @@ use serde::Deserialize;
 use utoipa::IntoParams;
 
 use super::{Id, Path, after, limit};
-use crate::{Orchestrator, budget, caller::Person, db::NewArtifact};
+use crate::{Orchestrator, budget, caller::Person, db::NewArtifact, gate::SeedScan};
 
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -90,7 +90,14 @@ pub(super) async fn put(
     let _memory = budget::staging_memory(caller.id(), orchestrator.blobs.buffered()).await?;
     let bytes = budget::staged(caller.id(), body).into_data_stream().map_err(|error| budget::problem(&error));
     let staged = orchestrator.blobs.stage(bytes, artifact_limits::MAX_BYTES, expected.as_deref()).await?;
-    let new = NewArtifact { task_id, path: &path, staged: &staged, media_type: &media_type, created_by: &caller.user_name };
+    let flags = match orchestrator.judge_seed(parts.extensions.get::<SeedScan>(), &path, &staged).await {
+        Ok(flags) => flags,
+        Err(error) => {
+            orchestrator.blobs.discard(&staged).await;
+            return Err(error);
+        }
+    };
+    let new = NewArtifact { task_id, path: &path, staged: &staged, media_type: &media_type, created_by: &caller.user_name, flags: &flags };
     Ok((StatusCode::CREATED, Json(orchestrator.db.insert_artifact(&new, &orchestrator.blobs).await?)))
 }
 

@@ -9,9 +9,9 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{
-    Artifact, ErrorCode, Exec, ExecId, ExecRequest, ExecResult, ExportFormat, ExportRequest, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest,
-    OutputPage, Page, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, Session, SessionEnd, SessionId, SessionPatch, SessionState, SignalExec,
-    SignalSession, StdinWrite, TaskId, UserSessionCreate, artifact_limits,
+    Artifact, ErrorCode, Exec, ExecForm, ExecId, ExecRequest, ExecResult, ExportFormat, ExportRequest, FileWritten, Flags, ImportResult, ListRequest,
+    ListResult, MkdirRequest, MoveRequest, OutputPage, Page, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, Session, SessionEnd, SessionId,
+    SessionPatch, SessionState, SignalExec, SignalSession, StdinWrite, TaskId, UserSessionCreate, artifact_limits,
 };
 use cynode_service::{ApiError, QueryParams, checks::check_reason};
 use futures_util::TryStreamExt as _;
@@ -204,8 +204,9 @@ macro_rules! passed_on {
 passed_on! {
     /// Signal everything in the sandbox but process 1.
     signal: post, "/v1/sessions/{id}/signal", [], [request_body = SignalSession,], [(status = 204)];
-    /// Run a command. With `Accept: text/event-stream` its output as it comes.
-    exec: post, "/v1/sessions/{id}/exec", [], [request_body = ExecRequest,],
+    /// Run a command. With `Accept: text/event-stream` its output as it comes. As `multipart/form-data` it takes a part `request` and
+    /// then a part `stdin`, which is taken whole before the command starts.
+    exec: post, "/v1/sessions/{id}/exec", [], [request_body(content((ExecRequest = "application/json"), (ExecForm = "multipart/form-data"))),],
         [(status = 200, content((ExecResult = "application/json"), (String = "text/event-stream"))), (status = 202, body = cynode_api::ExecAccepted)];
     /// List a session's commands.
     execs: get, "/v1/sessions/{id}/execs", [("limit" = Option<u32>, Query), ("cursor" = Option<String>, Query)], [], [(status = 200, body = Page<Exec>)];
@@ -241,7 +242,8 @@ passed_on! {
     mkdir: post, "/v1/sessions/{id}/files:mkdir", [], [request_body = MkdirRequest,], [(status = 204)];
     /// Unpack a tar archive into the sandbox.
     import: post, "/v1/sessions/{id}/import", [("path" = Option<String>, Query), ("path_b64" = Option<String>, Query), ("recursive" = Option<bool>, Query)],
-        [request_body(content = Vec<u8>, content_type = "application/x-tar"),], [(status = 204)];
+        [request_body(content = Vec<u8>, content_type = "application/x-tar"),],
+        [(status = 204), (status = 200, body = ImportResult, description = "Some of it looks like credentials")];
     /// Open a terminal (WebSocket), where the session allows it.
     pty: get, "/v1/sessions/{id}/pty", [("cols" = Option<u16>, Query), ("rows" = Option<u16>, Query), ("argv" = Option<Vec<String>>, Query)], [], [(status = 101)];
 }
@@ -276,7 +278,7 @@ pub(super) async fn export(
     let staged = orchestrator.blobs.stage(bytes, artifact_limits::MAX_BYTES, None).await?;
     let task_id = orchestrator.db.session(&caller.scope, id).await?.task_id;
     let path = format!("exports/{id}.{extension}");
-    let new = NewArtifact { task_id, path: &path, staged: &staged, media_type, created_by: &caller.user_name };
+    let new = NewArtifact { task_id, path: &path, staged: &staged, media_type, created_by: &caller.user_name, flags: &Flags::default() };
     let artifact = orchestrator.db.insert_artifact(&new, &orchestrator.blobs).await?;
     Ok((StatusCode::CREATED, Json(artifact)).into_response())
 }

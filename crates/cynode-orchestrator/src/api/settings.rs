@@ -1,7 +1,8 @@
 //! System settings and preferences.
 
 use axum::{Json, extract::State};
-use cynode_api::{ErrorCode, KEYS, Page, Preference, PreferenceScope, Problem, ProjectId, Setting, TaskId, ValuePut, text_limits};
+use cynode_api::{ErrorCode, KEYS, Page, Preference, PreferenceScope, Problem, ProjectId, SECRET_SHAPES, Setting, TaskId, ValuePut, text_limits};
+use cynode_policy::ShapeSetting;
 use cynode_service::{ApiError, QueryParams};
 use serde::Deserialize;
 use utoipa::IntoParams;
@@ -32,6 +33,14 @@ fn check_key(key: &str, put: &ValuePut, is_setting: bool) -> Result<(), ApiError
         Some(known) => known.kind.check(&put.value).map_err(|why| ApiError::invalid(format!("value: {why}"))),
         None => Ok(()),
     }
+}
+
+/// How shapes of credentials are treated is the system's setting, and a project's to tighten.
+fn check_shapes(scope: PreferenceScope, value: &serde_json::Value) -> Result<(), ApiError> {
+    if scope != PreferenceScope::Project {
+        return Err(ApiError::invalid(format!("key: {SECRET_SHAPES} is a preference of projects; for the whole system there is orchestrator.secret_shapes")));
+    }
+    serde_json::from_value::<ShapeSetting>(value.clone()).map(drop).map_err(|error| ApiError::invalid(format!("value: {error}")))
 }
 
 /// List the system's settings.
@@ -132,7 +141,14 @@ pub(super) async fn put_preference(
 ) -> Result<Json<Preference>, ApiError> {
     let (scope, id) = check_scope(&orchestrator, &caller, &scope, &id).await?;
     check_key(&key, &put, false)?;
-    orchestrator.db.put_preference(scope, id, &key, &put.value, put.if_revision, &caller.user_name).await.map(Json)
+    if key == SECRET_SHAPES {
+        check_shapes(scope, &put.value)?;
+    }
+    let preference = orchestrator.db.put_preference(scope, id, &key, &put.value, put.if_revision, &caller.user_name).await?;
+    if key == SECRET_SHAPES {
+        orchestrator.shapes.refresh(&orchestrator.db).await?;
+    }
+    Ok(Json(preference))
 }
 
 #[derive(Debug, Deserialize, IntoParams)]

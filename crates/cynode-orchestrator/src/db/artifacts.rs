@@ -1,6 +1,6 @@
 //! The list of artifacts; their bytes are in the blob store.
 
-use cynode_api::{Artifact, ArtifactId, ErrorCode, NodeId, Page, TaskId, UserId, WorkspaceRef};
+use cynode_api::{Artifact, ArtifactId, ErrorCode, Flags, NodeId, Page, TaskId, UserId, WorkspaceRef};
 use cynode_service::ApiError;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use uuid::Uuid;
@@ -29,6 +29,7 @@ fn artifact(row: &PgRow) -> Result<Artifact, sqlx::Error> {
         media_type: row.try_get("media_type")?,
         created_by: row.try_get("created_by")?,
         created_at: row.try_get("created_at")?,
+        flags: row.try_get::<Option<sqlx::types::Json<Flags>>, _>("flagged")?.map(|flags| flags.0).unwrap_or_default(),
     })
 }
 
@@ -40,6 +41,7 @@ pub(crate) struct NewArtifact<'a> {
     pub(crate) staged: &'a Staged,
     pub(crate) media_type: &'a str,
     pub(crate) created_by: &'a str,
+    pub(crate) flags: &'a Flags,
 }
 
 impl Db {
@@ -50,8 +52,8 @@ impl Db {
         // One at a time for each task: the number is the last one's successor.
         sqlx::query("select from tasks where id = $1 for update").bind(new.task_id.as_uuid()).execute(&mut *transaction).await.map_err(problem)?;
         let row = sqlx::query(
-            "insert into artifacts (id, task_id, path, version, sha256, size, media_type, created_by)
-             select $1, $2, $3, coalesce(max(version), 0) + 1, $4, $5, $6, $7 from artifacts where task_id = $2 and path = $3 returning *",
+            "insert into artifacts (id, task_id, path, version, sha256, size, media_type, created_by, flagged)
+             select $1, $2, $3, coalesce(max(version), 0) + 1, $4, $5, $6, $7, $8 from artifacts where task_id = $2 and path = $3 returning *",
         )
         .bind(Uuid::now_v7())
         .bind(new.task_id.as_uuid())
@@ -60,6 +62,7 @@ impl Db {
         .bind(i64::try_from(new.staged.size).unwrap_or(i64::MAX))
         .bind(new.media_type)
         .bind(new.created_by)
+        .bind((!new.flags.is_empty()).then(|| sqlx::types::Json(new.flags)))
         .fetch_one(&mut *transaction)
         .await
         .map_err(problem)?;

@@ -1,6 +1,6 @@
 //! System settings and preferences.
 
-use cynode_api::{ErrorCode, Page, Preference, PreferenceScope, ProjectId, Setting, TaskId, UserId};
+use cynode_api::{ErrorCode, Page, Preference, PreferenceScope, ProjectId, SECRET_SHAPES, Setting, TaskId, UserId};
 use cynode_service::ApiError;
 use serde_json::Value;
 use sqlx::{Row as _, postgres::PgRow};
@@ -144,6 +144,16 @@ impl Db {
         .await
         .map_err(problem)?;
         row.as_ref().map(preference).transpose().map_err(problem)?.ok_or_else(|| changed_meanwhile(key))
+    }
+
+    /// What each project says about shapes of credentials.
+    pub(crate) async fn shape_settings(&self) -> Result<Vec<(ProjectId, Value)>, ApiError> {
+        let rows = sqlx::query_as::<_, (Uuid, Value)>("select scope_id, value from preferences where scope = 'project' and key = $1")
+            .bind(SECRET_SHAPES)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+        Ok(rows.into_iter().map(|(project, value)| (ProjectId::from_uuid(project), value)).collect())
     }
 
     /// Whether any scope that counts for somebody has a key set to true.

@@ -118,6 +118,12 @@ pub(crate) async fn read(response: Response) -> (Response, Said) {
     }
     let problem = response.extensions().get::<ApiError>().map(|error| &error.0);
     let mut code = problem.map(|problem| problem.code.clone());
+    // A secret that was found only while the call was carried out: the record says where it was, as it does of others.
+    if let Some(problem) = problem.filter(|problem| problem.is(ErrorCode::SecretInInput)) {
+        for name in ["field", "path", "what"] {
+            detail.extend(problem.extensions.get(name).map(|value| (name.to_owned(), value.clone())));
+        }
+    }
     let rules = problem.and_then(|problem| problem.extensions.get("rules")).and_then(|rules| serde_json::from_value(rules.clone()).ok()).unwrap_or_default();
     let kind = response.headers().get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default().to_owned();
     // What somebody stored says of itself what it is; only a refusal is a problem, and only an answer of ours is read.
@@ -169,6 +175,8 @@ fn told(members: &Map<String, Value>, detail: &mut Map<String, Value>) {
         "kind",
         "expires_at",
         "exit_code",
+        "flagged",
+        "flagged_total",
     ] {
         if let Some(value) = members.get(name).filter(|value| !value.is_null()) {
             detail.entry(name).or_insert_with(|| value.clone());

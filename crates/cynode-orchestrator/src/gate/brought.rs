@@ -7,19 +7,25 @@ use std::{
 
 use axum::body::{Body, HttpBody as _};
 use bytes::{Bytes, BytesMut};
-use cynode_api::{ErrorCode, artifact_limits, file_limits};
+use cynode_api::{ErrorCode, Flags, artifact_limits, exec_form, exec_limits, file_limits};
 use cynode_archive::{Archive, Kind, Reader};
-use cynode_policy::{Hit, Scanner, Watch};
+use cynode_policy::{Action, Channel, Hit, ShapePolicy};
 use cynode_service::{
     ApiError, compute, edge,
     json::{self, Room},
+    multipart::{self, ExecForm},
 };
 use futures_util::{StreamExt as _, stream};
+use http::{HeaderMap, HeaderValue};
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 use tokio_util::io::ReaderStream;
 
-use super::rules::Takes;
+use super::{
+    leaks::{self, ArchiveScan, Leak},
+    rules::{Rule, Takes},
+    seeds::{EntryError, SeedScan, watched},
+};
 use crate::{
     Orchestrator,
     blobs::hex,
@@ -49,9 +55,9 @@ pub(crate) enum Incoming {
 }
 
 impl Incoming {
-    async fn json(self, orchestrator: &Orchestrator, caller: &Caller) -> Result<(Bytes, Room), ApiError> {
+    async fn json(self, orchestrator: &Orchestrator, caller: &Caller, limit: usize) -> Result<(Bytes, Room), ApiError> {
         match self {
-            Self::Coming(body) => json_body(orchestrator, caller, body).await,
+            Self::Coming(body) => json_body_up_to(orchestrator, caller, body, limit).await,
             Self::Here(taken) => {
                 let bytes = taken?;
                 let nodes = json::count(&bytes)?;
@@ -74,9 +80,49 @@ pub(crate) enum Brought {
     Nothing(Body),
     /// What it says, if it can be read; who takes the call reads it again, strictly.
     Json(Bytes, Value, Room),
+    /// A command and its input, which is taken when the command may run.
+    Form(Form),
     Held(Held),
     /// Looked through on its way.
-    Passing(Body, Found),
+    Passing(Body, Found, SeedScan),
+}
+
+/// What is known of a call before its body is taken.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Intake<'a> {
+    pub(crate) caller: &'a Caller,
+    pub(crate) rule: &'a Rule,
+    pub(crate) shapes: ShapePolicy,
+    /// Where a file, an archive or an artifact is to be.
+    pub(crate) path: &'a str,
+    pub(crate) headers: &'a HeaderMap,
+}
+
+/// A command that comes as a form.
+#[derive(Debug)]
+pub(crate) struct Form {
+    request: Bytes,
+    value: Value,
+    _room: Room,
+    /// The input, as long as it has not been taken.
+    coming: Option<ExecForm>,
+    stdin: Option<Held>,
+}
+
+/// What goes on behind the gate.
+#[derive(Debug)]
+pub(crate) struct Passage {
+    pub(crate) body: Body,
+    pub(crate) found: Found,
+    pub(crate) scan: Option<SeedScan>,
+    /// Where it is another than the caller's.
+    pub(crate) content_type: Option<HeaderValue>,
+}
+
+impl From<Body> for Passage {
+    fn from(body: Body) -> Self {
+        Self { body, found: Found::default(), scan: None, content_type: None }
+    }
 }
 
 /// What was found in a body on its way.
@@ -86,6 +132,10 @@ pub(crate) struct Found(Arc<OnceLock<&'static str>>);
 impl Found {
     pub(crate) fn what(&self) -> Option<&'static str> {
         self.0.get().copied()
+    }
+
+    pub(crate) fn set(&self, what: &'static str) {
+        self.0.get_or_init(|| what);
     }
 }
 
@@ -98,7 +148,9 @@ pub(crate) struct Held {
     spooled: Option<Reservation>,
     pub(crate) size: u64,
     pub(crate) sha256: String,
-    pub(crate) hit: Option<Hit>,
+    /// What must not enter.
+    leak: Option<Leak>,
+    flags: Flags,
     /// Paths of an archive's entries, and what is told of them.
     pub(crate) entries: Vec<String>,
     /// Paths that hard links of an archive lead to.
@@ -107,26 +159,50 @@ pub(crate) struct Held {
 }
 
 impl Brought {
-    pub(crate) async fn take(orchestrator: &Orchestrator, caller: &Caller, takes: Takes, enters: bool, incoming: Incoming) -> Result<Self, ApiError> {
-        match takes {
-            Takes::Json => {
-                let (bytes, room) = incoming.json(orchestrator, caller).await?;
+    pub(crate) async fn take(orchestrator: &Orchestrator, intake: Intake<'_>, incoming: Incoming) -> Result<Self, ApiError> {
+        let Intake { caller, rule, shapes, path, headers } = intake;
+        if rule.takes == Takes::Exec
+            && let Some(boundary) = multipart::boundary(headers)?
+        {
+            let (request, form) = ExecForm::open(incoming.into_body()?, &boundary).await?;
+            let nodes = json::count(&request)?;
+            let room = json::room(request.len(), nodes).await;
+            let value = compute::apart(request.len(), || edge::parse(&request).unwrap_or_default()).await;
+            return Ok(Self::Form(Form { request, value, _room: room, coming: Some(form), stdin: None }));
+        }
+        match rule.takes {
+            Takes::Json | Takes::Exec => {
+                let limit = if rule.takes == Takes::Exec { exec_limits::MAX_REQUEST_BYTES } else { edge::MAX_BODY };
+                let (bytes, room) = incoming.json(orchestrator, caller, limit).await?;
                 let value = compute::apart(bytes.len(), || edge::parse(&bytes).unwrap_or_default()).await;
                 Ok(Self::Json(bytes, value, room))
             }
             Takes::File => {
-                let mut watch = orchestrator.scanner.watch();
-                hold(orchestrator, caller, incoming.into_body()?, file_limits::MAX_PUT_BYTES, |piece| Ok(watch.feed(piece))).await.map(Self::Held)
+                let mut content = orchestrator.scanner.content(path, shapes.action(Channel::Files));
+                let mut watch = orchestrator.system_scanner.watch();
+                let look = |piece: &[u8]| {
+                    content.feed(piece);
+                    Ok(watch.feed(piece))
+                };
+                let mut held = hold(orchestrator, caller, incoming.into_body()?, file_limits::MAX_PUT_BYTES, look).await?;
+                if held.leak.is_none() {
+                    held.leak = leaks::judge("body", path, content, &mut held.flags).err();
+                }
+                Ok(Self::Held(held))
             }
             Takes::Archive => {
-                let mut watch = orchestrator.scanner.watch();
+                let mut watch = orchestrator.system_scanner.watch();
                 let held = hold(orchestrator, caller, incoming.into_body()?, artifact_limits::MAX_BYTES, |piece| Ok(watch.feed(piece))).await?;
-                let read = tokio::task::spawn_blocking(move || held.with_entries()).await;
+                let action = shapes.action(Channel::Archives);
+                let scan = ArchiveScan { scanner: orchestrator.scanner.clone(), action, base: path.to_owned(), flags: Flags::default() };
+                let read = tokio::task::spawn_blocking(move || held.with_entries(scan)).await;
                 read.unwrap_or_else(|_| Err(ApiError::new(ErrorCode::Internal, "reading the archive was interrupted"))).map(Self::Held)
             }
-            Takes::Stream if enters => {
-                let found = Found::default();
-                Ok(Self::Passing(watched(orchestrator.scanner.watch(), incoming.into_body()?, found.clone()), found))
+            Takes::Stream if rule.enters => {
+                let (found, action) = (Found::default(), shapes.action(Channel::Seeds));
+                let scan = SeedScan::new(orchestrator.scanner.content(path, action), action);
+                let body = watched(orchestrator.system_scanner.watch(), incoming.into_body()?, found.clone(), scan.clone());
+                Ok(Self::Passing(body, found, scan))
             }
             Takes::Stream => incoming.into_body().map(Self::Nothing),
             // Whoever sends something with a call that takes nothing does not make it wait for that.
@@ -136,7 +212,7 @@ impl Brought {
 
     pub(crate) fn json(&self) -> &Value {
         match self {
-            Self::Json(_, value, _) => value,
+            Self::Json(_, value, _) | Self::Form(Form { value, .. }) => value,
             _ => &Value::Null,
         }
     }
@@ -144,7 +220,7 @@ impl Brought {
     /// How much of it there is to work on.
     pub(crate) fn size(&self) -> usize {
         match self {
-            Self::Json(bytes, ..) => bytes.len(),
+            Self::Json(bytes, ..) | Self::Form(Form { request: bytes, .. }) => bytes.len(),
             Self::Held(_) => self.archive_paths().map(str::len).sum(),
             Self::Nothing(_) | Self::Passing(..) => 0,
         }
@@ -161,7 +237,7 @@ impl Brought {
 
     /// Gives what is to be made its id, so that it can be found by it whatever happens. Says the id.
     pub(crate) fn identify(&mut self, name: &str, new: impl FnOnce() -> String) -> Option<String> {
-        let Self::Json(bytes, value, _) = self else { return None };
+        let (Self::Json(bytes, value, _) | Self::Form(Form { request: bytes, value, .. })) = self else { return None };
         let members = value.as_object_mut()?;
         if let Some(id) = members.get(name).filter(|id| !id.is_null()) {
             return id.as_str().map(str::to_owned);
@@ -172,12 +248,16 @@ impl Brought {
         Some(id)
     }
 
-    /// Where a secret is, and what kind.
-    pub(crate) fn secret(&self, scanner: &Scanner) -> Option<(String, &'static str)> {
+    /// What must not enter, or what of it is flagged. What passes is judged later.
+    pub(crate) fn judge(&self, orchestrator: &Orchestrator, action: Action, shapes: &ShapePolicy) -> Result<Flags, Leak> {
         match self {
-            Self::Json(_, value, _) => scanner.find_in_json(value).map(|(field, hit)| (field, hit.what)),
-            Self::Held(held) => held.hit.as_ref().map(|hit| ("body".to_owned(), hit.what)),
-            Self::Nothing(_) | Self::Passing(..) => None,
+            Self::Json(_, value, _) | Self::Form(Form { value, .. }) => {
+                let secret = orchestrator.system_scanner.find_in_json(value);
+                secret.map_or(Ok(()), |(field, hit)| Err(Leak::of_system(&field, hit.what)))?;
+                leaks::in_json(&orchestrator.scanner, shapes, action, value)
+            }
+            Self::Held(held) => held.leak.clone().map_or_else(|| Ok(held.flags.clone()), Err),
+            Self::Nothing(_) | Self::Passing(..) => Ok(Flags::default()),
         }
     }
 
@@ -191,18 +271,46 @@ impl Brought {
         }
     }
 
-    pub(crate) fn into_body(self) -> (Body, Found) {
+    /// Takes the input of a command that may run: all of it, before it starts.
+    pub(crate) async fn take_input(&mut self, orchestrator: &Orchestrator, caller: &Caller, shapes: &ShapePolicy) -> Result<Option<Input>, ApiError> {
+        let Self::Form(form) = self else { return Ok(None) };
+        let Some(coming) = form.coming.take() else { return Ok(None) };
+        let mut content = orchestrator.scanner.content("", shapes.action(Channel::Stdin));
+        let pieces = stream::try_unfold(coming, async |mut coming| {
+            let piece = coming.next_piece().await.map_err(budget::Refusal)?;
+            Ok::<_, budget::Refusal>(piece.map(|piece| (piece, coming)))
+        });
+        let mut watch = orchestrator.system_scanner.watch();
+        let look = |piece: &[u8]| {
+            content.feed(piece);
+            Ok(watch.feed(piece))
+        };
+        let held = hold(orchestrator, caller, Body::from_stream(pieces), exec_limits::MAX_FORM_STDIN_BYTES, look).await?;
+        let mut flags = Flags::default();
+        let system = held.leak.clone().map(|leak| Leak { field: "stdin".to_owned(), ..leak });
+        let judged = system.map_or(Ok(()), Err).and_then(|()| leaks::judge("stdin", "stdin", content, &mut flags));
+        let input = Input { record: json!({"size": held.size, "sha256": held.sha256}), judged: judged.map(|()| flags) };
+        form.stdin = Some(held);
+        Ok(Some(input))
+    }
+
+    pub(crate) fn into_passage(self) -> Passage {
         match self {
-            Self::Nothing(body) => (body, Found::default()),
-            Self::Json(bytes, _, room) => (json::body(bytes, room), Found::default()),
-            Self::Held(held) => (held.into_body(), Found::default()),
-            Self::Passing(body, found) => (body, found),
+            Self::Nothing(body) => body.into(),
+            Self::Json(bytes, _, room) => json::body(bytes, room).into(),
+            Self::Form(form) => form.into_passage(),
+            Self::Held(held) => held.into_body().into(),
+            Self::Passing(body, found, scan) => Passage { body, found, scan: Some(scan), content_type: None },
         }
     }
 }
 
 /// A JSON body, whole. A long one waits in a file until there is room for what it becomes.
 pub(crate) async fn json_body(orchestrator: &Orchestrator, caller: &Caller, body: Body) -> Result<(Bytes, Room), ApiError> {
+    json_body_up_to(orchestrator, caller, body, edge::MAX_BODY).await
+}
+
+async fn json_body_up_to(orchestrator: &Orchestrator, caller: &Caller, body: Body, limit: usize) -> Result<(Bytes, Room), ApiError> {
     if body.size_hint().upper().is_some_and(|size| size <= IN_MEMORY as u64) {
         let bytes = json_bytes(body).await?;
         let nodes = json::count(&bytes)?;
@@ -210,7 +318,7 @@ pub(crate) async fn json_body(orchestrator: &Orchestrator, caller: &Caller, body
         return Ok((bytes, room));
     }
     let mut scan = json::Scan::default();
-    let mut held = hold(orchestrator, caller, body, edge::MAX_BODY as u64, |piece| scan.feed(piece).map(|()| None)).await?;
+    let mut held = hold(orchestrator, caller, body, limit as u64, |piece| scan.feed(piece).map(|()| None)).await?;
     let size = usize::try_from(held.size).unwrap_or(usize::MAX);
     let room = json::room(size, scan.nodes()).await;
     let read = move || {
@@ -233,6 +341,26 @@ pub(crate) async fn json_bytes(body: Body) -> Result<Bytes, ApiError> {
         bytes.extend_from_slice(&piece);
     }
     Ok(bytes.freeze())
+}
+
+/// Input that was taken: what the record says of it, and what was found in it.
+#[derive(Debug)]
+pub(crate) struct Input {
+    pub(crate) record: Value,
+    pub(crate) judged: Result<Flags, Leak>,
+}
+
+impl Form {
+    /// As the node takes it: with the id that the command was given here.
+    fn into_passage(self) -> Passage {
+        let boundary = format!("cynode-{}", uuid::Uuid::new_v4());
+        let (head, tail) = exec_form(&boundary, &self.request);
+        let stdin = self.stdin.map_or_else(Body::empty, Held::into_body).into_data_stream();
+        let ends = |bytes: Vec<u8>| stream::iter([Ok::<_, axum::Error>(Bytes::from(bytes))]);
+        let body = Body::from_stream(ends(head).chain(stdin).chain(ends(tail)));
+        let content_type = HeaderValue::from_str(&format!("multipart/form-data; boundary={boundary}")).ok();
+        Passage { content_type, ..body.into() }
+    }
 }
 
 /// Holds a body, and stops where `look` finds something.
@@ -284,7 +412,19 @@ async fn hold(
         }
     }
     let spooled = rest.is_some().then_some(spooled);
-    Ok(Held { begin: begin.freeze(), rest, spooled, size, sha256: hex(&hash.finalize()), hit, entries: Vec::new(), link_targets: Vec::new(), told: Vec::new() })
+    let leak = hit.map(|hit| Leak::of_system("body", hit.what));
+    Ok(Held {
+        begin: begin.freeze(),
+        rest,
+        spooled,
+        size,
+        sha256: hex(&hash.finalize()),
+        leak,
+        flags: Flags::default(),
+        entries: Vec::new(),
+        link_targets: Vec::new(),
+        told: Vec::new(),
+    })
 }
 
 fn unreadable(problem: &impl std::fmt::Display) -> ApiError {
@@ -309,10 +449,12 @@ impl Held {
     }
 
     /// Reads an archive to its end with the reader that unpacks it, and collects its paths. What that reader refuses is refused here.
-    fn with_entries(mut self) -> Result<Self, ApiError> {
-        if self.hit.is_some() {
+    /// Each entry is looked through as the file that it becomes.
+    fn with_entries(mut self, mut scan: ArchiveScan) -> Result<Self, ApiError> {
+        if self.leak.is_some() {
             return Ok(self);
         }
+        let mut leak = None;
         let (mut entries, mut link_targets, mut told) = (Vec::new(), Vec::new(), Vec::new());
         let mut path_bytes = 0;
         let mut archive = Archive::new(Reader::new(self.reader().map_err(|error| unreadable(&error))?));
@@ -329,18 +471,19 @@ impl Held {
             if entry.kind == Kind::Special {
                 return Err(unreadable(&format!("the entry '{}' is a device or a FIFO", entry.path.escape_ascii())));
             }
-            if told.len() < TOLD_ENTRIES {
+            let mut hash = (told.len() < TOLD_ENTRIES).then(Sha256::new);
+            match scan.entry(&mut archive, &entry, |piece| hash.iter_mut().for_each(|hash| hash.update(piece))) {
+                Ok(()) => {}
+                Err(EntryError::Leak(found)) => {
+                    leak = Some(found);
+                    break;
+                }
+                Err(EntryError::Read(error)) => return Err(unreadable(&error)),
+            }
+            if let Some(hash) = hash {
                 told.push(match (&target, entry.kind) {
                     (Some(target), _) => json!({"path": name, "hard_link": target}),
-                    (None, Kind::File) => {
-                        let mut hash = Sha256::new();
-                        let read = archive.read(|piece| {
-                            hash.update(piece);
-                            Ok(())
-                        });
-                        read.map_err(|error| unreadable(&error))?;
-                        json!({"path": name, "sha256_after": hex(&hash.finalize())})
-                    }
+                    (None, Kind::File) => json!({"path": name, "sha256_after": hex(&hash.finalize())}),
                     (None, _) => json!({"path": name}),
                 });
             }
@@ -348,7 +491,7 @@ impl Held {
             link_targets.extend(target);
         }
         drop(archive);
-        Ok(Self { entries, link_targets, told, ..self })
+        Ok(Self { leak, flags: scan.flags, entries, link_targets, told, ..self })
     }
 
     fn into_body(mut self) -> Body {
@@ -368,20 +511,6 @@ impl Held {
             None => Body::from(self.begin),
         }
     }
-}
-
-/// A body that breaks off where a secret is.
-fn watched(mut watch: Watch, body: Body, found: Found) -> Body {
-    Body::from_stream(body.into_data_stream().map(move |piece| {
-        let piece = piece.map_err(std::io::Error::other)?;
-        match watch.feed(&piece) {
-            Some(hit) => {
-                found.0.get_or_init(|| hit.what);
-                Err(std::io::Error::other("a secret was found"))
-            }
-            None => Ok(piece),
-        }
-    }))
 }
 
 #[cfg(test)]
@@ -423,12 +552,15 @@ mod tests {
                 rest: None,
                 spooled: None,
                 sha256: String::new(),
-                hit: None,
+                leak: None,
+                flags: Flags::default(),
                 entries: Vec::new(),
                 link_targets: Vec::new(),
                 told: Vec::new(),
             };
-            held.with_entries().map(Brought::Held).map_err(|error| error.0.detail.clone())
+            let scanner = cynode_policy::Scanner::new(cynode_policy::Held::new([7; 32]), true);
+            let scan = ArchiveScan { scanner, action: cynode_policy::ShapeAction::Flag, base: ".".to_owned(), flags: Flags::default() };
+            held.with_entries(scan).map(Brought::Held).map_err(|error| error.0.detail.clone())
         }
     }
 

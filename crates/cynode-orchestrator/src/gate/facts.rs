@@ -237,23 +237,24 @@ fn paths(action: Action, body: &Value, query: &[(String, String)]) -> Vec<String
     }
 }
 
-fn queried_path(query: &[(String, String)]) -> String {
+pub(super) fn queried_path(query: &[(String, String)]) -> String {
     let value = |wanted: &str| query.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.clone());
     let from_bytes = || value("path_b64").and_then(|text| STANDARD.decode(text).ok()).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     value("path").or_else(from_bytes).unwrap_or_else(|| ".".to_owned())
 }
 
-/// The paths that a diff touches, by the parser that the agent applies it with.
-fn patched_paths(body: &Value) -> Result<Vec<String>, ApiError> {
-    // A body of another shape is refused by whoever takes the call.
-    let Some(diff) = body.get("diff").and_then(Value::as_str) else { return Ok(Vec::new()) };
+/// The diff of a body and how much of its names is dropped. A body of another shape is refused by whoever takes the call.
+pub(super) fn diff(body: &Value) -> Option<(&str, u32)> {
     let strip = match body.get("strip") {
         None | Some(Value::Null) => file_limits::DEFAULT_STRIP,
-        Some(strip) => match strip.as_u64().and_then(|strip| u32::try_from(strip).ok()) {
-            Some(strip) => strip,
-            None => return Ok(Vec::new()),
-        },
+        Some(strip) => u32::try_from(strip.as_u64()?).ok()?,
     };
+    Some((body.get("diff")?.as_str()?, strip))
+}
+
+/// The paths that a diff touches, by the parser that the agent applies it with.
+fn patched_paths(body: &Value) -> Result<Vec<String>, ApiError> {
+    let Some((diff, strip)) = diff(body) else { return Ok(Vec::new()) };
     let read = || -> Result<Vec<String>, cynode_patch::Error> {
         let patch = Patch::parse(diff.as_bytes(), strip)?;
         Ok(patch.paths().into_iter().map(|path| String::from_utf8_lossy(path).into_owned()).collect())

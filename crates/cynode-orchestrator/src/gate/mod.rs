@@ -7,8 +7,10 @@
 mod answer;
 mod brought;
 mod facts;
+mod leaks;
 mod resources;
 mod rules;
+mod seeds;
 
 use std::collections::HashMap;
 
@@ -18,8 +20,8 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use base64::{Engine as _, engine::general_purpose::STANDARD};
-use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditSubject, CALL_HEADER, ErrorCode, ExecId, JobId, SessionId, TokenKind};
-use cynode_policy::{Action, Decision, Resource};
+use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditSubject, CALL_HEADER, ErrorCode, ExecId, Flags, JobId, SessionId, TokenKind};
+use cynode_policy::{Action, Channel, Decision, Resource, ShapeAction, ShapePolicy};
 use cynode_service::{ApiError, compute, connections::Connection, edge, json, listen::Peer};
 use http::{HeaderName, HeaderValue, request::Parts};
 use serde_json::{Map, Value, json};
@@ -28,6 +30,7 @@ use uuid::Uuid;
 pub(crate) use brought::json_body;
 pub(crate) use resources::wants_bytes;
 pub(crate) use rules::runs_on_node;
+pub(crate) use seeds::SeedScan;
 
 use crate::{
     Orchestrator,
@@ -38,8 +41,9 @@ use crate::{
     mcp::{ByTool, Stage},
 };
 use answer::{Begun, Said};
-use brought::{Brought, Found, Incoming};
+use brought::{Brought, Found, Incoming, Intake, Passage};
 use facts::Calls;
+use leaks::Leak;
 use resources::{About, Named};
 use rules::{Effect, Rule, Takes};
 
@@ -65,6 +69,15 @@ pub(crate) struct Decided(pub(crate) SessionAt);
 struct Refusal {
     stage: &'static str,
     error: ApiError,
+}
+
+/// A call that was admitted.
+#[derive(Debug)]
+struct Admitted {
+    request: Request,
+    /// What is found while its body passes.
+    found: Found,
+    flags: Flags,
 }
 
 fn at(stage: &'static str) -> impl FnOnce(ApiError) -> Refusal {
@@ -136,7 +149,7 @@ async fn attempt(
     let mut intent = intent(rule, caller, &parts, orchestrator);
     let call_id = intent.call_id;
     let response = match Box::pin(admit(orchestrator, rule, caller, &mut intent, parts, incoming)).await {
-        Ok((request, found)) => Box::pin(run(orchestrator, rule, intent, request, found, guess, next)).await?,
+        Ok(admitted) => Box::pin(run(orchestrator, rule, intent, admitted, guess, next)).await?,
         Err(refusal) => {
             if let Some(guess) = guess {
                 guess.make_sure(orchestrator).await?;
@@ -149,7 +162,7 @@ async fn attempt(
 
 fn intent(rule: &Rule, caller: &Caller, request: &Parts, orchestrator: &Orchestrator) -> AuditBody {
     // What a caller chose as the id of a request may be anything.
-    let request_id = request.headers.get("x-request-id").and_then(|id| id.to_str().ok()).filter(|id| orchestrator.scanner.find(id.as_bytes()).is_none());
+    let request_id = request.headers.get("x-request-id").and_then(|id| id.to_str().ok()).filter(|id| !orchestrator.is_secret(id));
     AuditBody {
         call_id: Some(Uuid::now_v7()),
         request_id: request_id.map(str::to_owned),
@@ -202,7 +215,7 @@ async fn admit(
     intent: &mut AuditBody,
     mut parts: Parts,
     incoming: Incoming,
-) -> Result<(Request, Found), Refusal> {
+) -> Result<Admitted, Refusal> {
     let by = parts.extensions.get::<ByTool>().copied();
     // A tool was looked at before for whom it is.
     if by.is_none() {
@@ -213,6 +226,7 @@ async fn admit(
     let query = query_of(&parts.uri);
     let mut seen = parts.extensions.remove::<Seen>();
     let task = check_task(orchestrator, caller, by.as_ref(), intent).await?;
+    let mut project = None;
     // Bytes of any size are taken only from somebody who may send them there.
     if matches!(rule.takes, Takes::File | Takes::Archive | Takes::Stream) {
         let named = Named { path: &path, query: &query, body: &Value::Null, seen: seen.take() };
@@ -220,10 +234,13 @@ async fn admit(
         place(intent, &about);
         keep_clean(orchestrator, intent);
         check_belongs(task.as_ref(), &mut about)?;
+        project = about.project_id;
         let calls = Calls::new(rule.action, &Value::Null, &query, std::iter::empty()).map_err(at("arguments"))?;
         decide(orchestrator, rule.action, caller, &about, &calls, intent)?;
     }
-    let mut brought = Brought::take(orchestrator, caller, rule.takes, rule.enters, incoming).await.map_err(at("arguments"))?;
+    let target = target(rule.action, &path, &query);
+    let intake = Intake { caller, rule, shapes: orchestrator.shapes.of(project), path: &target, headers: &parts.headers };
+    let mut brought = Brought::take(orchestrator, intake, incoming).await.map_err(at("arguments"))?;
     let size = brought.size();
     let permit = compute::permit(size).await;
     permit.run(|| identify(rule, &mut brought, intent, &path));
@@ -235,6 +252,7 @@ async fn admit(
         return Err(refusal);
     }
     let permit_to_judge = compute::permit(size).await;
+    let shapes = orchestrator.shapes.of(about.project_id);
     let judge = || {
         let within = check_path_bytes(&query, brought.archive_paths());
         let calls = within.and_then(|()| Calls::new(rule.action, brought.json(), &query, brought.archive_paths()));
@@ -245,26 +263,49 @@ async fn admit(
         }
         brought.tell(&mut detail);
         intent.detail = facts::bounded(detail);
-        if rule.enters
-            && let Err(error) = check_secrets(orchestrator, &brought, &query, &path, intent)
-        {
-            // Who may not know of a thing does not learn of it by this either.
-            return Err(Refusal { stage: "secrets", error: if about.visible { error } else { about.missing() } });
+        let mut flags = Flags::default();
+        if rule.enters {
+            let address = query.iter().map(|(name, value)| (name, value)).chain(path.iter());
+            flags = check_secrets(orchestrator, rule.action, &shapes, &brought, address).map_err(|leak| {
+                // The record says where, never what; nothing that could hold it stays.
+                intent.detail = leak.record();
+                intent.resource = None;
+                // Who may not know of a thing does not learn of it by this either.
+                Refusal { stage: "secrets", error: if about.visible { leak.error() } else { about.missing() } }
+            })?;
         }
         keep_clean(orchestrator, intent);
         let too_many = || ApiError::new(ErrorCode::TooLarge, format!("names more than {MAX_PATHS} paths; split it"));
         let calls = calls.and_then(|calls| if calls.len() > MAX_PATHS { Err(too_many()) } else { Ok(calls) });
         // A caller who may not see the session does not learn from a bad diff that it exists.
         let calls = calls.map_err(|error| Refusal { stage: "arguments", error: if about.visible { error } else { about.missing() } })?;
-        decide(orchestrator, rule.action, caller, &about, &calls, intent)
+        decide(orchestrator, rule.action, caller, &about, &calls, intent)?;
+        Ok(flags)
     };
-    permit_to_judge.run(judge)?;
+    let mut flags = permit_to_judge.run(judge)?;
     let implied = db::soon(orchestrator.implied(rule.action, caller, &about, &parts.headers, brought.json())).await.map_err(at("resource"))?;
     for (action, about) in implied {
         decide(orchestrator, action, caller, &about, &Calls::default(), intent)?;
     }
     // Whoever may do something may know of it.
-    let (body, found) = brought.into_body();
+    if let Some(input) = brought.take_input(orchestrator, caller, &orchestrator.shapes.of(about.project_id)).await.map_err(at("arguments"))? {
+        match input.judged {
+            Ok(found) => found.flagged.iter().for_each(|file| flags.add(&file.path, &file.shape)),
+            Err(leak) => {
+                intent.detail = leak.record();
+                return Err(Refusal { stage: "secrets", error: leak.error() });
+            }
+        }
+        intent.detail.insert("stdin".to_owned(), input.record);
+    }
+    leaks::record(&flags, &mut intent.detail);
+    let Passage { body, found, scan, content_type } = brought.into_passage();
+    if let Some(scan) = scan {
+        parts.extensions.insert(scan);
+    }
+    if let Some(content_type) = content_type {
+        parts.headers.insert(http::header::CONTENT_TYPE, content_type);
+    }
     parts.headers.remove(http::header::CONTENT_LENGTH);
     if let Some(id) = intent.call_id {
         parts.extensions.insert(Called(id));
@@ -278,7 +319,16 @@ async fn admit(
     if let Some(at) = about.session.filter(|_| about.visible) {
         parts.extensions.insert(Decided(at));
     }
-    Ok((Request::from_parts(parts, body), found))
+    Ok(Admitted { request: Request::from_parts(parts, body), found, flags })
+}
+
+/// Where a file, an archive or an artifact is to be.
+fn target(action: Action, path: &HashMap<String, String>, query: &[(String, String)]) -> String {
+    match action {
+        Action::ArtifactPut => path.get("path").cloned().unwrap_or_default(),
+        Action::FileWrite | Action::FileImport => facts::queried_path(query),
+        _ => String::new(),
+    }
 }
 
 /// Refuses an archive whose paths, each with the directory that it is unpacked into, would take too much memory.
@@ -320,11 +370,12 @@ fn decide(orchestrator: &Orchestrator, action: Action, caller: &Caller, about: &
 /// A record never holds a secret, whatever a caller put where.
 fn keep_clean(orchestrator: &Orchestrator, intent: &mut AuditBody) {
     let detail = Value::Object(std::mem::take(&mut intent.detail));
-    let found = orchestrator.scanner.find_in_json(&detail).is_some();
+    let scanner = if orchestrator.shapes.is_off() { &orchestrator.system_scanner } else { &orchestrator.scanner };
+    let found = scanner.find_in_json(&detail).is_some();
     if let Value::Object(detail) = detail {
         intent.detail = if found { Map::from_iter([("redacted".to_owned(), json!(true))]) } else { detail };
     }
-    intent.resource = intent.resource.take().filter(|resource| orchestrator.scanner.find(resource.as_bytes()).is_none());
+    intent.resource = intent.resource.take().filter(|resource| !orchestrator.is_secret(resource));
 }
 
 fn check_kind(rule: &Rule, caller: &Caller) -> Result<(), ApiError> {
@@ -369,37 +420,35 @@ fn place(intent: &mut AuditBody, about: &About) {
     intent.resource = about.named.clone().or(intent.resource.take());
 }
 
-fn check_secrets(
+/// Looks for secrets in the address of a call and in what it brings. Gives what is let in and flagged.
+fn check_secrets<'a>(
     orchestrator: &Orchestrator,
+    action: Action,
+    shapes: &ShapePolicy,
     brought: &Brought,
-    query: &[(String, String)],
-    path: &HashMap<String, String>,
-    intent: &mut AuditBody,
-) -> Result<(), ApiError> {
-    let scanner = &orchestrator.scanner;
-    let mut named = query.iter().map(|(name, value)| (name, value)).chain(path.iter());
-    let bytes = |name: &str, value: &str| if name.ends_with("_b64") { STANDARD.decode(value).ok() } else { None };
-    let in_address = || {
-        named.find_map(|(name, value)| {
-            let hit = scanner.find(value.as_bytes()).or_else(|| scanner.find(&bytes(name, value)?));
-            hit.map(|hit| (name.clone(), hit.what))
-        })
-    };
-    let Some((field, what)) = brought.secret(scanner).or_else(in_address) else { return Ok(()) };
-    // The record says where, never what; nothing that could hold it stays.
-    intent.detail = Map::new();
-    intent.resource = None;
-    intent.detail.insert("field".to_owned(), json!(field));
-    intent.detail.insert("what".to_owned(), json!(what));
-    Err(secret_in(&field, what))
+    address: impl Iterator<Item = (&'a String, &'a String)>,
+) -> Result<Flags, Leak> {
+    let mut flags = Flags::default();
+    // First: what is found in a body is told by names that stand here.
+    for (name, value) in address {
+        let decoded = if name.ends_with("_b64") { STANDARD.decode(value).ok() } else { None };
+        let forms = || std::iter::once(value.as_bytes()).chain(decoded.as_deref());
+        if let Some(hit) = forms().find_map(|bytes| orchestrator.system_scanner.find(bytes)) {
+            return Err(Leak::of_system(name, hit.what));
+        }
+        let treatment = if action == Action::SessionPty && name == "argv" { shapes.action(Channel::Argv) } else { leaks::of_names(shapes) };
+        let hit = if treatment == ShapeAction::Off { None } else { forms().find_map(|bytes| orchestrator.scanner.find(bytes)) };
+        match (hit, treatment) {
+            (Some(hit), ShapeAction::Flag) => flags.add(name, hit.what),
+            (Some(hit), _) => return Err(Leak { field: name.clone(), path: None, what: hit.what, is_system: false }),
+            (None, _) => {}
+        }
+    }
+    let brought = brought.judge(orchestrator, action, shapes)?;
+    Ok(if flags.is_empty() { brought } else { flags })
 }
 
-fn secret_in(field: &str, what: &str) -> ApiError {
-    let error = ApiError::new(ErrorCode::SecretInInput, format!("{field}: holds what looks like {what}; no secret enters a sandbox"));
-    ApiError(Box::new(error.0.with("field", field)))
-}
-
-fn count_secret() {
+pub(crate) fn count_secret() {
     metrics::counter!("cynode_secrets_refused_total").increment(1);
 }
 
@@ -442,14 +491,13 @@ async fn run(
     orchestrator: &Orchestrator,
     rule: &'static Rule,
     intent: AuditBody,
-    request: Request,
-    found: Found,
+    admitted: Admitted,
     guess: Option<&Guess>,
     next: Next,
 ) -> Result<Response, Wrong> {
     Ok(match rule.effect {
         Effect::Read => {
-            let (response, said) = answer::read(next.run(request).await).await;
+            let (response, said) = answer::read(next.run(admitted.request).await).await;
             let outcome = said.outcome(intent.clone());
             match orchestrator.audit.note(vec![intent, outcome]).await {
                 Ok(()) => response,
@@ -461,7 +509,7 @@ async fn run(
             let orchestrator = orchestrator.clone();
             let done = tokio::spawn(async move {
                 match begin(&orchestrator, intent).await {
-                    Ok(begun) => effect(&orchestrator, rule, begun, request, found, next).await,
+                    Ok(begun) => effect(&orchestrator, rule, begun, admitted, next).await,
                     Err(error) => error.into_response(),
                 }
             });
@@ -473,7 +521,7 @@ async fn run(
                 Some(guess) => begin_surely(orchestrator, intent, guess).await?,
             };
             match begun {
-                Ok(begun) => effect(orchestrator, rule, begun, request, found, next).await,
+                Ok(begun) => effect(orchestrator, rule, begun, admitted, next).await,
                 Err(error) => error.into_response(),
             }
         }
@@ -499,17 +547,24 @@ async fn begin_surely(orchestrator: &Orchestrator, intent: AuditBody, guess: &Gu
     Ok(begun)
 }
 
-async fn effect(orchestrator: &Orchestrator, rule: &Rule, mut begun: Begun, request: Request, found: Found, next: Next) -> Response {
+async fn effect(orchestrator: &Orchestrator, rule: &Rule, mut begun: Begun, admitted: Admitted, next: Next) -> Response {
+    let Admitted { request, found, flags } = admitted;
     begun.carry_out();
     let mut response = next.run(request).await;
     if let Some(what) = found.what() {
         count_secret();
-        response = secret_in("body", what).into_response();
+        response = Leak::of_system("body", what).error().into_response();
     }
-    answer::conclude(orchestrator, rule, begun, response).await
+    leaks::answer(rule.action, answer::conclude(orchestrator, rule, begun, response).await, &flags)
 }
 
 impl Orchestrator {
+    /// Whether a record must not hold a text.
+    pub(crate) fn is_secret(&self, text: &str) -> bool {
+        let scanner = if self.shapes.is_off() { &self.system_scanner } else { &self.scanner };
+        scanner.find(text.as_bytes()).is_some()
+    }
+
     /// Decides something that is known only while a call is carried out.
     pub(crate) fn check(&self, caller: &Caller, action: Action, resource: &Resource, call: &cynode_policy::Call) -> Result<(), ApiError> {
         let decision = self.policies.decide(&caller.principal(), action, resource, call);

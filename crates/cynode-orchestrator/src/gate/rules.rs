@@ -51,6 +51,8 @@ pub(crate) enum Effect {
 pub(crate) enum Takes {
     Nothing,
     Json,
+    /// A command: JSON, or a form with its input.
+    Exec,
     /// Bytes for a sandbox: they are held here until they have been looked through.
     File,
     Archive,
@@ -135,7 +137,7 @@ pub(crate) const RULES: &[Rule] = &[
     here("POST /v1/sessions/{id}/resume", Action::SessionResume, On::Session),
     here("POST /v1/sessions/{id}/export", Action::SessionExport, On::Session),
     node("POST /v1/sessions/{id}/signal", Action::SessionSignal, Takes::Json, false),
-    node("POST /v1/sessions/{id}/exec", Action::SessionExec, Takes::Json, true),
+    node("POST /v1/sessions/{id}/exec", Action::SessionExec, Takes::Exec, true),
     read("GET /v1/sessions/{id}/execs", Action::ExecList, On::Session),
     read("GET /v1/sessions/{id}/execs/{exec_id}", Action::ExecShow, On::Session),
     read("GET /v1/sessions/{id}/execs/{exec_id}/output", Action::ExecOutput, On::Session),
@@ -172,7 +174,7 @@ impl Rule {
     /// Whether a call may be looked at with what is remembered of its caller: what it brings is here whole, so that it can be looked
     /// at again, and it does nothing before its intent is written.
     pub(crate) fn makes_sure(&self) -> bool {
-        self.effect == Effect::Node && self.takes == Takes::Json && self.on == On::Session
+        self.effect == Effect::Node && matches!(self.takes, Takes::Json | Takes::Exec) && self.on == On::Session
     }
 }
 

@@ -277,7 +277,7 @@ async fn taken(mut pieces: BodyDataStream, part: Part) -> Result<(Vec<u8>, bool)
 impl Gateway {
     fn record(&self, asked: &Asked<'_>, tool: &str) -> AuditBody {
         // What a caller chose may be anything.
-        let clean = |text: &str| self.orchestrator.scanner.find(text.as_bytes()).is_none();
+        let clean = |text: &str| !self.orchestrator.is_secret(text);
         let is_name = (1..=64).contains(&tool.len()) && tool.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'));
         let mut body = AuditBody::new(AuditKind::Intent, "tool.call");
         body.call_id = Some(Uuid::now_v7());

@@ -34,6 +34,7 @@ pub(crate) fn spawn(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
         every(orchestrator, "reach", Duration::from_secs(2), Arc::default(), |orchestrator| reach(orchestrator).boxed()),
         every(orchestrator, "execs", Duration::from_secs(1), Arc::default(), |orchestrator| execs::round(orchestrator).boxed()),
         every(orchestrator, "open calls", Duration::from_secs(2), Arc::default(), |orchestrator| crate::audit::close_round(orchestrator).boxed()),
+        every(orchestrator, "shapes", Duration::from_secs(1), Arc::default(), |orchestrator| crate::shapes::round(orchestrator).boxed()),
         every(orchestrator, "retention", Duration::from_secs(600), Arc::default(), |orchestrator| retention::round(orchestrator).boxed()),
         tokio::spawn(listen(orchestrator.clone())),
         tokio::spawn(crate::policies::Policies::follow(orchestrator.clone())),

@@ -2,18 +2,18 @@
 
 use std::{path::Path, sync::Arc, time::Duration};
 
-use axum::{Extension, Json, extract::State, response::Response};
+use axum::{
+    Extension, Json,
+    extract::{FromRequest as _, State},
+    response::Response,
+};
 use cynode_api::{
-    ErrorCode, Exec as ExecObject, ExecAccepted, ExecId, ExecOutcome, ExecRequest, ExecResult, ExecVia, OutputPage, Page, Problem, SessionId, SignalExec,
-    SignalOutcome, StdinOf, StdinOutcome, StdinWrite,
-    exec_limits::{MAX_ENV, MAX_ENV_BYTES, MAX_OUTPUT_BYTES, MAX_STDIN_BYTES, MAX_TIMEOUT_MS},
+    ErrorCode, Exec as ExecObject, ExecAccepted, ExecForm, ExecId, ExecOutcome, ExecRequest, ExecResult, ExecVia, OutputPage, Page, Problem, SessionId,
+    SignalExec, SignalOutcome, StdinOf, StdinOutcome, StdinWrite,
+    exec_limits::{MAX_OUTPUT_BYTES, MAX_REQUEST_BYTES, MAX_STDIN_BYTES, MAX_TIMEOUT_MS},
 };
 use cynode_sba_proto::{MAX_DATA, Request, WORKSPACE};
-use cynode_service::{
-    ApiError, JsonBody, QueryParams,
-    checks::{check_argv, check_env},
-    events::accepts_events,
-};
+use cynode_service::{ApiError, JsonBody, QueryParams, checks::check_arguments, compute, edge, events::accepts_events, json, multipart};
 use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
 use sha2::{Digest as _, Sha256};
@@ -26,10 +26,12 @@ use super::{
 };
 use crate::{
     calls::{Noting, told},
-    execs::{self, Begun, Command, Exec, Offered},
+    execs::{self, Begun, Command, Exec, Input, Offered, Spooling},
     sessions::{Entry, Live, check_version, exec_environment},
 };
 
+/// How often free space is looked at while input comes.
+const CHECK_ROOM_EVERY: usize = 16 * 1024 * 1024;
 /// How long a write to standard input waits for a command that reads nothing.
 const STDIN: Duration = Duration::from_secs(30);
 
@@ -49,11 +51,10 @@ impl<S: Send + Sync> axum::extract::FromRequestParts<S> for ExecPath {
 
 fn check(request: &ExecRequest) -> Result<(), ApiError> {
     check_version(request.version)?;
-    check_argv("argv", &request.argv)?;
+    check_arguments(&request.argv, &request.env)?;
     if request.cwd.as_ref().is_some_and(|cwd| cwd.contains('\0') || cwd.len() > 4_095) {
         return Err(ApiError::invalid("cwd: holds a NUL character or is too long"));
     }
-    check_env(&request.env, MAX_ENV, MAX_ENV_BYTES)?;
     let least = u64::from(!request.background);
     if !(least..=MAX_TIMEOUT_MS).contains(&request.timeout_ms) {
         return Err(ApiError::invalid(format!(
@@ -68,27 +69,40 @@ fn check(request: &ExecRequest) -> Result<(), ApiError> {
         return Err(ApiError::invalid("stdin and stdin_b64 exclude one another"));
     }
     if request.stdin.as_ref().map_or(0, String::len).max(request.stdin_b64.as_ref().map_or(0, |bytes| bytes.0.len())) > MAX_STDIN_BYTES {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("stdin: more than {MAX_STDIN_BYTES} bytes; use stdin_open and the stdin call")));
+        let detail = format!("stdin: more than {MAX_STDIN_BYTES} bytes; send it as multipart/form-data, or use stdin_open and the stdin call");
+        return Err(ApiError::new(ErrorCode::TooLarge, detail));
     }
     Ok(())
 }
 
-/// Run a command. The answer is its result, an event stream (`Accept: text/event-stream`), or, with `background`, its id.
-#[utoipa::path(post, path = "/v1/worker/sessions/{id}/exec", tag = "execs", params(("id" = SessionId, Path)), request_body = ExecRequest,
+/// Run a command. The answer is its result, an event stream (`Accept: text/event-stream`), or, with `background`, its id. As
+/// `multipart/form-data` it takes a part `request` and then a part `stdin`, which is taken whole before the command starts.
+#[utoipa::path(post, path = "/v1/worker/sessions/{id}/exec", tag = "execs", params(("id" = SessionId, Path)),
+    request_body(content((ExecRequest = "application/json"), (ExecForm = "multipart/form-data"))),
     responses((status = 200, content((ExecResult = "application/json"), (String = "text/event-stream"))), (status = 202, body = ExecAccepted), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn start(
     State(api): State<Api>,
     Id(id): Id<SessionId>,
     headers: HeaderMap,
     noting: Option<Extension<Noting>>,
-    JsonBody(request): JsonBody<ExecRequest>,
+    request: axum::extract::Request,
 ) -> Result<Response, ApiError> {
     let begun = std::time::Instant::now();
+    let (mut request, form) = take(&headers, request).await?;
     check(&request)?;
     let (entry, live) = api.sessions.live(id)?;
     api.sessions.check_room_for_work()?;
+    let (input, sha256) = match form {
+        Some(form) if request.stdin.is_none() && request.stdin_b64.is_none() => {
+            let (input, sha256) = spool(&api, &entry, form).await?;
+            (input, Some(sha256))
+        }
+        Some(_) => return Err(ApiError::invalid("request: stdin and stdin_b64 are not there when input comes as a part of its own")),
+        // A repetition is known by the whole request.
+        None => (Input::default(), None),
+    };
     let background = request.background;
-    let exec = run(&api, &entry, live, request, noting).await?;
+    let exec = run(&api, &entry, live, &mut request, (input, sha256), noting).await?;
     let accepted = ExecAccepted { exec_id: exec.id() };
     if background && !accepts_events(&headers) {
         return Ok(told(&accepted, (StatusCode::ACCEPTED, Json(accepted))));
@@ -103,11 +117,47 @@ pub(super) async fn start(
     Ok(told(&outcome, answer.into_response().await?))
 }
 
+/// The request, and its input when that comes as a part of its own.
+async fn take(headers: &HeaderMap, mut request: axum::extract::Request) -> Result<(ExecRequest, Option<multipart::ExecForm>), ApiError> {
+    let Some(boundary) = multipart::boundary(headers)? else {
+        request.extensions_mut().insert(edge::BodyLimit(MAX_REQUEST_BYTES));
+        let JsonBody(request) = JsonBody::from_request(request, &()).await?;
+        return Ok((request, None));
+    };
+    let (bytes, form) = multipart::ExecForm::open(request.into_body(), &boundary).await?;
+    let nodes = json::count(&bytes)?;
+    let _room = json::room(bytes.len(), nodes).await;
+    let request = compute::apart(bytes.len(), || edge::parse(&bytes)).await?;
+    Ok((request, Some(form)))
+}
+
+/// Takes input whole, before anything is started.
+async fn spool(api: &Api, entry: &Entry, mut form: multipart::ExecForm) -> Result<(Input, String), ApiError> {
+    let mut spooling = Spooling::new(&entry.execs.rooms);
+    let mut unchecked = 0;
+    while let Some(piece) = form.next_piece().await? {
+        unchecked += piece.len();
+        if unchecked > CHECK_ROOM_EVERY {
+            api.sessions.check_room_for_work()?;
+            unchecked = 0;
+        }
+        spooling.push(&piece, entry.execs.directory()).await?;
+    }
+    spooling.finish().await
+}
+
 /// Starts the command, or finds the one that the same request started.
-async fn run(api: &Api, entry: &Entry, live: Arc<Live>, request: ExecRequest, noting: Option<Extension<Noting>>) -> Result<Arc<Exec>, ApiError> {
+async fn run(
+    api: &Api,
+    entry: &Entry,
+    live: Arc<Live>,
+    request: &mut ExecRequest,
+    (input, sha256): (Input, Option<String>),
+    noting: Option<Extension<Noting>>,
+) -> Result<Arc<Exec>, ApiError> {
     let cwd = Path::new(WORKSPACE).join(request.cwd.as_deref().unwrap_or("."));
     let cwd = if request.cwd.is_none() { WORKSPACE.to_owned() } else { cwd.to_string_lossy().into_owned() };
-    let begun = entry.execs.begin(&request, cwd)?;
+    let begun = entry.execs.begin(request, cwd, sha256.as_deref())?;
     if let (Some(Extension(noting)), Begun::New(exec) | Begun::Existing(exec)) = (noting, &begun) {
         // It may run from here on, whether its caller hears of it or not.
         noting.note(&ExecAccepted { exec_id: exec.id() });
@@ -121,9 +171,11 @@ async fn run(api: &Api, entry: &Entry, live: Arc<Live>, request: ExecRequest, no
     };
     // Counted until the caller's own place is taken, so that it is never seen as abandoned before.
     let _watching = exec.watch();
+    let stdin = request.stdin.take().map(String::into_bytes).or(request.stdin_b64.take().map(|bytes| bytes.0));
     let command = Command {
+        argv: std::mem::take(&mut request.argv),
         env: exec_environment(&entry.record(), &request.env),
-        stdin: request.stdin.map(String::into_bytes).or(request.stdin_b64.map(|bytes| bytes.0)).unwrap_or_default(),
+        input: stdin.map_or(input, Input::from),
         stdin_open: request.stdin_open,
         again: false,
     };

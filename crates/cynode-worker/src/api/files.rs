@@ -10,8 +10,8 @@ use axum::{
 };
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::{
-    Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileChange, FileChanges, FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest,
-    PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, SessionId,
+    Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileChange, FileChanges, FileType, FileWritten, Flags, ListRequest, ListResult, MkdirRequest,
+    MoveRequest, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, SessionId,
     file_limits::{
         DEFAULT_STRIP, MAX_CONTEXT_LINES, MAX_DEPTH, MAX_ENTRIES, MAX_PATCH_BYTES, MAX_PATH_BYTES, MAX_PATTERN_BYTES, MAX_PUT_BYTES, MAX_RESULTS, MAX_STRIP,
         SEARCH_MS,
@@ -314,7 +314,14 @@ pub(super) async fn write(
             let etag = format!("\"sha256:{sha256}\"");
             let sha256_before = written.sha256_before.filter(|sha256| is_sha256(sha256));
             let change = FileChange::new(&path.0).before(sha256_before.clone()).after(Some(sha256.clone()));
-            let answer = FileWritten { sha256, size: written.size, mode: format!("{:04o}", written.mode & 0o7777), created: written.created, sha256_before };
+            let answer = FileWritten {
+                sha256,
+                size: written.size,
+                mode: format!("{:04o}", written.mode & 0o7777),
+                created: written.created,
+                sha256_before,
+                flags: Flags::default(),
+            };
             Ok(told(&FileChanges::from_iter([change]), (status, [(header::ETAG, etag)], Json(answer))))
         }
         other => Err(unexpected(&format!("{other:?}"))),

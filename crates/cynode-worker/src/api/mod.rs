@@ -73,7 +73,6 @@ fn documented() -> OpenApiRouter<Api> {
         .routes(routes!(sessions::end))
         .routes(routes!(sessions::resume))
         .routes(routes!(sessions::signal))
-        .routes(routes!(execs::start))
         .routes(routes!(execs::list))
         .routes(routes!(execs::show))
         .routes(routes!(execs::output))
@@ -102,6 +101,7 @@ fn documented() -> OpenApiRouter<Api> {
             OpenApiRouter::new()
                 .routes(routes!(files::read, files::stat, files::write, files::delete))
                 .routes(routes!(files::import))
+                .routes(routes!(execs::start))
                 .layer(DefaultBodyLimit::disable()),
         )
 }

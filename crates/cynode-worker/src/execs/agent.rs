@@ -11,7 +11,7 @@ use cynode_service::ApiError;
 use tokio::{sync::mpsc, time::Instant};
 
 use super::{
-    Exec, Piece, SessionExecs,
+    Exec, Input, Piece, SessionExecs,
     exec::{Stdin, lost_exit},
 };
 use crate::{
@@ -24,8 +24,9 @@ const DOUBT: Duration = Duration::from_secs(15);
 
 /// What `start` needs beside the record.
 pub(crate) struct Command {
+    pub(crate) argv: Vec<String>,
     pub(crate) env: Vec<(String, String)>,
-    pub(crate) stdin: Vec<u8>,
+    pub(crate) input: Input,
     pub(crate) stdin_open: bool,
     /// The same may have been asked before, by a worker that died before it was answered: then the command that runs is it.
     pub(crate) again: bool,
@@ -43,28 +44,41 @@ pub(crate) async fn start(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<E
     };
     let stdin = open_stdin(&exec, &command);
     exec.set_started();
-    if !command.stdin.is_empty() || (!command.stdin_open && stdin.is_some()) {
-        let exec = Arc::clone(&exec);
-        tokio::spawn(async move {
-            for piece in command.stdin.chunks(MAX_DATA) {
-                if !exec.write_stdin(Some(piece.to_vec())).await {
-                    return;
-                }
-            }
-            if !command.stdin_open {
-                exec.write_stdin(None).await;
-            }
-        });
+    if !command.input.is_empty() || (!command.stdin_open && stdin.is_some()) {
+        tokio::spawn(feed(Arc::clone(&live), Arc::clone(&exec), command.input, command.stdin_open));
     }
     tokio::spawn(follow(live, execs, exec, begun, stdin));
     Ok(())
+}
+
+/// Passes the input on that came with the request.
+async fn feed(live: Arc<Live>, exec: Arc<Exec>, mut input: Input, stdin_open: bool) {
+    loop {
+        match input.next().await {
+            Ok(Some(piece)) => {
+                if !exec.write_stdin(Some(piece)).await {
+                    return;
+                }
+            }
+            Ok(None) => break,
+            // An end here would be taken for the end of the input.
+            Err(error) => {
+                tracing::error!(%error, exec_id = %exec.id(), "The input of a command can't be read any more; ending it.");
+                drop(kill_tree(&live, &exec).await);
+                return;
+            }
+        }
+    }
+    if !stdin_open {
+        exec.write_stdin(None).await;
+    }
 }
 
 async fn begin(live: &Live, exec: &Exec, command: &Command) -> Result<Channel, ApiError> {
     let link = live.link()?;
     let request = Request::Exec(ExecStart {
         exec_id: exec.id(),
-        argv: exec.record.argv.clone(),
+        argv: command.argv.clone(),
         cwd: exec.record.cwd.clone(),
         env: command.env.clone(),
         timeout_ms: exec.record.timeout_ms,
@@ -80,7 +94,7 @@ async fn begin(live: &Live, exec: &Exec, command: &Command) -> Result<Channel, A
 }
 
 fn wants_stdin(command: &Command) -> bool {
-    command.stdin_open || !command.stdin.is_empty()
+    command.stdin_open || !command.input.is_empty()
 }
 
 fn open_stdin(exec: &Exec, command: &Command) -> Option<mpsc::Receiver<Stdin>> {

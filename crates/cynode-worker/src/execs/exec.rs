@@ -118,6 +118,7 @@ impl Exec {
             exec_id: self.id(),
             state,
             argv: self.record.argv.clone(),
+            argv_truncated: self.record.argv_truncated,
             cwd: self.record.cwd.clone(),
             background: self.record.background,
             started_at: self.record.started_at,

@@ -8,6 +8,7 @@ mod answer;
 mod collect;
 mod exec;
 mod hashes;
+mod input;
 mod record;
 mod runtime;
 mod spool;
@@ -15,6 +16,7 @@ mod stdin;
 
 pub(crate) use agent::{Command, adopt as adopt_by_agent, start as start_by_agent};
 pub(crate) use exec::{Exec, Next, Reader, Watching};
+pub(crate) use input::{Input, Spooling};
 pub(crate) use record::{Begun, SessionExecs};
 pub(crate) use runtime::{Leftovers, kill_everything as kill_everything_by_runtime, signal as signal_by_runtime, start as start_by_runtime};
 pub(crate) use spool::Piece;

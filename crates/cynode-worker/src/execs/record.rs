@@ -12,7 +12,7 @@ use std::{
 
 use cynode_api::{
     ErrorCode, ExecExit, ExecId, ExecRequest,
-    exec_limits::{DEFAULT_OUTPUT_BYTES, KEPT_PER_SESSION, MAX_RUNNING},
+    exec_limits::{DEFAULT_OUTPUT_BYTES, KEPT_PER_SESSION, MAX_ARGV, MAX_RUNNING, MAX_SHOWN_ARGV_BYTES},
 };
 use cynode_service::ApiError;
 use parking_lot::Mutex;
@@ -24,6 +24,7 @@ use super::{
     collect::{Collector, Overflow},
     exec::{Exec, lost_exit},
     hex,
+    input::Rooms,
     spool::Spool,
 };
 
@@ -41,7 +42,10 @@ const COMPACT_AFTER: u64 = 8 * 1024 * 1024;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct ExecRecord {
     pub(crate) exec_id: ExecId,
+    /// As much of it as is shown.
     pub(crate) argv: Vec<String>,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) argv_truncated: bool,
     pub(crate) cwd: String,
     pub(crate) background: bool,
     pub(crate) timeout_ms: u64,
@@ -80,6 +84,8 @@ pub(crate) struct SessionExecs {
     /// Bytes of records since the limits were last looked at.
     recorded: AtomicUsize,
     overflow: Arc<Overflow>,
+    /// What input takes that commands have not read yet.
+    pub(crate) rooms: Rooms,
 }
 
 #[derive(Debug, Default)]
@@ -132,15 +138,24 @@ impl SessionExecs {
             running.fetch_add(1, Ordering::Relaxed);
             exec.read_again();
         }
-        let known = Mutex::new(known);
-        let execs = Self { directory, log: Mutex::default(), known, running, finished: AtomicU64::new(0), recorded: AtomicUsize::new(0), overflow };
+        let execs = Self {
+            directory,
+            log: Mutex::default(),
+            known: Mutex::new(known),
+            running,
+            finished: AtomicU64::new(0),
+            recorded: AtomicUsize::new(0),
+            overflow,
+            rooms: Rooms::default(),
+        };
         execs.compact()?;
         Ok(execs)
     }
 
-    /// Registers a request. The same id with the same request is the same exec.
-    pub(crate) fn begin(&self, request: &ExecRequest, cwd: String) -> Result<Begun, ApiError> {
-        let fingerprint = fingerprint(request);
+    /// Registers a request. The same id with the same request is the same exec. `input` is the hash of input that is no part of the
+    /// request itself.
+    pub(crate) fn begin(&self, request: &ExecRequest, cwd: String, input: Option<&str>) -> Result<Begun, ApiError> {
+        let fingerprint = fingerprint(request, input);
         let exec_id = request.exec_id.unwrap_or_else(ExecId::generate);
         let mut known = self.known.lock();
         if let Some(exec) = known.get(&exec_id) {
@@ -154,9 +169,11 @@ impl SessionExecs {
             return Err(ApiError::new(ErrorCode::PidsExhausted, format!("{MAX_RUNNING} execs run in this session already")));
         }
         let max_output_bytes = request.max_output_bytes.unwrap_or(DEFAULT_OUTPUT_BYTES);
+        let (argv, argv_truncated) = shown(&request.argv);
         let record = ExecRecord {
             exec_id,
-            argv: request.argv.clone(),
+            argv,
+            argv_truncated,
             cwd,
             background: request.background,
             timeout_ms: request.timeout_ms,
@@ -170,6 +187,11 @@ impl SessionExecs {
         known.insert(exec_id, Arc::clone(&exec));
         self.running.fetch_add(1, Ordering::Relaxed);
         Ok(Begun::New(exec))
+    }
+
+    /// Where the session's execs are kept.
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
     }
 
     /// The start failed: nothing ran, so nothing is remembered.
@@ -370,9 +392,22 @@ impl SessionExecs {
     }
 }
 
-fn fingerprint(request: &ExecRequest) -> String {
-    let bytes = serde_json::to_vec(request).unwrap_or_default();
+fn fingerprint(request: &ExecRequest, input: Option<&str>) -> String {
+    let mut bytes = serde_json::to_vec(request).unwrap_or_default();
+    bytes.extend_from_slice(input.unwrap_or_default().as_bytes());
     hex(&Sha256::digest(&bytes))
+}
+
+/// As much of a command as lists and records repeat, and whether there is more. Many long ones run at once.
+fn shown(argv: &[String]) -> (Vec<String>, bool) {
+    let mut left = MAX_SHOWN_ARGV_BYTES;
+    let mut kept = Vec::new();
+    for argument in argv {
+        let Some(rest) = left.checked_sub(argument.len() + 1).filter(|_| kept.len() < MAX_ARGV) else { return (kept, true) };
+        left = rest;
+        kept.push(argument.clone());
+    }
+    (kept, false)
 }
 
 #[cfg(test)]
@@ -384,16 +419,37 @@ mod tests {
     }
 
     fn run(execs: &Arc<SessionExecs>, argument: &str) -> Arc<Exec> {
-        let Ok(Begun::New(exec)) = execs.begin(&request(argument), "/".to_owned()) else { panic!("a new exec") };
+        let Ok(Begun::New(exec)) = execs.begin(&request(argument), "/".to_owned(), None) else { panic!("a new exec") };
         execs.finish(&exec, lost_exit(&exec));
         exec
+    }
+
+    #[test]
+    fn a_long_command_is_shown_as_far_as_there_is_room() {
+        let word = "x".repeat(MAX_SHOWN_ARGV_BYTES / 4 - 1);
+        assert_eq!(shown(&vec![word.clone(); 4]), (vec![word.clone(); 4], false));
+        assert_eq!(shown(&vec![word.clone(); 5]), (vec![word; 4], true));
+        let words = vec!["x".to_owned(); MAX_ARGV + 1];
+        assert_eq!(shown(&words[1..]), (words[1..].to_vec(), false));
+        assert_eq!(shown(&words), (words[1..].to_vec(), true));
+    }
+
+    #[tokio::test]
+    async fn another_input_is_another_request() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let execs = SessionExecs::open(directory.path()).expect("opens");
+        let request = ExecRequest { exec_id: Some(ExecId::generate()), ..request("a") };
+        let begin = |input| execs.begin(&request, "/".to_owned(), input);
+        assert!(matches!(begin(Some("aa")), Ok(Begun::New(_))));
+        assert!(matches!(begin(Some("aa")), Ok(Begun::Existing(_))));
+        assert!(begin(Some("bb")).is_err() && begin(None).is_err());
     }
 
     #[tokio::test]
     async fn long_commands_are_forgotten_before_they_fill_the_memory() {
         let directory = tempfile::tempdir().expect("a directory");
         let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
-        let argument = "x".repeat(512 * 1024);
+        let argument = "x".repeat(500 * 1024);
         for _ in 0..99 {
             run(&execs, &argument);
         }
@@ -410,7 +466,7 @@ mod tests {
     async fn an_ended_exec_that_nobody_waits_for_holds_no_output_in_memory() {
         let directory = tempfile::tempdir().expect("a directory");
         let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
-        let Ok(Begun::New(exec)) = execs.begin(&request("a"), "/".to_owned()) else { panic!("a new exec") };
+        let Ok(Begun::New(exec)) = execs.begin(&request("a"), "/".to_owned(), None) else { panic!("a new exec") };
         let watching = exec.watch();
         exec.keep(&crate::execs::Piece { seq: 1, at_ms: 0, stream: cynode_api::Stream::Stdout, data: b"text".to_vec() }).expect("kept");
         execs.finish(&exec, ExecExit { bytes: cynode_api::Bytes { stdout: 4, stderr: 0 }, ..lost_exit(&exec) });
@@ -432,7 +488,7 @@ mod tests {
             let directory = tempfile::tempdir().expect("a directory");
             let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
             let request = ExecRequest { background, ..request("a") };
-            let Ok(Begun::New(exec)) = execs.begin(&request, "/".to_owned()) else { panic!("a new exec") };
+            let Ok(Begun::New(exec)) = execs.begin(&request, "/".to_owned(), None) else { panic!("a new exec") };
             say(&exec, b"he");
             drop((exec, execs));
 
@@ -455,7 +511,7 @@ mod tests {
     async fn the_hash_of_output_that_a_worker_of_before_dropped_is_not_known() {
         let directory = tempfile::tempdir().expect("a directory");
         let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
-        let Ok(Begun::New(exec)) = execs.begin(&request("a"), "/".to_owned()) else { panic!("a new exec") };
+        let Ok(Begun::New(exec)) = execs.begin(&request("a"), "/".to_owned(), None) else { panic!("a new exec") };
         let piece = vec![b'x'; 64 * 1024];
         let mut all = Sha256::new();
         for _ in 0..400 {

@@ -40,10 +40,10 @@ const POLL: Duration = Duration::from_millis(20);
 pub(crate) async fn start(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, mut command: Command) -> Result<(), ApiError> {
     command.env.push((MARK.to_owned(), exec.id().to_string()));
     let spec = ExecSpec {
-        argv: exec.record.argv.clone(),
+        argv: std::mem::take(&mut command.argv),
         env: std::mem::take(&mut command.env),
         cwd: exec.record.cwd.clone(),
-        stdin: command.stdin_open || !command.stdin.is_empty(),
+        stdin: command.stdin_open || !command.input.is_empty(),
         tty: None,
     };
     let begun = Instant::now();
@@ -161,13 +161,20 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, star
 }
 
 /// Standard input: what came with the request, then what is written later.
-fn feed(exec: &Arc<Exec>, mut input: std::pin::Pin<Box<dyn tokio::io::AsyncWrite + Send>>, command: Command) {
+fn feed(exec: &Arc<Exec>, mut input: std::pin::Pin<Box<dyn tokio::io::AsyncWrite + Send>>, mut command: Command) {
     let (sender, mut receiver) = mpsc::channel::<super::exec::Stdin>(1);
     if command.stdin_open {
         *exec.stdin.lock() = Some(sender);
     }
     tokio::spawn(async move {
-        if input.write_all(&command.stdin).await.is_ok() && command.stdin_open {
+        let fed = loop {
+            match command.input.next().await {
+                Ok(Some(piece)) if input.write_all(&piece).await.is_ok() => {}
+                Ok(None) => break true,
+                Ok(Some(_)) | Err(_) => break false,
+            }
+        };
+        if fed && command.stdin_open {
             while let Some((piece, taken)) = receiver.recv().await {
                 let Some(data) = piece else {
                     let _told = taken.send(true);

@@ -62,6 +62,7 @@ mod tests {
         ExecRecord {
             exec_id,
             argv: vec!["cat".to_owned()],
+            argv_truncated: false,
             cwd: "/workspace".to_owned(),
             background: true,
             timeout_ms: 0,

@@ -21,7 +21,7 @@ use super::{
     record::{Entry, JobRecord, Outcome},
 };
 use crate::{
-    execs::{self, Begun, Command, Exec, Watching},
+    execs::{self, Begun, Command, Exec, Input, Watching},
     sessions::{Entry as Sandbox, Live, Room, exec_environment},
 };
 
@@ -117,14 +117,15 @@ impl Jobs {
         let request = exec_request(record, run);
         let mut tries = 0;
         loop {
-            let (Begun::New(exec) | Begun::Existing(exec)) = sandbox.execs.begin(&request, WORKSPACE.to_owned()).map_err(|error| Outcome::failed(&error))?;
+            let (Begun::New(exec) | Begun::Existing(exec)) =
+                sandbox.execs.begin(&request, WORKSPACE.to_owned(), None).map_err(|error| Outcome::failed(&error))?;
             let watching = exec.watch();
             if exec.is_started() || !exec.is_running() {
                 return Ok((exec, watching));
             }
             tracing::debug!(job_id = %record.job.job_id, "Starting the command of a job.");
             let env = exec_environment(&sandbox.record(), &request.env);
-            let command = Command { env, stdin: Vec::new(), stdin_open: false, again: true };
+            let command = Command { argv: request.argv.clone(), env, input: Input::default(), stdin_open: false, again: true };
             let (live, execs, started) = (Arc::clone(live), Arc::clone(&sandbox.execs), Arc::clone(&exec));
             let via = self.sessions.config.exec_via;
             let begun = match via {

@@ -48,6 +48,11 @@ impl AgentLink {
         // A connection may break between the check and the write while a worker and its agent find each other again.
         for _ in 0..3 {
             let mut connection = self.take().await?;
+            // The length itself is no part of a frame.
+            let (size, limit) = (bytes.len() - 4, connection.max_frame);
+            if size > limit {
+                return Err(LinkError::TooLarge { size, limit });
+            }
             match write_all(&mut connection.stream, &bytes, SEND).await {
                 Ok(()) => return Ok(Channel(connection)),
                 Err(LinkError::Gone) => {}
@@ -185,6 +190,10 @@ async fn write_all(stream: &mut UnixStream, mut bytes: &[u8], limit: Duration) -
 /// An agent that can't be reached, as a caller sees it.
 #[expect(clippy::needless_pass_by_value, reason = "used in map_err")]
 pub(crate) fn unavailable(error: LinkError) -> ApiError {
+    if matches!(error, LinkError::TooLarge { .. }) {
+        let problem = Problem::new(ErrorCode::TooLarge, error.to_string());
+        return problem.with_remedy("Pass less in argv and env. An agent that an earlier version started takes less than a new session's.").into();
+    }
     ApiError::new(ErrorCode::AgentUnavailable, error.to_string())
 }
 

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use cynode_sba_proto::{Decoder, Frame, Hello, MAX_AGENT_FRAME, OLDEST_PROTOCOL, PROTOCOL, Reply, Role};
+use cynode_sba_proto::{Decoder, Frame, Hello, MAX_AGENT_FRAME, MAX_WORKER_FRAME, OLDEST_PROTOCOL, OLDEST_WORKER_FRAME, PROTOCOL, Reply, Role};
 use tokio::{
     io::AsyncReadExt as _,
     net::{UnixListener, UnixStream},
@@ -41,6 +41,8 @@ pub(crate) enum LinkError {
     NoSuchExec,
     #[error("the agent took nothing of what was sent to it for {} s", .0.as_secs())]
     Stalled(Duration),
+    #[error("the agent of this session takes requests of {limit} bytes, and this one has {size}")]
+    TooLarge { size: usize, limit: usize },
     #[error("the agent broke the protocol: {0}")]
     Protocol(String),
 }
@@ -68,6 +70,8 @@ impl InitProcess {
 pub(crate) struct Greeted {
     pub(crate) stream: UnixStream,
     pub(crate) decoder: Decoder,
+    /// Largest frame that the agent takes.
+    pub(crate) max_frame: usize,
 }
 
 #[derive(Debug)]
@@ -208,10 +212,13 @@ async fn greet(stream: UnixStream, shared: &Shared, checked: bool) -> Result<(Ro
         metrics::counter!("cynode_control_strangers_total").increment(1);
         return Err(LinkError::Protocol("the peer is not process 1".to_owned()));
     }
-    let mut connection = Greeted { stream, decoder: Decoder::new(MAX_AGENT_FRAME) };
+    let mut connection = Greeted { stream, decoder: Decoder::new(MAX_AGENT_FRAME), max_frame: OLDEST_WORKER_FRAME };
     match connection.read().await? {
         Frame::Json(json) => match serde_json::from_slice(&json) {
-            Ok(Reply::Hello(Hello { protocol: OLDEST_PROTOCOL..=PROTOCOL, role, .. })) => Ok((role, connection)),
+            Ok(Reply::Hello(Hello { protocol: OLDEST_PROTOCOL..=PROTOCOL, role, max_frame, .. })) => {
+                connection.max_frame = max_frame.unwrap_or(OLDEST_WORKER_FRAME).min(MAX_WORKER_FRAME);
+                Ok((role, connection))
+            }
             Ok(Reply::Hello(hello)) => Err(LinkError::Protocol(format!("protocol {} is not served", hello.protocol))),
             _ => Err(LinkError::Protocol("no hello".to_owned())),
         },

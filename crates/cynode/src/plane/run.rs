@@ -21,7 +21,10 @@ use crate::{
     connect,
     failure::{Failure, INTERNAL, UNREACHABLE},
     output,
-    session::{exit_code, transfer::send_tree},
+    session::{
+        exit_code,
+        transfer::{flagged, send_tree},
+    },
 };
 
 const TIMED_OUT: u8 = 124;
@@ -107,6 +110,7 @@ async fn fill(client: &UserClient, request: &mut JobCreate, directory: &Path, id
     for name in skipped {
         output::note(&format!("cynode: left out: {}", crate::sanitize::line(&name)));
     }
+    flagged(&sent.flags);
     request.task_id = Some(task);
     request.workspace_ref = Some(WorkspaceRef::Artifact(sent.id));
     Ok(())

@@ -17,7 +17,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::{
     stdio,
-    transfer::{body, feed, joined, left_out, local, send_tree},
+    transfer::{body, feed, flagged, joined, left_out, local, send_tree},
 };
 use crate::{
     archive::{self, PieceReader, PieceWriter},
@@ -160,12 +160,13 @@ impl Remote<'_> {
         self.mkdir(&parent).await?;
         let reader = tokio::task::spawn_blocking(move || feed(PieceWriter::new(to), |writer| archive::pack_file(&path, &name, writer)));
         let sent = self.client.import(self.id, &parent, body(from, progress)).await;
-        joined(reader.await, sent).map(drop)
+        joined(reader.await, sent).map(|(_, imported)| flagged(&imported.flags))
     }
 
     async fn upload_tree(&self, source: &Path, target: &Path) -> Result<(), Failure> {
         self.mkdir(target).await?;
-        let ((), skipped) = send_tree(source, async |body| self.client.import(self.id, target, body).await).await?;
+        let (imported, skipped) = send_tree(source, async |body| self.client.import(self.id, target, body).await).await?;
+        flagged(&imported.flags);
         left_out(&skipped, skipped.len() as u64)
     }
 

@@ -5,18 +5,20 @@
 
 use std::{process::ExitCode, time::Duration};
 
+use bytes::{Bytes, BytesMut};
 use cynode_api::{API_VERSION, Base64Bytes, ErrorCode, ExecExit, ExecId, ExecRequest, SessionId, SignalName, SignalScope, Stream, exec_limits};
 use cynode_client::{Error, ExecEvent, ExecEvents, WorkerClient};
+use futures_util::{StreamExt as _, stream};
 use tokio::{
     io::AsyncReadExt,
     signal::unix::{SignalKind, signal},
     time::{Instant, sleep},
 };
 
-use super::{exit_code, stdio};
+use super::{exit_code, input::InputFile, stdio};
 use crate::{
     cli::{Exec, Format, Globals},
-    failure::{Failure, INTERNAL, USAGE},
+    failure::{Failure, INTERNAL},
     output,
 };
 
@@ -38,9 +40,12 @@ pub async fn run(client: &WorkerClient, globals: &Globals, args: Exec) -> Result
     }
     let running = Running { client: client.clone(), session: args.id, exec: request.exec_id.unwrap_or_else(ExecId::generate) };
     let signals = tokio::spawn(forward_signals(running.clone()));
+    // A file goes with the request, in one call; what comes slowly is passed on as it comes.
+    let input = if args.stdin { InputFile::of_stdin()? } else { None };
+    let request = ExecRequest { stdin_open: request.stdin_open && input.is_none(), ..request };
     let result = match globals.output {
-        Format::Json => whole(&running, request, args.stdin).await,
-        Format::Table => streamed(&running, &request, args.raw).await,
+        Format::Json => whole(&running, request, input.as_ref(), args.stdin).await,
+        Format::Table => streamed(&running, &request, input.as_ref(), args.raw).await,
     };
     signals.abort();
     result
@@ -86,30 +91,53 @@ impl Running {
 }
 
 /// The whole result as one JSON object.
-async fn whole(running: &Running, mut request: ExecRequest, stdin: bool) -> Result<ExitCode, Failure> {
-    if stdin {
+async fn whole(running: &Running, mut request: ExecRequest, input: Option<&InputFile>, stdin: bool) -> Result<ExitCode, Failure> {
+    let result = if let Some(input) = input {
+        running.client.exec_with_input(running.session, &request, input.stream()?).await
+    } else if stdin {
+        request.stdin_open = false;
         let mut data = Vec::new();
         tokio::io::stdin().take(exec_limits::MAX_STDIN_BYTES as u64 + 1).read_to_end(&mut data).await?;
-        if data.len() > exec_limits::MAX_STDIN_BYTES {
-            let limit = output::size(exec_limits::MAX_STDIN_BYTES as u64);
-            return Err(Failure::new(USAGE, "too_large", format!("standard input is longer than {limit}")).remedy("Use --output table, which streams it."));
+        if data.len() <= exec_limits::MAX_STDIN_BYTES {
+            request.stdin_b64 = Some(Base64Bytes(data));
+            running.client.exec(running.session, &request).await
+        } else {
+            running.client.exec_with_input(running.session, &request, rest_of_stdin(data)).await
         }
-        request.stdin_open = false;
-        request.stdin_b64 = Some(Base64Bytes(data));
-    }
-    let result = running.client.exec(running.session, &request).await?;
+    } else {
+        running.client.exec(running.session, &request).await
+    };
+    let result = result?;
     output::json(&result)?;
     ended(&result.exit)
 }
 
+/// Standard input of which the beginning was read.
+fn rest_of_stdin(begin: Vec<u8>) -> impl futures_util::Stream<Item = std::io::Result<Bytes>> + Send + 'static {
+    let rest = stream::try_unfold(tokio::io::stdin(), async |mut stdin| {
+        let mut piece = BytesMut::with_capacity(STDIN_PIECE);
+        Ok((stdin.read_buf(&mut piece).await? > 0).then(|| (piece.freeze(), stdin)))
+    });
+    stream::iter([Ok(Bytes::from(begin))]).chain(rest)
+}
+
+/// Starts the command, or attaches to it when it has started.
+async fn start(running: &Running, request: &ExecRequest, input: Option<&InputFile>) -> Result<ExecEvents, Error> {
+    match input.map(InputFile::stream) {
+        None => running.client.exec_stream(running.session, request).await,
+        Some(Ok(input)) => running.client.exec_stream_with_input(running.session, request, input).await,
+        Some(Err(error)) => Err(Error::Setup(format!("can't read standard input: {error}"))),
+    }
+}
+
 /// The output as it comes.
-async fn streamed(running: &Running, request: &ExecRequest, raw: bool) -> Result<ExitCode, Failure> {
+async fn streamed(running: &Running, request: &ExecRequest, input_file: Option<&InputFile>, raw: bool) -> Result<ExitCode, Failure> {
     let mut stdout = stdio::stdout(raw);
     let mut stderr = stdio::stderr(raw);
-    let mut events = match running.client.exec_stream(running.session, request).await {
+    let mut events = match start(running, request, input_file).await {
         Ok(events) => events,
         // It may have arrived.
-        Err(error @ Error::Unreachable { never_sent: false, .. }) => reconnect(running, request, None, error).await?,
+        Err(error @ Error::Unreachable { never_sent: false, .. }) => reconnect(running, (request, input_file), None, error).await?,
         Err(error) => return Err(error.into()),
     };
     let mut started = false;
@@ -119,7 +147,7 @@ async fn streamed(running: &Running, request: &ExecRequest, raw: bool) -> Result
             Ok(Some(event)) => event,
             Ok(None) => return Err(Failure::internal("the stream ended without an exit")),
             Err(error) if error.is_passing() => {
-                events = reconnect(running, request, started.then_some(events.last_seq()), error).await?;
+                events = reconnect(running, (request, input_file), started.then_some(events.last_seq()), error).await?;
                 continue;
             }
             Err(error) => return Err(error.into()),
@@ -164,7 +192,12 @@ fn note_gap(lost_before_seq: Option<u64>) {
 
 /// The stream again: from after `last_seq` when the command is known to run, else by the same request with the same id,
 /// which attaches when it has arrived and starts it when it has not.
-async fn reconnect(running: &Running, request: &ExecRequest, last_seq: Option<u64>, mut error: Error) -> Result<ExecEvents, Failure> {
+async fn reconnect(
+    running: &Running,
+    (request, input): (&ExecRequest, Option<&InputFile>),
+    last_seq: Option<u64>,
+    mut error: Error,
+) -> Result<ExecEvents, Failure> {
     let deadline = Instant::now() + PATIENCE;
     let mut pause = Duration::from_millis(200);
     while error.is_passing() && Instant::now() + pause < deadline {
@@ -172,7 +205,7 @@ async fn reconnect(running: &Running, request: &ExecRequest, last_seq: Option<u6
         pause = (pause * 2).min(Duration::from_secs(5));
         let stream = match last_seq {
             Some(last_seq) => running.client.exec_output_stream(running.session, running.exec, last_seq).await,
-            None => running.client.exec_stream(running.session, request).await,
+            None => start(running, request, input).await,
         };
         error = match stream {
             Ok(events) => return Ok(events),

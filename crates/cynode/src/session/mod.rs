@@ -3,6 +3,7 @@
 mod cp;
 mod create;
 mod exec;
+mod input;
 mod list;
 mod shell;
 pub mod stdio;

@@ -2,6 +2,7 @@
 
 use std::{io, path::Path};
 
+use cynode_api::Flags;
 use cynode_client::Body;
 
 use crate::{
@@ -49,6 +50,18 @@ pub(super) fn body(mut from: tokio::sync::mpsc::Receiver<io::Result<bytes::Bytes
         }
         piece
     }))
+}
+
+/// Notes what looks like a credential and was let in.
+pub(crate) fn flagged(flags: &Flags) {
+    const SHOWN: usize = 10;
+    for file in flags.flagged.iter().take(SHOWN) {
+        output::note(&format!("cynode: {} holds what looks like {}", crate::sanitize::line(&file.path), crate::sanitize::line(&file.shape)));
+    }
+    let more = flags.flagged_total.saturating_sub(SHOWN.min(flags.flagged.len()) as u64);
+    if more > 0 {
+        output::note(&format!("cynode: {more} more hold what looks like credentials"));
+    }
 }
 
 pub(super) fn left_out(named: &[String], count: u64) -> Result<(), Failure> {

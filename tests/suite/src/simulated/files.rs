@@ -9,7 +9,7 @@ use axum::{
     response::{IntoResponse as _, Response},
     routing::get,
 };
-use cynode_api::{ErrorCode, FileChange, FileChanges, FileType, FileWritten};
+use cynode_api::{ErrorCode, FileChange, FileChanges, FileType, FileWritten, Flags};
 use cynode_service::{ApiError, QueryParams};
 use cynode_worker::calls::told;
 use http::{HeaderMap, StatusCode};
@@ -77,7 +77,7 @@ async fn write(
     files.insert(path, (body.to_vec(), mode));
     let change = FileChange::new(query.path.as_bytes()).before(sha256_before.clone()).after(Some(sha256.clone()));
     let tag = etag(&sha256);
-    let written = FileWritten { sha256, size, mode: format!("{mode:04o}"), created: old_mode.is_none(), sha256_before };
+    let written = FileWritten { sha256, size, mode: format!("{mode:04o}"), created: old_mode.is_none(), sha256_before, flags: Flags::default() };
     Ok(told(&FileChanges::from_iter([change]), (status, [("etag", tag)], Json(written))))
 }
 

@@ -335,6 +335,7 @@ fn object((request, run): &(ExecRequest, Arc<Run>)) -> Exec {
         exec_id: run.id,
         state: if exit.is_some() { ExecState::Exited } else { ExecState::Running },
         argv: request.argv.clone(),
+        argv_truncated: false,
         cwd: absolute(request.cwd.as_deref().unwrap_or_default()).trim_end_matches('/').to_owned(),
         background: request.background,
         started_at: run.started_at,

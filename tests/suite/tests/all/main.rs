@@ -3,6 +3,7 @@
 
 mod agent;
 mod api;
+mod arguments;
 mod by_runtime;
 mod cli;
 mod contract;

@@ -39,7 +39,7 @@ impl Files {
         if !dry_run {
             commit::commit(&root, &plan.entries)?;
         }
-        Ok(PatchResult { files: plan.touched.into_iter().map(patched_file).collect() })
+        Ok(PatchResult { files: plan.touched.into_iter().map(patched_file).collect(), ..PatchResult::default() })
     }
 }
 

@@ -38,11 +38,17 @@ fn private_key() -> String {
 
 /// A tar archive of one file.
 fn archive(name: &str, content: &str) -> Result<Vec<u8>> {
+    archive_of(&[(name, content)])
+}
+
+fn archive_of(files: &[(&str, &str)]) -> Result<Vec<u8>> {
     let mut tar = tar::Builder::new(Vec::new());
-    let mut header = tar::Header::new_gnu();
-    header.set_size(content.len() as u64);
-    header.set_mode(0o644);
-    tar.append_data(&mut header, name, content.as_bytes())?;
+    for (name, content) in files {
+        let mut header = tar::Header::new_gnu();
+        header.set_size(content.len() as u64);
+        header.set_mode(0o644);
+        tar.append_data(&mut header, name, content.as_bytes())?;
+    }
     Ok(tar.into_inner()?)
 }
 
@@ -104,12 +110,19 @@ impl Place {
         Ok(self.small.request(Method::PUT, &self.at("files"))?.query(&[(name, path)]).body(body))
     }
 
+    /// An exec with its input in a part of its own.
+    fn form(&self, request: &Value, stdin: &str) -> Result<RequestBuilder> {
+        let (head, tail) = cynode_api::exec_form("B", request.to_string().as_bytes());
+        let body = [head, stdin.as_bytes().to_vec(), tail].concat();
+        Ok(self.small.request(Method::POST, &self.at("exec"))?.header("content-type", "multipart/form-data; boundary=B").body(body))
+    }
+
     async fn inside(&self, script: &str) -> Result<Value> {
         object(&Answer::of(self.exec(&json!({"argv": ["sh", "-c", script]}))?).await?)
     }
 
-    /// Every way in, with the field that is named when it is refused.
-    fn ways(&self, secret: &str) -> Result<Vec<(&'static str, RequestBuilder)>> {
+    /// Every way in, with the field that is named when it is refused. Files are those of a given name.
+    fn ways(&self, secret: &str, leaked: &str) -> Result<Vec<(&'static str, RequestBuilder)>> {
         let small = session();
         let with = |more: Value| -> Value {
             let mut body = small.clone();
@@ -134,15 +147,18 @@ impl Place {
             ("stdin_b64", self.exec(&json!({"stdin_b64": STANDARD.encode(format!("\0 {secret}\n"))}))?),
             ("cwd", self.exec(&json!({"cwd": format!("/tmp/{secret}")}))?),
             ("data_b64", self.post(&self.at(&format!("execs/{}/stdin", self.exec)), &json!({"data_b64": STANDARD.encode(secret)}))?),
-            ("body", self.file("path", "leaked", secret.to_owned())?),
-            ("body", self.file("path", "leaked", in_pieces(secret))?),
+            ("body", self.file("path", leaked, secret.to_owned())?),
+            ("body", self.file("path", leaked, in_pieces(secret))?),
             ("path", self.file("path", secret, "plain")?),
             ("path", self.post(&self.at("files:mkdir"), &json!({"path": format!("leaked/{secret}"), "parents": true}))?),
             ("to", self.post(&self.at("files:move"), &json!({"from": "heard", "to": secret}))?),
-            ("diff", self.post(&self.at("files:patch"), &json!({"diff": created("leaked", secret)}))?),
-            ("body", self.small.request(Method::POST, &self.at("import"))?.query(&[("path", ".")]).body(archive("leaked", secret)?)),
-            ("body", put("leaked")?.body(format!("some\n{secret}\n"))),
-            ("body", put("leaked")?.body(in_pieces(secret))),
+            ("diff", self.post(&self.at("files:patch"), &json!({"diff": created(leaked, secret)}))?),
+            ("body", self.small.request(Method::POST, &self.at("import"))?.query(&[("path", ".")]).body(archive(leaked, secret)?)),
+            ("body", put(leaked)?.body(format!("some\n{secret}\n"))),
+            ("body", put(leaked)?.body(in_pieces(secret))),
+            ("body", put("seed.tar")?.body(archive(leaked, secret)?)),
+            ("stdin", self.form(&json!({"argv": ["touch", "leaked"], "timeout_ms": 10_000}), &format!("in {secret}\n"))?),
+            ("argv[1]", self.form(&json!({"argv": ["touch", secret], "timeout_ms": 10_000}), "plain")?),
             ("path", put(secret)?.body("plain")),
             ("argv", self.small.request(Method::GET, &self.at("pty"))?.query(&[("cols", "80"), ("rows", "24"), ("argv", "sh"), ("argv", secret)])),
         ])
@@ -183,6 +199,7 @@ impl Place {
         ensure!(dump.stdout.windows(12).any(|part| part == b"audit_events"), "the dump holds the trail");
         told.push(("the database".to_owned(), dump.stdout));
         files(&self.small.orchestrator.state_dir().join("orchestrator"), &mut told)?;
+        files(&self.small.orchestrator.state_dir().join("artifacts"), &mut told)?;
         Ok(told)
     }
 }
@@ -219,11 +236,12 @@ async fn no_secret_gets_in_by_any_way_and_none_is_found_anywhere_afterwards() ->
     let place = Place::start().await?;
     let admin = place.small.orchestrator.token()?;
     let token = text(&place.small.make(&admin, "/v1/tokens", &json!({"kind": "user"})).await?["token"])?;
-    let secrets = [("a CyNode token", token), ("a GitHub token", foreign_token()), ("a private key", private_key())];
+    // Tokens of others are refused where live ones would be; ours everywhere.
+    let secrets = [("a CyNode token", token, "leaked"), ("a GitHub token", foreign_token(), ".env"), ("a private key", private_key(), ".ssh/key")];
     let before = place.there().await?;
     let (mut wrong, mut refusals) = (Vec::new(), Vec::new());
-    for (what, secret) in &secrets {
-        for (number, (field, request)) in place.ways(secret)?.into_iter().enumerate() {
+    for (what, secret, leaked) in &secrets {
+        for (number, (field, request)) in place.ways(secret, leaked)?.into_iter().enumerate() {
             let answer = Answer::of(request).await.with_context(|| format!("{what} in {field}, way {number}"))?;
             let said = String::from_utf8_lossy(&answer.body).into_owned();
             if said.contains(secret.trim()) {
@@ -254,7 +272,10 @@ async fn no_secret_gets_in_by_any_way_and_none_is_found_anywhere_afterwards() ->
         assert_eq!((&outcome["code"], &outcome["status"]), (&json!("secret_in_input"), &json!(422)), "{field}: {records}");
         // What is looked through on its way is begun before it is known what it holds.
         if intent["stage"] == "secrets" {
-            assert_eq!((&intent["decision"], &intent["detail"]), (&json!("deny"), &json!({"field": field, "what": what})), "{records}");
+            let mut detail = intent["detail"].clone();
+            let path = detail.as_object_mut().and_then(|detail| detail.remove("path"));
+            assert_eq!((&intent["decision"], detail), (&json!("deny"), json!({"field": field, "what": what})), "{records}");
+            ensure!(path.is_none_or(|path| path == ".env" || path == ".ssh/key"), "{records}");
         } else {
             assert_eq!(&intent["action"], "artifact.put", "{records}");
         }
@@ -262,13 +283,120 @@ async fn no_secret_gets_in_by_any_way_and_none_is_found_anywhere_afterwards() ->
     let told = place.told().await?;
     let counted = format!("cynode_secrets_refused_total {}", refusals.len());
     ensure!(told.iter().any(|(name, bytes)| name.ends_with("/metrics") && String::from_utf8_lossy(bytes).contains(&counted)), "'{counted}' is not said");
-    for (what, secret) in &secrets {
+    for (what, secret, _) in &secrets {
         let found = traces(secret, &told);
         ensure!(found.is_empty(), "{what} is in {found:#?}");
     }
     // It would have been found.
     let planted = vec![("planted".to_owned(), format!("before {} after", foreign_token()).into_bytes())];
     assert_eq!(traces(&foreign_token(), &planted), ["planted"]);
+    Ok(())
+}
+
+// part of: REQ-SANDBX-0100
+#[tokio::test]
+async fn a_sample_of_a_token_is_let_in_with_the_source_that_holds_it_and_flagged() -> Result<()> {
+    let place = Place::start().await?;
+    let (token, key) = (foreign_token(), private_key());
+    let flagged = |files: &[(&str, &str)]| files.iter().map(|(path, shape)| json!({"path": path, "shape": shape})).collect::<Value>();
+    let tree = archive_of(&[("src/lib.rs", "fn main() {}\n"), ("tests/auth.rs", &format!("{token}\n{token}\n{key}")), ("tests/id_rsa", &key)])?;
+    let found = flagged(&[("tests/auth.rs", "a GitHub token"), ("tests/auth.rs", "a private key"), ("tests/id_rsa", "a private key")]);
+    let import = |tar: Vec<u8>| Ok::<_, anyhow::Error>(place.small.request(Method::POST, &place.at("import"))?.query(&[("path", "repo")]).body(tar));
+    let artifact = |name: &str, bytes: Vec<u8>| {
+        Ok::<_, anyhow::Error>(place.small.request(Method::PUT, &format!("/v1/tasks/{}/artifacts/{name}", place.task))?.body(bytes))
+    };
+    let ways = [
+        (import(tree.clone())?, 3, found.clone()),
+        (place.file("path", "a.rs", token.clone())?, 1, flagged(&[("a.rs", "a GitHub token")])),
+        (place.post(&place.at("files:patch"), &json!({"diff": created("b.rs", &token)}))?, 1, flagged(&[("b.rs", "a GitHub token")])),
+        (artifact("seed.tar", tree)?, 3, found),
+        (artifact("notes.txt", token.clone().into_bytes())?, 1, flagged(&[("notes.txt", "a GitHub token")])),
+    ];
+    for (request, total, files) in ways {
+        let answer = Answer::of(request).await?;
+        let said = object(&answer)?;
+        assert_eq!((&said["flagged"], &said["flagged_total"]), (&files, &json!(total)), "{said}");
+        ensure!(!said.to_string().contains(&token), "{said}");
+        let call = answer.header(CALL_HEADER);
+        let records = object(&Answer::of(place.small.request(Method::GET, &format!("/v1/audit?call_id={call}"))?).await?)?["items"].clone();
+        let told =
+            records.as_array().context("records")?.iter().any(|record| record["detail"]["flagged"] == files && record["detail"]["flagged_total"] == total);
+        ensure!(told && !records.to_string().contains(&token), "{records}");
+    }
+    let read = place.inside("cat repo/tests/auth.rs a.rs b.rs").await?;
+    assert_eq!(read["stdout"], json!(format!("{token}\n{token}\n{key}{token}{token}\n")));
+    // What was stored is known to hold it.
+    let listed = object(&Answer::of(place.small.request(Method::GET, &format!("/v1/artifacts?task_id={}", place.task))?).await?)?;
+    assert_eq!(listed["items"].as_array().map(|items| items.iter().filter(|item| item["flagged_total"].is_u64()).count()), Some(2), "{listed}");
+
+    // Where a live one would be, the refusal names the file and does not call it the system's.
+    let config = "[remote \"origin\"]\n\turl = https://me:hunter2@example.org/a.git\n";
+    for (name, content, what) in
+        [("sub/.env.local", token.as_str(), "a GitHub token"), (".git/config", config, "a password in a URL"), ("x/.ssh/work", &key, "a private key")]
+    {
+        for request in [import(archive_of(&[("a", "b"), (name, content)])?)?, artifact("seed.tar", archive_of(&[("a", "b"), (name, content)])?)?] {
+            let refused = refusal(&Answer::of(request).await?, 422, "secret_in_input")?;
+            let detail = text(&refused["detail"])?;
+            ensure!(detail.contains(name) && detail.contains(&format!("looks like {what}")) && !refused.to_string().contains("of the system"), "{refused}");
+            assert_eq!((&refused["path"], &refused["what"]), (&json!(name), &json!(what)));
+            ensure!(!refused.to_string().contains("hunter2"), "{refused}");
+        }
+    }
+    assert_eq!(place.inside("ls -A repo").await?["stdout"], "src\ntests\n", "nothing of a refused archive is there");
+    Ok(())
+}
+
+#[tokio::test]
+async fn shapes_are_refused_flagged_or_let_in_as_the_system_and_the_project_say() -> Result<()> {
+    let plane = Plane::new().await?;
+    let http = reqwest::Client::builder().no_proxy().build()?;
+    let token = foreign_token();
+    for (name, setting, plain, live) in [
+        ("t", "true", "flag", "refuse"),
+        ("f", "false", "off", "off"),
+        ("r", "{seeds = \"refuse\"}", "refuse", "refuse"),
+        ("o", "{seeds = \"off\"}", "off", "off"),
+    ] {
+        let orchestrator = plane.orchestrator(name, &[("secret_shapes", setting)]).await?;
+        let (url, admin) = (orchestrator.url()?, orchestrator.token()?);
+        let make = async |path: &str, body: &Value| object(&Answer::of(http.post(format!("{url}{path}")).bearer_auth(&admin).json(body)).await?);
+        let seen = async |task: &str, path: &str| -> Result<&'static str> {
+            let answer = Answer::of(http.put(format!("{url}/v1/tasks/{task}/artifacts/{path}")).bearer_auth(&admin).body(token.clone())).await?;
+            if refusal(&answer, 422, "secret_in_input").is_ok() {
+                return Ok("refuse");
+            }
+            Ok(if object(&answer)?["flagged_total"] == 1 { "flag" } else { "off" })
+        };
+        let task = text(&make("/v1/tasks", &json!({"name": "t"})).await?["id"])?;
+        assert_eq!((seen(&task, "a.rs").await?, seen(&task, ".env").await?), (plain, live), "{setting}");
+        // Ours is refused whatever is set.
+        let ours = Answer::of(http.put(format!("{url}/v1/tasks/{task}/artifacts/a")).bearer_auth(&admin).body(admin.clone())).await?;
+        refusal(&ours, 422, "secret_in_input").with_context(|| setting.to_owned())?;
+
+        // A project tightens and never loosens.
+        let project = text(&make("/v1/projects", &json!({"name": format!("p-{name}"), "slug": format!("p-{name}")})).await?["id"])?;
+        let task = text(&make("/v1/tasks", &json!({"name": "t", "project_id": project})).await?["id"])?;
+        let prefer = async |scope: &str, id: &str, value: Value| {
+            Answer::of(http.put(format!("{url}/v1/preferences/{scope}/{id}/secrets.shapes")).bearer_auth(&admin).json(&json!({"value": value}))).await
+        };
+        for (value, plain) in [
+            (json!({"seeds": "off"}), plain),
+            (json!(false), plain),
+            (json!({"seeds": "flag"}), if plain == "refuse" { "refuse" } else { "flag" }),
+            (json!({"seeds": "refuse"}), "refuse"),
+        ] {
+            object(&prefer("project", &project, value.clone()).await?)?;
+            assert_eq!(seen(&task, "a.rs").await?, plain, "{setting} {value}");
+        }
+        for (scope, id, value, said) in [
+            ("project", &project, json!({"seed": "flag"}), "`seed`"),
+            ("project", &project, json!("refuse"), "true, false"),
+            ("task", &task, json!(true), "orchestrator.secret_shapes"),
+        ] {
+            let refused = refusal(&prefer(scope, id, value).await?, 400, "invalid_request")?;
+            ensure!(text(&refused["detail"])?.contains(said), "{refused}");
+        }
+    }
     Ok(())
 }
 

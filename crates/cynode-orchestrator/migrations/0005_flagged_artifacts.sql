@@ -1,0 +1,2 @@
+-- What an artifact holds that looks like a credential: paths and shapes, never values. Promotion asks for it.
+alter table artifacts add column flagged jsonb;
