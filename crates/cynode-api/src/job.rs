@@ -84,11 +84,14 @@ pub struct JobOutput {
     /// `utf-8`, or `base64` for both streams when either is not UTF-8.
     pub encoding: String,
     pub truncated: Truncated,
+    /// The quota for which less of the output is kept than there was: these streams or none, and not the whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub truncated_by: Option<String>,
 }
 
 impl Default for JobOutput {
     fn default() -> Self {
-        Self { stdout: String::new(), stderr: String::new(), encoding: "utf-8".to_owned(), truncated: Truncated::default() }
+        Self { stdout: String::new(), stderr: String::new(), encoding: "utf-8".to_owned(), truncated: Truncated::default(), truncated_by: None }
     }
 }
 

@@ -50,8 +50,8 @@ pub use ids::{
 pub use image::{Image, ImageCreate, ImagePatch, ImageState, ImageVersion, LocalImages};
 pub use job::{Job, JobAck, JobCreate, JobError, JobOutput, JobRun, JobSandbox, JobState, JobStop, Retry, job_limits};
 pub use node::{
-    Capability, Heartbeat, HeartbeatAnswer, LocalImage, NewTokens, Node, NodeConfig, NodeDrain, NodeKeyCreate, NodeKeyCreated, NodeRegister, NodeRegistered,
-    NodeState,
+    Capability, Excess, Heartbeat, HeartbeatAnswer, LargestLimits, LocalImage, NewTokens, Node, NodeConfig, NodeDrain, NodeKeyCreate, NodeKeyCreated,
+    NodeRegister, NodeRegistered, NodeState,
 };
 pub use policy::{Policy, PolicyPut, PolicyRule, PolicyTest, PolicyVerdict};
 pub use problem::{ErrorCode, Problem};
@@ -60,8 +60,8 @@ pub use session::{
     WorkspaceDisposal, WorkspaceRef, session_limits,
 };
 pub use setting::{
-    ALLOW_PM_IMAGES, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope, QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOXES, SECRET_SHAPES,
-    Setting, ValueKind, ValuePut,
+    ALLOW_PM_IMAGES, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope, QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOX_CPUS,
+    QUOTA_SANDBOX_MEMORY_BYTES, QUOTA_SANDBOX_PIDS, QUOTA_SANDBOXES, SECRET_SHAPES, Setting, ValueKind, ValuePut,
 };
 pub use work::{Project, ProjectCreate, ProjectPatch, Task, TaskCreate, TaskPatch, TaskStatus, text_limits};
 

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::{NodeId, Unenforced};
+use crate::{Limits, LimitsRequest, NodeId, Unenforced};
 
 /// What a node can do, as it says itself.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -18,6 +18,12 @@ pub struct Capability {
     pub cpus: u32,
     pub memory_bytes: u64,
     pub max_sandboxes: usize,
+    /// Absent from workers that give any limits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub largest: Option<LargestLimits>,
+    /// What the memory limits of all sandboxes there may add up to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub promised_memory_bytes: Option<u64>,
     #[serde(default)]
     pub unenforced: BTreeSet<Unenforced>,
     #[serde(default)]
@@ -25,6 +31,45 @@ pub struct Capability {
     /// What is loaded there.
     #[serde(default)]
     pub images: Vec<LocalImage>,
+}
+
+/// The largest limits that a node gives one sandbox.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LargestLimits {
+    pub memory_bytes: u64,
+    pub cpus: f64,
+    pub pids: u32,
+}
+
+/// A limit that is beyond a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Excess {
+    /// Its name in a request.
+    pub limit: &'static str,
+    /// The most that there is of it, with its unit.
+    pub most: String,
+}
+
+impl LargestLimits {
+    /// The first limit that a request names and that is larger than these. What it does not name fits every node.
+    #[must_use]
+    pub fn excess_of(&self, request: LimitsRequest) -> Option<Excess> {
+        let LimitsRequest { memory_bytes, cpus, pids, .. } = request;
+        let named = Limits { memory_bytes: memory_bytes.unwrap_or(0), cpus: cpus.unwrap_or(0.0), pids: pids.unwrap_or(0), ..Limits::default() };
+        self.excess(&named)
+    }
+
+    /// The first limit that is larger than these.
+    #[must_use]
+    pub fn excess(&self, limits: &Limits) -> Option<Excess> {
+        let Self { memory_bytes, cpus, pids } = *self;
+        let beyond = [
+            (limits.memory_bytes > memory_bytes, "memory_bytes", format!("{memory_bytes} bytes of memory")),
+            (limits.cpus > cpus, "cpus", format!("{cpus} processors")),
+            (limits.pids > pids, "pids", format!("{pids} processes")),
+        ];
+        beyond.into_iter().find_map(|(is_beyond, limit, most)| is_beyond.then_some(Excess { limit, most }))
+    }
 }
 
 /// An image that a node has.

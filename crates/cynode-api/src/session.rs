@@ -187,6 +187,21 @@ pub struct LimitsRequest {
     pub nofile: Option<u64>,
 }
 
+impl LimitsRequest {
+    /// With the defaults for what is absent. A node that is smaller gives less.
+    #[must_use]
+    pub fn or_default(self) -> Limits {
+        let default = Limits::default();
+        Limits {
+            memory_bytes: self.memory_bytes.unwrap_or(default.memory_bytes),
+            cpus: self.cpus.unwrap_or(default.cpus),
+            pids: self.pids.unwrap_or(default.pids),
+            disk_bytes: self.disk_bytes.unwrap_or(default.disk_bytes),
+            nofile: self.nofile.unwrap_or(default.nofile),
+        }
+    }
+}
+
 /// An object within a request. A list would be taken for its fields in order, which is nobody's intention.
 pub(crate) fn object_only<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
     struct Object<T>(PhantomData<T>);

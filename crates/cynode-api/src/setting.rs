@@ -47,7 +47,13 @@ pub const DEFAULT_IMAGE_KEY: &str = "sandbox.default_image";
 pub const QUOTA_SANDBOXES: &str = "quota.sandboxes";
 /// Processor seconds that sandboxes reserve within 24 hours.
 pub const QUOTA_CPU_SECONDS: &str = "quota.cpu_seconds";
-/// Bytes of artifacts that are kept.
+/// Bytes of memory of one sandbox.
+pub const QUOTA_SANDBOX_MEMORY_BYTES: &str = "quota.sandbox_memory_bytes";
+/// Processors of one sandbox.
+pub const QUOTA_SANDBOX_CPUS: &str = "quota.sandbox_cpus";
+/// Processes of one sandbox.
+pub const QUOTA_SANDBOX_PIDS: &str = "quota.sandbox_pids";
+/// Bytes of artifacts and of the output of jobs that are kept.
 pub const QUOTA_ARTIFACT_BYTES: &str = "quota.artifact_bytes";
 /// How shapes of credentials are treated in a project: stricter than `orchestrator.secret_shapes`, never laxer.
 pub const SECRET_SHAPES: &str = "secrets.shapes";
@@ -65,6 +71,9 @@ pub const KEYS: &[Key] = &[
     Key { name: SECRET_SHAPES, kind: ValueKind::Special, is_setting: false },
     Key { name: QUOTA_SANDBOXES, kind: ValueKind::Count, is_setting: false },
     Key { name: QUOTA_CPU_SECONDS, kind: ValueKind::Count, is_setting: false },
+    Key { name: QUOTA_SANDBOX_MEMORY_BYTES, kind: ValueKind::Count, is_setting: false },
+    Key { name: QUOTA_SANDBOX_CPUS, kind: ValueKind::Count, is_setting: false },
+    Key { name: QUOTA_SANDBOX_PIDS, kind: ValueKind::Count, is_setting: false },
     Key { name: QUOTA_ARTIFACT_BYTES, kind: ValueKind::Count, is_setting: false },
 ];
 

@@ -10,7 +10,7 @@ use cynode_api::{ExecVia, Unenforced};
 use cynode_service::{ConfigError, config, listen};
 use serde::Deserialize;
 
-use crate::{control, rootless};
+use crate::{capacity, control, rootless};
 
 /// What `make up` builds and loads.
 pub const DEFAULT_IMAGE: &str = "localhost/cynode/sba-runner:latest";
@@ -27,6 +27,14 @@ pub struct Config {
     pub default_image: String,
     pub exec_via: ExecVia,
     pub max_sandboxes: usize,
+    /// Memory of the machine that no sandbox gets, neither one nor all together; an eighth, at most 2 GiB, when absent.
+    pub reserved_memory_bytes: Option<u64>,
+    /// How many times the memory for sandboxes their limits may add up to. When absent, `max_sandboxes` default sandboxes fit.
+    pub memory_overcommit: Option<f64>,
+    /// Processes of one sandbox, at most.
+    pub max_pids: u32,
+    /// The cgroup that all sandboxes run below. Workers of one machine that have it in common share its memory.
+    pub cgroup_parent: String,
     pub workspace_grace_seconds: u64,
     /// The agent's binary; looked for beside this program when absent.
     pub agent_binary: Option<PathBuf>,
@@ -97,6 +105,10 @@ impl Default for Config {
             default_image: DEFAULT_IMAGE.to_owned(),
             exec_via: ExecVia::Agent,
             max_sandboxes: 200,
+            reserved_memory_bytes: None,
+            memory_overcommit: None,
+            max_pids: 4_096,
+            cgroup_parent: "cynode".to_owned(),
             workspace_grace_seconds: 86_400,
             agent_binary: None,
             engine: Engine::Podman,
@@ -151,6 +163,7 @@ impl Config {
             let message = format!("must lie between {} and {}", range.start(), range.end());
             return Err(ConfigError::Value { key: "worker.max_connections".to_owned(), message });
         }
+        capacity::check_config(&read)?;
         read.check_orchestrator()?;
         Ok(read)
     }

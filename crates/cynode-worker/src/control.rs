@@ -268,8 +268,10 @@ impl Node {
             // Podman's own mark for whoever lives in a user's namespace.
             rootless: std::env::var_os("_CONTAINERS_ROOTLESS_UID").is_some(),
             cpus: std::thread::available_parallelism().map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX)),
-            memory_bytes: memory(),
+            memory_bytes: self.sessions.capacity.memory_bytes,
             max_sandboxes: config.max_sandboxes,
+            largest: Some(self.sessions.capacity.largest),
+            promised_memory_bytes: Some(self.sessions.capacity.promised_memory_bytes),
             unenforced: config.allow_unenforced.clone(),
             labels: config.labels.clone(),
             images,
@@ -302,12 +304,6 @@ fn host_name(id: cynode_api::NodeId) -> String {
     let id = id.to_string();
     // Two workers on one host have one name between them.
     format!("{name}-{}", &id[id.len() - 6..])
-}
-
-fn memory() -> u64 {
-    let text = fs_err::read_to_string("/proc/meminfo").unwrap_or_default();
-    let kilobytes = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    kilobytes.unwrap_or(0) * 1024
 }
 
 /// Speaks with the orchestrator until the worker stops.

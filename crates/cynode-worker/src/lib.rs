@@ -8,6 +8,7 @@
 
 mod api;
 pub mod calls;
+mod capacity;
 mod config;
 mod control;
 mod disk;
@@ -172,8 +173,16 @@ pub async fn run(config: Config) -> Result<(), Error> {
             Err(why)
         }
     };
-    let means =
-        Means { runtime: Arc::clone(&runtime), journal: held.journal.clone(), node_id, ids, agent_binary, max_nofile: choice.max_nofile, disks, config };
+    let capacity = capacity::Capacity::of(&config, choice.max_nofile);
+    let rootless = matches!(choice.ids, IdSpace::Within(_));
+    let parent = match capacity::Parent::prepare(&config, &choice.cgroup_manager, rootless, capacity.largest.memory_bytes).await {
+        Ok(parent) => Some(parent),
+        Err(why) => {
+            tracing::warn!(why, "The memory of all sandboxes together is not limited on this host.");
+            None
+        }
+    };
+    let means = Means { runtime: Arc::clone(&runtime), journal: held.journal.clone(), node_id, ids, agent_binary, capacity, parent, disks, config };
     let sessions = Sessions::new(means).map_err(state("reading the journal"))?;
     let (job_news, jobs_told) = tokio::sync::mpsc::channel(1024);
     let jobs = Jobs::open(Arc::clone(&sessions), held.journal.clone(), job_news).map_err(state("reading the journal of jobs"))?;

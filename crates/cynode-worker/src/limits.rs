@@ -9,9 +9,29 @@ use cynode_api::{Limits, Unenforced};
 
 use crate::{idrange::AGENT_ID, runtime::IdMap};
 
-/// The limits and separations that were asked for and do not hold for this process. What can't be read does not hold.
-pub(crate) fn missing(pid: i32, limits: &Limits, ids: IdMap) -> Vec<Unenforced> {
-    let cgroups = Cgroups::of(pid).unwrap_or_default();
+/// What the kernel adds to a sandbox's score when it looks for somebody to kill: sandboxes go before the rest of the machine.
+pub(crate) const OOM_SCORE_ADJ: i32 = 500;
+
+/// Raises the score of a sandbox's process 1, which all others inherit. Written also when the runtime has set it: written by who
+/// may lower scores, nobody inside can lower it again.
+pub(crate) fn raise_oom_score(pid: i32) -> io::Result<()> {
+    let path = format!("/proc/{pid}/oom_score_adj");
+    let score = fs_err::read_to_string(&path)?.trim().parse::<i32>().unwrap_or_default();
+    fs_err::write(path, score.max(OOM_SCORE_ADJ).to_string())
+}
+
+/// Whether the memory of a process is counted below a cgroup.
+pub(crate) fn is_below(pid: i32, parent: &str) -> bool {
+    Cgroups::of(pid).is_ok_and(|groups| groups.group("memory").is_some_and(|group| group.is_below(parent)))
+}
+
+/// The limits and separations that were asked for and do not hold for this process. What can't be read does not hold. The limits of
+/// `parent` and of all above it are nobody's own.
+pub(crate) fn missing(pid: i32, limits: &Limits, ids: IdMap, parent: Option<&str>) -> Vec<Unenforced> {
+    let mut cgroups = Cgroups::of(pid).unwrap_or_default();
+    for group in &mut cgroups.found {
+        group.parent = parent.map(directory_name);
+    }
     let mut missing = Vec::new();
     let mut check = |holds: Option<bool>, name: Unenforced| {
         if holds != Some(true) {
@@ -81,6 +101,13 @@ struct Group {
     own: PathBuf,
     /// The worker's own group: what binds it and all others with it is no limit of one sandbox.
     shared: Option<PathBuf>,
+    /// The name of the group that all sandboxes are in, whose limits are no limits of one either.
+    parent: Option<String>,
+}
+
+/// The name of the directory that a runtime makes of a cgroup's.
+fn directory_name(cgroup: &str) -> String {
+    cgroup.trim_start_matches('/').to_owned()
 }
 
 impl Group {
@@ -91,7 +118,13 @@ impl Group {
     /// The process's own directory, then those above it.
     fn upwards(&self) -> impl Iterator<Item = &Path> {
         let is_shared = |directory: &Path| self.shared.as_ref().is_some_and(|shared| shared.starts_with(directory) && directory != self.own);
-        self.own.ancestors().take_while(move |directory| directory.starts_with(&self.top) && !is_shared(directory))
+        let is_parent = |directory: &Path| directory != self.own && self.parent.as_ref().is_some_and(|name| directory.ends_with(name));
+        self.own.ancestors().take_while(move |directory| directory.starts_with(&self.top) && !is_shared(directory) && !is_parent(directory))
+    }
+
+    fn is_below(&self, parent: &str) -> bool {
+        let name = directory_name(parent);
+        self.own.ancestors().skip(1).take_while(|directory| directory.starts_with(&self.top)).any(|directory| directory.ends_with(&name))
     }
 
     /// A file's texts where they bind the process: its own first, then upwards.
@@ -139,7 +172,7 @@ impl Cgroups {
                 // A mount may show only a part of the tree, from its root on.
                 let below = path.strip_prefix(root.trim_end_matches('/')).unwrap_or(path);
                 let own = PathBuf::from(format!("{target}{below}").trim_end_matches('/'));
-                found.push(Group { controllers, top: PathBuf::from(target), own, shared: None });
+                found.push(Group { controllers, top: PathBuf::from(target), own, shared: None, parent: None });
             }
         }
         Self { found }
@@ -161,6 +194,24 @@ impl Cgroups {
     fn limit(&self, controller: &str, one: &str, two: &str) -> Option<u64> {
         let group = self.group(controller)?;
         group.texts(if group.version() == Version::One { one } else { two }).filter_map(|text| text.trim().parse().ok()).min()
+    }
+
+    /// What bounds everything in the tree that is seen here: there is such a bound in a container, and none on a machine.
+    pub(crate) fn memory_of_machine(&self) -> Option<u64> {
+        let (top, file) = self.memory_tree()?;
+        read(&top.join(file))?.trim().parse().ok()
+    }
+
+    /// The top of the tree that limits memory, and the name of the file with the limit.
+    pub(crate) fn memory_tree(&self) -> Option<(&Path, &'static str)> {
+        let group = self.group("memory")?;
+        match group.version() {
+            Version::One => Some((&group.top, "memory.limit_in_bytes")),
+            Version::Two => {
+                let controllers = read(&group.top.join("cgroup.controllers"))?;
+                controllers.split_whitespace().any(|name| name == "memory").then_some((&*group.top, "memory.max"))
+            }
+        }
     }
 
     fn cpus(&self) -> Option<f64> {
@@ -291,12 +342,41 @@ mod tests {
     }
 
     #[test]
+    fn the_limit_of_all_sandboxes_is_the_limit_of_none() {
+        let root = tree(&[
+            ("cynode/memory.max", "1000"),
+            ("cynode/pids.max", "100"),
+            ("cynode/ab/memory.max", "max"),
+            ("cynode/ab/pids.max", "max"),
+            ("other/ab/memory.max", "10"),
+        ]);
+        let mut sandbox = unified(root.path(), "/cynode/ab");
+        assert!(sandbox.found[0].is_below("/cynode") && !sandbox.found[0].is_below("/other") && !unified(root.path(), "/cynode").found[0].is_below("/cynode"));
+        assert!(unified(root.path(), "/machine/cynode.slice/ab.scope").found[0].is_below("cynode.slice"));
+        assert_eq!(limits(&sandbox), (Some(1_000), None, Some(100)));
+        sandbox.found[0].parent = Some("cynode".to_owned());
+        assert_eq!((limits(&sandbox), memory_holds(&sandbox, 1_000)), ((None, None, None), None));
+    }
+
+    #[test]
+    fn a_container_is_a_machine_with_the_memory_of_its_cgroup() {
+        let root = tree(&[("memory.max", "max"), ("cgroup.controllers", "cpu memory pids")]);
+        let inside = unified(root.path(), "/worker");
+        assert_eq!(inside.memory_of_machine(), None);
+        assert_eq!(inside.memory_tree(), Some((root.path(), "memory.max")));
+        fs_err::write(root.path().join("memory.max"), "4096\n").expect("a file");
+        assert_eq!(inside.memory_of_machine(), Some(4_096));
+        fs_err::write(root.path().join("cgroup.controllers"), "cpu pids\n").expect("a file");
+        assert_eq!(inside.memory_tree(), None, "nobody limits memory there");
+    }
+
+    #[test]
     fn nothing_holds_for_a_process_that_is_not_limited() {
         let me = std::process::id().cast_signed();
-        let missing = missing(me, &Limits::default(), IdMap { first: 1 << 30, count: 65_536 });
+        let missing = missing(me, &Limits::default(), IdMap { first: 1 << 30, count: 65_536 }, None);
         for name in [Unenforced::Pids, Unenforced::Userns, Unenforced::IdRange] {
             assert!(missing.contains(&name), "{missing:?}");
         }
-        assert_eq!(super::missing(i32::MAX, &Limits::default(), IdMap { first: 0, count: 1 }).len(), 6, "what is gone is held by nothing");
+        assert_eq!(super::missing(i32::MAX, &Limits::default(), IdMap { first: 0, count: 1 }, None).len(), 6, "what is gone is held by nothing");
     }
 }

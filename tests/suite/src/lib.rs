@@ -21,7 +21,7 @@ pub use plane::{Held, Plane, Postgres, RunningOrchestrator, postgres_programs};
 pub use random::Random;
 pub use relay::Relay;
 pub use requests::{Answer, Http};
-pub use simulated::{Fault, SimulatedWorker};
+pub use simulated::{Fault, LARGEST, PROMISED_MEMORY_BYTES, SimulatedWorker};
 pub use world::{Engine, Options, RunningWorker, World, eventually, forget_memory_peak, memory, repository};
 
 /// Makes a test of each of these functions for each runtime, in modules named after them. A function is given its world.

@@ -133,6 +133,12 @@ impl World {
         self.directory.join("state")
     }
 
+    /// The cgroup that this world's sandboxes run below.
+    #[must_use]
+    pub fn cgroup_parent(&self) -> String {
+        self.directory.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
     /// Where workers are started. They have no business there.
     #[must_use]
     pub(crate) fn working_directory(&self) -> PathBuf {
@@ -183,6 +189,8 @@ impl World {
             ("oci_runtime", "\"runc\"".to_owned()),
             // Tests count containers.
             ("pool_size", "0".to_owned()),
+            // Removed with the rest of the world.
+            ("cgroup_parent", format!("{:?}", self.cgroup_parent())),
         ];
         match self.engine {
             Engine::Podman => defaults.extend([

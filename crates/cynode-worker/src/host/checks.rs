@@ -2,11 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
-use cynode_api::Unenforced;
+use cynode_api::{LargestLimits, Unenforced};
 use rustix::process::{Resource, getrlimit};
 
-use super::{Check, run};
-use crate::{config::Config, disk::Disks};
+use super::{Check, Ran, run};
+use crate::{
+    capacity::{Capacity, Parent},
+    config::{Config, Engine},
+    disk::Disks,
+    runtime::IdSpace,
+};
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
@@ -110,6 +115,32 @@ pub(super) fn rlimits() -> (Check, u64) {
         )
     };
     (check, most)
+}
+
+/// What one sandbox gets at most, and whether all of them together leave the rest of the machine its reserve.
+pub(super) fn memory(config: &Config, ran: Option<&Ran>, max_nofile: u64) -> Check {
+    const NAME: &str = "sandbox limits";
+    let capacity = Capacity::of(config, max_nofile);
+    let LargestLimits { memory_bytes, cpus, pids } = capacity.largest;
+    #[expect(clippy::cast_precision_loss, reason = "for people")]
+    let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1_u64 << 30) as f64);
+    let each = format!(
+        "a sandbox gets at most {} of memory, {cpus} processors, {pids} processes; {} of memory stay reserved, and limits may add up to {}",
+        gib(memory_bytes),
+        gib(capacity.reserved_memory_bytes),
+        gib(capacity.promised_memory_bytes)
+    );
+    let Some(ran) = ran else { return Check::adapted(NAME, each) };
+    let together = match (&config.podman_socket, ran.cgroup_manager.as_str()) {
+        (Some(_), _) if config.engine == Engine::Podman => Err("somebody else's Podman service decides where its containers run".to_owned()),
+        (_, "systemd") => Ok(format!("{}.slice", config.cgroup_parent)),
+        _ if matches!(ran.ids, IdSpace::Within(_)) => Err("an ordinary user has no cgroup of its own here".to_owned()),
+        _ => Parent::probe().map(|()| format!("/{}", config.cgroup_parent)),
+    };
+    match together {
+        Ok(cgroup) => Check::ok(NAME, format!("{each}; all together {} in the cgroup {cgroup}", gib(memory_bytes))),
+        Err(why) => Check::adapted(NAME, format!("{each}; all together are not limited ({why})")),
+    }
 }
 
 /// The sum of what all sandboxes and the worker's own user may have.

@@ -162,6 +162,7 @@ async fn run_trial(docker: &Docker, name: &str) -> Result<(), Error> {
         ids,
         mounts: Vec::new(),
         limits: Limits { memory_bytes: 64 << 20, pids: 16, ..Limits::default() },
+        cgroup_parent: None,
     };
     docker.create(&spec).await?;
     docker.start(name).await?;

@@ -90,6 +90,7 @@ pub async fn examine(config: &Config) -> Report {
     });
     let (rlimits, max_nofile) = checks::rlimits();
     checks.push(rlimits);
+    checks.push(checks::memory(config, runtime.as_ref(), max_nofile));
     checks.push(checks::inotify(config.max_sandboxes));
     checks.push(checks::loop_devices(config).await);
     checks.push(checks::disk(&config.state_dir));

@@ -185,7 +185,7 @@ impl Outcome {
         } else {
             (JobState::Failed, None)
         };
-        Self { state, exit_code: exit.exit_code, signal: exit.signal, output: JobOutput { stdout, stderr, encoding, truncated }, error }
+        Self { state, exit_code: exit.exit_code, signal: exit.signal, output: JobOutput { stdout, stderr, encoding, truncated, truncated_by: None }, error }
     }
 }
 

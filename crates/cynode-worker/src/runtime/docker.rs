@@ -170,6 +170,8 @@ impl Docker {
             auto_remove: Some(false),
             init: Some(false),
             runtime: self.options.oci_runtime.clone(),
+            cgroup_parent: spec.cgroup_parent.clone(),
+            oom_score_adj: Some(libpod::oom_score_adj().into()),
             ..Default::default()
         })
     }
@@ -395,6 +397,7 @@ mod tests {
             ids: IdMap { first: 0, count: 65_536 },
             mounts: vec![super::super::Mount { source: "/data".into(), target: "/workspace".to_owned(), read_only: false }],
             limits: cynode_api::Limits::default(),
+            cgroup_parent: None,
         };
         let image = |volume: &str| ImageConfig { volumes: Some(vec![volume.to_owned()]), ..Default::default() };
         let count = |image: &ImageConfig| docker.mounts(&spec, image).expect("mounts").len();

@@ -6,8 +6,9 @@ use cynode_api::Limits;
 use serde_json::{Value, json};
 
 use super::{IdMap, Mount, Spec, TERMINALS};
+use crate::limits::OOM_SCORE_ADJ;
 
-/// Largest `nproc` sent. The pids limit of the cgroup is what binds; this one only must be there, because an operator's
+/// Largest `nproc` sent, unless a sandbox may have more processes. The pids limit of the cgroup is what binds; this one only must be there, because an operator's
 /// `containers.conf` with unequal soft and hard values is swapped by Podman's API.
 const NPROC: u64 = 4_096;
 
@@ -22,7 +23,15 @@ const SIGPENDING: u64 = 2_048;
 
 /// The limits of each process, by their names in both APIs.
 pub(super) fn rlimits(limits: &Limits) -> [(&'static str, u64); 5] {
-    [("nofile", limits.nofile), ("nproc", NPROC.min(u64::from(limits.pids) * 4)), ("core", 0), ("sigpending", SIGPENDING), ("msgqueue", 0)]
+    let pids = u64::from(limits.pids);
+    let nproc = NPROC.min(pids * 4).max(pids);
+    [("nofile", limits.nofile), ("nproc", nproc), ("core", 0), ("sigpending", SIGPENDING), ("msgqueue", 0)]
+}
+
+/// Ours, when that is higher already: a runtime without the right to lower scores would fail.
+pub(super) fn oom_score_adj() -> i32 {
+    let own = fs_err::read_to_string("/proc/self/oom_score_adj").ok().and_then(|text| text.trim().parse().ok());
+    OOM_SCORE_ADJ.max(own.unwrap_or_default())
 }
 
 /// The container as libpod's `SpecGenerator`. Everything that an image could set is set here.
@@ -93,7 +102,11 @@ pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profil
             "cpu": { "period": CPU_PERIOD, "quota": cpu_quota(cpus) },
         },
         "r_limits": rlimits,
+        "oom_score_adj": oom_score_adj(),
     });
+    if let Some(parent) = &spec.cgroup_parent {
+        body["cgroup_parent"] = json!(parent);
+    }
     if let Some(name) = oci_runtime {
         body["oci_runtime"] = json!(name);
     }

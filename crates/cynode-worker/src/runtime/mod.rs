@@ -110,6 +110,8 @@ pub struct Spec {
     pub ids: IdMap,
     pub mounts: Vec<Mount>,
     pub limits: Limits,
+    /// The cgroup that its own lies below; the runtime's choice when absent.
+    pub cgroup_parent: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

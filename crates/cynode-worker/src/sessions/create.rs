@@ -35,7 +35,7 @@ pub(crate) enum Created {
 impl Sessions {
     pub(crate) async fn create(self: &Arc<Self>, request: SessionCreate) -> Result<Created, ApiError> {
         let begun = Instant::now();
-        let checked = validate::check(&request, self.max_nofile)?;
+        let checked = validate::check(&request, &self.capacity)?;
         if let Some(existing) = self.existing(&request)? {
             return self.outcome(&existing, false).await;
         }
@@ -75,7 +75,7 @@ impl Sessions {
         {
             return Ok((self.bind(spare, record, begun).await?, true));
         }
-        self.check_capacity()?;
+        self.check_capacity(checked.limits.memory_bytes)?;
         let session = &mut record.session;
         let disk = AskedDisk { bytes: checked.limits.disk_bytes, explicit: record.request.limits.is_some_and(|limits| limits.disk_bytes.is_some()) };
         let workspace = self.workspace(&reference, session.task_id, session.session_id, disk).await?;
@@ -108,8 +108,15 @@ impl Sessions {
         }
     }
 
-    /// Refuses more sandboxes than the node takes. Those that only wait to be claimed make room.
-    pub(super) fn check_capacity(self: &Arc<Self>) -> Result<(), ApiError> {
+    /// Refuses more sandboxes, or more memory for them, than the node takes. Those that only wait to be claimed make room.
+    pub(super) fn check_capacity(self: &Arc<Self>, memory_bytes: u64) -> Result<(), ApiError> {
+        let (promised, most) = (self.promised_memory().saturating_add(memory_bytes), self.capacity.promised_memory_bytes);
+        if promised > most {
+            let detail = format!("the memory limits of the sandboxes on this node would add up to {promised} bytes, more than {most}");
+            return Err(Problem::new(ErrorCode::NoCapacity, detail)
+                .with_remedy("End sessions, ask for less memory, or raise worker.memory_overcommit.")
+                .into());
+        }
         let live = self.live_count();
         if live >= self.config.max_sandboxes {
             return Err(ApiError::new(ErrorCode::NoCapacity, format!("{} sandboxes run on this node already", self.config.max_sandboxes)));
@@ -117,6 +124,7 @@ impl Sessions {
         if live + self.pool.count() >= self.config.max_sandboxes {
             self.give_up_a_spare();
         }
+        while promised.saturating_add(self.spare_memory(0)) > most && self.give_up_a_spare() {}
         Ok(())
     }
 

@@ -234,7 +234,9 @@ impl Sessions {
         // As for a new one: of two that want the same workspace or the last place, one gets it.
         let _gate = self.gate.lock().await;
         self.check_room()?;
-        self.check_capacity()?;
+        // It may have been made when this node gave more.
+        self.capacity.check(&record.session.limits)?;
+        self.check_capacity(record.session.limits.memory_bytes)?;
         let disk = AskedDisk { bytes: record.session.limits.disk_bytes, explicit: false };
         let reference = cynode_api::WorkspaceRef::Workspace(record.session.workspace_id);
         self.workspace(&reference, record.session.task_id, id, disk).await.map_err(|error| {

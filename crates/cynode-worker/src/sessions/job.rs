@@ -53,7 +53,7 @@ impl Sessions {
     /// Refuses what no sandbox can be made of.
     pub(crate) fn check_job(&self, run: &JobRun) -> Result<(), ApiError> {
         validate::check_version(run.version)?;
-        validate::check(&session_of(run, SessionId::generate()), self.max_nofile).map(drop).map_err(|mut error| {
+        validate::check(&session_of(run, SessionId::generate()), &self.capacity).map(drop).map_err(|mut error| {
             error.0.detail.insert_str(0, "sandbox.");
             error
         })
@@ -62,12 +62,12 @@ impl Sessions {
     /// Finds room for a job's sandbox, with a workspace.
     pub(crate) async fn place(self: &Arc<Self>, run: &JobRun, session_id: SessionId, image: Image, room: Room) -> Result<Place<'_>, ApiError> {
         let request = session_of(run, session_id);
-        let checked = validate::check(&request, self.max_nofile)?;
+        let checked = validate::check(&request, &self.capacity)?;
         let sandbox_id = SandboxId::from_uuid(*run.job_id.as_uuid());
         let gate = self.gate.lock().await;
         if room == Room::MustBeFree {
             self.check_room()?;
-            self.check_capacity()?;
+            self.check_capacity(checked.limits.memory_bytes)?;
         }
         if !self.limits_disks() {
             self.check_enforced(&[Unenforced::Disk])?;

@@ -37,6 +37,7 @@ use time::OffsetDateTime;
 use tokio::sync::watch;
 
 use crate::{
+    capacity::{Capacity, Parent},
     config::Config,
     disk::Disks,
     execs::SessionExecs,
@@ -68,8 +69,10 @@ pub(crate) struct Sessions {
     ids: IdBlocks,
     /// The agent's binary in this worker's own store, by its hash.
     agent_binary: PathBuf,
-    /// The most open files that this host lets a sandbox have.
-    max_nofile: u64,
+    /// What this node has for sandboxes.
+    pub(crate) capacity: Capacity,
+    /// The cgroup of all sandboxes, where the host has one.
+    parent: Option<Parent>,
     disks: Result<Disks, String>,
     /// What `default` means: as configured, until an orchestrator says otherwise.
     pub(crate) default_image: Mutex<String>,
@@ -94,7 +97,8 @@ pub(crate) struct Means {
     pub(crate) node_id: NodeId,
     pub(crate) ids: IdBlocks,
     pub(crate) agent_binary: PathBuf,
-    pub(crate) max_nofile: u64,
+    pub(crate) capacity: Capacity,
+    pub(crate) parent: Option<Parent>,
     /// Or why workspaces can't have disks of their own here.
     pub(crate) disks: Result<Disks, String>,
 }
@@ -170,7 +174,7 @@ impl Entry {
 
 impl Sessions {
     pub(crate) fn new(means: Means) -> std::io::Result<Arc<Self>> {
-        let Means { config, runtime, journal, node_id, ids, agent_binary, max_nofile, disks } = means;
+        let Means { config, runtime, journal, node_id, ids, agent_binary, capacity, parent, disks } = means;
         let mut known = HashMap::new();
         for record in recover::recover(&journal, &ids, config.workspace_grace_seconds)? {
             let execs = SessionExecs::open(&journal.session_directory(record.session.session_id))?;
@@ -185,7 +189,8 @@ impl Sessions {
             journal,
             ids,
             agent_binary,
-            max_nofile,
+            capacity,
+            parent,
             disks,
             pool: pool::Pool::default(),
             doomed: Mutex::default(),
@@ -230,6 +235,13 @@ impl Sessions {
 
     pub(crate) fn live_count(&self) -> usize {
         self.known.lock().values().filter(|entry| entry.record.lock().is_live()).count()
+    }
+
+    /// What the memory limits of all sandboxes add up to, those that wait to be claimed not counted.
+    fn promised_memory(&self) -> u64 {
+        let known = self.known.lock();
+        let records = known.values().map(|entry| entry.record.lock());
+        records.filter(|record| record.is_live()).fold(0, |sum, record| record.session.limits.memory_bytes.saturating_add(sum))
     }
 
     /// Waits until new work can be taken, for as long as a caller can be made to wait.

@@ -154,6 +154,11 @@ impl Sessions {
         bounded(self.config.pool_size, self.ids.count())
     }
 
+    /// What the memory limits of the spares, and of so many more, add up to.
+    pub(super) fn spare_memory(&self, more: usize) -> u64 {
+        self.capacity.default_limits().memory_bytes.saturating_mul((self.pool.count() + more) as u64)
+    }
+
     /// Takes a spare that fits. One whose process is gone serves nobody.
     pub(super) fn claim(self: &Arc<Self>, key: &Key) -> Option<Spare> {
         if self.pool_size() == 0 {
@@ -341,7 +346,7 @@ impl Sessions {
     /// Gives up what no request can get any more, and makes what is missing.
     async fn fill(self: &Arc<Self>, stop: &CancellationToken) -> Result<(), ApiError> {
         let image_id = self.image("default", None).await?.id;
-        let key = Key { image_id, limits: Limits::default(), network_policy: NetworkPolicy::default() };
+        let key = Key { image_id, limits: self.capacity.default_limits(), network_policy: NetworkPolicy::default() };
         let stale: Vec<Spare> = {
             let ready = &mut self.pool.places.lock().ready;
             let (good, stale) = std::mem::take(ready).into_iter().partition(|spare| spare.key == key && spare.started.live.init.is_alive());
@@ -373,7 +378,9 @@ impl Sessions {
         // Nobody who is being admitted may find his place taken.
         let _gate = self.gate.lock().await;
         let count = self.pool.count();
-        if count >= self.pool_size() || self.live_count() + count >= self.config.max_sandboxes || self.check_room().is_err() {
+        let is_full = self.live_count() + count >= self.config.max_sandboxes
+            || self.promised_memory().saturating_add(self.spare_memory(1)) > self.capacity.promised_memory_bytes;
+        if count >= self.pool_size() || is_full || self.check_room().is_err() {
             return None;
         }
         let id_block = self.ids.take()?;

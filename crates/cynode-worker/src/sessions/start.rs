@@ -10,6 +10,7 @@ use cynode_service::ApiError;
 
 use super::{Live, Sessions, runtime_problem};
 use crate::{
+    capacity::Parent,
     disk,
     journal::container_name,
     limits,
@@ -57,6 +58,9 @@ impl Sessions {
         let first_claim = sandbox.disk_bytes.and_then(|_| disk::claim(&image, &data).ok());
         let by_agent = self.config.exec_via == ExecVia::Agent;
         let link = by_agent.then(|| AgentLink::listen(&directory, None)).transpose().map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+        if let Some(Err(error)) = self.parent.as_ref().map(Parent::limit) {
+            tracing::warn!(%error, "The limit of the memory of all sandboxes together could not be set.");
+        }
         let spec = self.spec(sandbox, &directory, &workspace, &home);
         match self.runtime.create(&spec).await {
             Ok(_) => {}
@@ -74,6 +78,9 @@ impl Sessions {
         if let Err(error) = namespace::bound(pid).await {
             tracing::warn!(container, %error, "A sandbox's share of inotify could not be bounded.");
         }
+        if let Err(error) = limits::raise_oom_score(pid) {
+            tracing::warn!(container, %error, "A sandbox could not be made the first to go when the machine runs out of memory.");
+        }
         terminals::bound(pid).map_err(|error| {
             ApiError::new(ErrorCode::LimitUnenforceable, format!("this host does not let a sandbox's terminals be bounded, so one could take all: {error}"))
         })?;
@@ -83,7 +90,11 @@ impl Sessions {
                 return Err(ApiError::new(ErrorCode::AgentUnavailable, "the agent in the sandbox did not connect"));
             }
         }
-        let mut unenforced = limits::missing(init.pid, &sandbox.limits, self.ids.map(sandbox.id_block));
+        let parent = self.parent.as_ref().map(|parent| parent.name.as_str());
+        if parent.is_some_and(|parent| !limits::is_below(init.pid, parent)) {
+            tracing::warn!(container, parent, "The container runtime runs a sandbox outside the cgroup that limits all of them.");
+        }
+        let mut unenforced = limits::missing(init.pid, &sandbox.limits, self.ids.map(sandbox.id_block), parent);
         unenforced.extend(self.ids.unenforced());
         if sandbox.disk_bytes.is_none() {
             unenforced.push(Unenforced::Disk);
@@ -136,6 +147,7 @@ impl Sessions {
             ids: self.ids.map(sandbox.id_block),
             mounts: vec![mount(directory, "/run/cynode", true), mount(workspace, WORKSPACE, false), mount(home, HOME, false)],
             limits: sandbox.limits,
+            cgroup_parent: self.parent.as_ref().map(|parent| parent.name.clone()),
         }
     }
 }

@@ -1,16 +1,17 @@
 //! Bounds of what a session may ask for, each refusal naming its field.
 
 use cynode_api::{
-    API_VERSION, ErrorCode, Limits, LimitsRequest, SessionCreate,
+    API_VERSION, ErrorCode, Limits, SessionCreate,
     session_limits::{DEFAULT_IDLE_SECONDS, DEFAULT_LIFETIME_SECONDS, MAX_ENV, MAX_ENV_BYTES},
 };
 use cynode_service::{
     ApiError,
-    checks::{check_env, check_labels, check_limits, check_seconds},
+    checks::{check_env, check_labels, check_seconds},
 };
 use time::OffsetDateTime;
 
 use super::reference::check_reference;
+use crate::capacity::Capacity;
 
 /// A request with its defaults filled in.
 #[derive(Debug)]
@@ -27,31 +28,15 @@ pub(crate) fn check_version(version: Option<u32>) -> Result<(), ApiError> {
     }
 }
 
-pub(super) fn check(request: &SessionCreate, max_nofile: u64) -> Result<Checked, ApiError> {
+pub(super) fn check(request: &SessionCreate, capacity: &Capacity) -> Result<Checked, ApiError> {
     check_version(request.version)?;
     check_reference(&request.image_ref)?;
     check_env(&request.env, MAX_ENV, MAX_ENV_BYTES)?;
     check_labels(&request.labels)?;
     Ok(Checked {
-        limits: limits(request.limits.unwrap_or_default(), max_nofile)?,
+        limits: capacity.limits(request.limits.unwrap_or_default())?,
         lifetime_seconds: check_seconds("max_lifetime_seconds", request.max_lifetime_seconds.unwrap_or(DEFAULT_LIFETIME_SECONDS))?,
         idle_seconds: check_seconds("idle_timeout_seconds", request.idle_timeout_seconds.unwrap_or(DEFAULT_IDLE_SECONDS))?,
-    })
-}
-
-fn limits(request: LimitsRequest, max_nofile: u64) -> Result<Limits, ApiError> {
-    check_limits(&request)?;
-    let default = Limits::default();
-    let nofile = request.nofile.unwrap_or(default.nofile);
-    if nofile > max_nofile {
-        return Err(ApiError::new(ErrorCode::LimitUnenforceable, format!("limits.nofile: this host lets a sandbox have at most {max_nofile} open files")));
-    }
-    Ok(Limits {
-        memory_bytes: request.memory_bytes.unwrap_or(default.memory_bytes),
-        cpus: request.cpus.unwrap_or(default.cpus),
-        pids: request.pids.unwrap_or(default.pids),
-        disk_bytes: request.disk_bytes.unwrap_or(default.disk_bytes),
-        nofile,
     })
 }
 

@@ -1,6 +1,6 @@
 //! `node`.
 
-use cynode_api::{API_VERSION, Node as Object, NodeKeyCreate};
+use cynode_api::{API_VERSION, Capability, LargestLimits, Node as Object, NodeKeyCreate};
 use cynode_client::UserClient;
 
 use super::{Outcome, age, done, list, made, moment, none_such, seconds, show, word};
@@ -34,6 +34,7 @@ pub async fn run(globals: &Globals, command: Node) -> Outcome {
                 ("version", has.version.clone()),
                 ("engine", format!("{}{}", has.engine, if has.rootless { ", rootless" } else { "" })),
                 ("machine", format!("{} processors, {}", has.cpus, output::size(has.memory_bytes))),
+                ("sandbox limits", limits(has)),
                 ("unenforced", has.unenforced.iter().map(word).collect::<Vec<_>>().join(", ")),
                 ("labels", labels(&node)),
                 ("images", has.images.iter().map(|image| image.reference.as_str()).collect::<Vec<_>>().join(", ")),
@@ -55,6 +56,13 @@ pub async fn run(globals: &Globals, command: Node) -> Outcome {
             made(globals, &key, &key.psk, &format!("good for {uses} until {}; it is not shown again", moment(key.expires_at)))
         }
     }
+}
+
+/// The largest limits of a sandbox there, and what those of all may add up to.
+fn limits(has: &Capability) -> String {
+    let Some(LargestLimits { memory_bytes, cpus, pids }) = has.largest else { return String::new() };
+    let each = format!("at most {}, {cpus} processors, {pids} processes", output::size(memory_bytes));
+    has.promised_memory_bytes.map_or_else(|| each.clone(), |bytes| format!("{each}; all together {}", output::size(bytes)))
 }
 
 fn labels(node: &Object) -> String {

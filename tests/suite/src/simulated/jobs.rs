@@ -18,7 +18,7 @@ use serde::Deserialize;
 use time::OffsetDateTime;
 
 use super::{
-    JobEntry, Shared, check_version, id,
+    JobEntry, Shared, check_limits, check_version, id,
     run::{Run, never_ran},
     sessions::{OutputQuery, page},
 };
@@ -159,7 +159,7 @@ impl Shared {
                 _ => JobState::Failed,
             };
             (job.exit_code, job.signal, job.ended_at) = (result.exit.exit_code, result.exit.signal, Some(OffsetDateTime::now_utc()));
-            job.output = JobOutput { stdout: result.stdout, stderr: result.stderr, encoding: result.encoding, truncated: result.truncated };
+            job.output = JobOutput { stdout: result.stdout, stderr: result.stderr, encoding: result.encoding, truncated: result.truncated, truncated_by: None };
         });
     }
 }
@@ -169,6 +169,7 @@ async fn run(State(shared): State<Arc<Shared>>, headers: HeaderMap, JsonBody(req
     if request.sandbox.command.is_empty() {
         return Err(ApiError::invalid("sandbox.command: must name a program"));
     }
+    check_limits(request.sandbox.limits)?;
     let id = shared.admit(request)?;
     if headers.get("prefer").is_none_or(|value| value != "respond-async") {
         return Ok(Json(shared.ended(id).await?).into_response());

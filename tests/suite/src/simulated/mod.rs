@@ -24,8 +24,8 @@ use axum::{
     routing::{get, post},
 };
 use cynode_api::{
-    API_VERSION, Call, Capability, ErrorCode, ExecRequest, JobId, JobRun, LABEL_AGENT_COMPATIBLE, LocalImage, NodeConfig, NodeId, Session, SessionCreate,
-    SessionId, TaskId, WorkspaceId,
+    API_VERSION, Call, Capability, ErrorCode, ExecRequest, JobId, JobRun, LABEL_AGENT_COMPATIBLE, LargestLimits, LimitsRequest, LocalImage, NodeConfig, NodeId,
+    Session, SessionCreate, SessionId, TaskId, WorkspaceId,
 };
 use cynode_client::WorkerClient;
 use cynode_service::{
@@ -259,6 +259,23 @@ impl Drop for SimulatedWorker {
     }
 }
 
+/// What it gives one sandbox at most: a machine with 8 GiB, of which one is reserved.
+pub const LARGEST: LargestLimits = LargestLimits { memory_bytes: 7 << 30, cpus: 2.0, pids: 4_096 };
+/// Two hundred default sandboxes.
+pub const PROMISED_MEMORY_BYTES: u64 = 200 * (2 << 30);
+
+/// Refuses limits beyond the machine.
+fn check_limits(asked: Option<LimitsRequest>) -> Result<(), ApiError> {
+    let asked = asked.unwrap_or_default();
+    cynode_service::checks::check_limits(&asked)?;
+    match LARGEST.excess_of(asked) {
+        Some(excess) => {
+            Err(ApiError::new(ErrorCode::LimitUnenforceable, format!("limits.{}: this node gives a sandbox at most {}", excess.limit, excess.most)))
+        }
+        None => Ok(()),
+    }
+}
+
 fn image(name: &str) -> LocalImage {
     let marked = !name.contains("unlabelled");
     let labels = marked.then(|| (LABEL_AGENT_COMPATIBLE.to_owned(), "true".to_owned())).into_iter().collect();
@@ -278,6 +295,8 @@ impl Shared {
             cpus: 2,
             memory_bytes: 8 << 30,
             max_sandboxes: 200,
+            largest: Some(LARGEST),
+            promised_memory_bytes: Some(PROMISED_MEMORY_BYTES),
             images: self.images.clone(),
             ..Default::default()
         }

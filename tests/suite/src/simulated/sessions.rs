@@ -10,9 +10,8 @@ use axum::{
     routing::{get, post},
 };
 use cynode_api::{
-    ErrorCode, Exec, ExecAccepted, ExecId, ExecOutcome, ExecRequest, ExecState, Limits, LimitsRequest, Page, Session, SessionCreate, SessionEnd, SessionId,
-    SessionOutcome, SessionPatch, SessionState, SignalExec, SignalOutcome, SignalSession, Stream, StreamEvent, TaskId, WorkspaceDisposal, WorkspaceId,
-    WorkspaceRef,
+    ErrorCode, Exec, ExecAccepted, ExecId, ExecOutcome, ExecRequest, ExecState, Page, Session, SessionCreate, SessionEnd, SessionId, SessionOutcome,
+    SessionPatch, SessionState, SignalExec, SignalOutcome, SignalSession, Stream, StreamEvent, TaskId, WorkspaceDisposal, WorkspaceId, WorkspaceRef,
     exec_limits::{DEFAULT_OUTPUT_BYTES, MAX_WAIT_MS},
     session_limits::{DEFAULT_IDLE_SECONDS, DEFAULT_LIFETIME_SECONDS},
 };
@@ -24,7 +23,7 @@ use serde::Deserialize;
 use time::OffsetDateTime;
 
 use super::{
-    Files, SessionEntry, Shared, State as Kept, check_version, files, id,
+    Files, SessionEntry, Shared, State as Kept, check_limits, check_version, files, id,
     run::{Run, absolute},
 };
 
@@ -117,6 +116,7 @@ impl Kept {
 
 async fn create(State(shared): State<Arc<Shared>>, JsonBody(request): JsonBody<SessionCreate>) -> Answer<Response> {
     check_version(request.version)?;
+    check_limits(request.limits)?;
     let id = request.session_id;
     let is_new = shared.admit_session(request)?;
     // To its end even when the caller goes away.
@@ -157,8 +157,7 @@ impl Shared {
             return Err(ApiError::new(ErrorCode::ImageNotCompatible, "the image is not marked"));
         }
         let workspace_id = state.workspace(&request)?;
-        let (asked, most) = (request.limits.unwrap_or_default(), Limits::default());
-        let LimitsRequest { memory_bytes, cpus, pids, disk_bytes, nofile } = asked;
+        let limits = request.limits.unwrap_or_default().or_default();
         let session = Session {
             session_id: request.session_id,
             task_id: request.task_id,
@@ -169,13 +168,7 @@ impl Shared {
             workspace_id,
             node_id: shared.node_id,
             warm: false,
-            limits: Limits {
-                memory_bytes: memory_bytes.unwrap_or(most.memory_bytes),
-                cpus: cpus.unwrap_or(most.cpus),
-                pids: pids.unwrap_or(most.pids),
-                disk_bytes: disk_bytes.unwrap_or(most.disk_bytes),
-                nofile: nofile.unwrap_or(most.nofile),
-            },
+            limits,
             unenforced: Vec::new(),
             network_policy: request.network_policy.unwrap_or_default(),
             pty_allowed: request.pty_allowed.unwrap_or_default(),

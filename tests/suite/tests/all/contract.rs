@@ -103,6 +103,25 @@ async fn bad_requests_make_nothing(client: &WorkerClient) -> Result<()> {
     Ok(())
 }
 
+/// More than any machine of these tests has.
+async fn limits_beyond_the_node_are_refused_by_name(client: &WorkerClient) -> Result<()> {
+    for (limit, value) in [("memory_bytes", json!(1_u64 << 45)), ("cpus", json!(1_000)), ("pids", json!(1 << 20))] {
+        let limits = json!({limit: value});
+        let (request, mut command) = (session(), serde_json::to_value(job("exit 0"))?);
+        let mut body = serde_json::to_value(&request)?;
+        body["limits"] = limits.clone();
+        command["sandbox"]["limits"] = limits;
+        for (path, body) in [(SESSIONS.to_owned(), body), (format!("{JOBS}:run"), command)] {
+            let (status, refused) = raw(client, Method::POST, &path, &body).await?;
+            let detail = refused["detail"].as_str().unwrap_or_default();
+            assert_eq!((status, refused["code"].as_str()), (422, Some("limit_unenforceable")), "{path} {limit}: {refused}");
+            assert!(detail.contains(&format!("limits.{limit}: this node gives a sandbox at most ")), "{path}: {detail}");
+        }
+        assert_eq!(code(client.get_session(request.session_id).await), Some(ErrorCode::SessionNotFound));
+    }
+    Ok(())
+}
+
 async fn sessions_are_listed_by_what_they_are(client: &WorkerClient) -> Result<()> {
     let task = TaskId::generate();
     let request = |colour: &str| {
@@ -429,6 +448,7 @@ async fn it_holds(client: &WorkerClient) -> Result<()> {
         callers_without_the_token_are_refused,
         a_session_is_made_once,
         bad_requests_make_nothing,
+        limits_beyond_the_node_are_refused_by_name,
         sessions_are_listed_by_what_they_are,
         an_end_is_an_end_however_often,
         a_kept_workspace_is_used_again_by_its_own_task,

@@ -62,6 +62,7 @@ async fn spec(runtime: &dyn Runtime, name: &str, script: &str) -> Result<Spec> {
         },
         mounts: Vec::new(),
         limits: Limits { memory_bytes: 64 << 20, pids: 64, ..Limits::default() },
+        cgroup_parent: None,
     })
 }
 

@@ -236,7 +236,10 @@ async fn limits_outside_their_bounds_are_refused_by_name() -> Result<()> {
     let client = worker.client()?;
     let cases = [
         (r#"{"limits":{"memory_bytes":1}}"#, "memory_bytes"),
+        (r#"{"limits":{"memory_bytes":35184372088832}}"#, "memory_bytes"),
         (r#"{"limits":{"cpus":0}}"#, "cpus"),
+        (r#"{"limits":{"cpus":1000}}"#, "cpus"),
+        (r#"{"limits":{"pids":1048576}}"#, "pids"),
         (r#"{"limits":{"pids":1}}"#, "pids"),
         (r#"{"limits":{"nofile":99999999}}"#, "nofile"),
         (r#"{"limits":{"disk_bytes":0}}"#, "disk_bytes"),

@@ -99,6 +99,81 @@ async fn what_the_kernel_enforces_is_what_was_asked_for() -> Result<()> {
     Ok(())
 }
 
+/// What the machine has, as the worker counts it.
+fn machine_memory() -> Result<u64> {
+    let text = fs_err::read_to_string("/proc/meminfo")?;
+    let kilobytes = text.lines().find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    Ok(kilobytes.context("MemTotal")? * 1024)
+}
+
+/// A worker with so much memory for its sandboxes.
+fn with_memory(bytes: u64) -> Result<Options> {
+    Ok(Options::default().set("reserved_memory_bytes", &(machine_memory()? - bytes).to_string()))
+}
+
+fn of_memory(bytes: u64) -> SessionCreate {
+    SessionCreate { limits: Some(LimitsRequest { memory_bytes: Some(bytes), ..Default::default() }), ..session() }
+}
+
+#[tokio::test]
+async fn a_sandbox_gets_at_most_the_memory_less_the_reserve_and_the_configured_processes() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&with_memory(512 * MIB)?.set("max_pids", "100")).await?;
+    let client = worker.client()?;
+    let most = client.create_session(&of_memory(512 * MIB)).await?;
+    assert_eq!((most.limits.memory_bytes, &most.unenforced[..]), (512 * MIB, &[][..]));
+    let error = client.create_session(&of_memory(512 * MIB + 1)).await.expect_err("more than there is");
+    assert!(error.is(ErrorCode::LimitUnenforceable) && error.to_string().contains(&format!("at most {} bytes of memory", 512 * MIB)), "{error}");
+    // Who names nothing gets what there is.
+    let modest = client.create_session(&SessionCreate { limits: None, ..session() }).await?;
+    assert_eq!((modest.limits.memory_bytes, modest.limits.pids), (512 * MIB, 100));
+    let pids = |pids| SessionCreate { limits: Some(LimitsRequest { memory_bytes: Some(64 * MIB), pids: Some(pids), ..Default::default() }), ..session() };
+    client.create_session(&pids(100)).await?;
+    let error = client.create_session(&pids(101)).await.expect_err("more than is configured");
+    assert!(error.is(ErrorCode::LimitUnenforceable) && error.to_string().contains("limits.pids: this node gives a sandbox at most 100 processes"), "{error}");
+    Ok(())
+}
+
+#[tokio::test]
+async fn all_sandboxes_together_leave_the_machine_its_reserve() -> Result<()> {
+    let world = World::new()?;
+    let mut worker = world.worker(&with_memory(256 * MIB)?).await?;
+    let client = worker.client()?;
+    let (one, two) = (client.create_session(&of_memory(250 * MIB)).await?, client.create_session(&of_memory(250 * MIB)).await?);
+    assert_eq!((&one.unenforced[..], &two.unenforced[..]), (&[][..], &[][..]));
+    let group = ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"].map(|tree| Path::new(tree).join(world.cgroup_parent())).into_iter().find(|path| path.is_dir());
+    let group = group.context("no cgroup of all sandboxes")?;
+    let limit = ["memory.limit_in_bytes", "memory.max"].map(|name| group.join(name)).into_iter().find(|path| path.is_file()).context("a limit")?;
+    assert_eq!(fs_err::read_to_string(limit)?.trim(), (256 * MIB).to_string());
+    // Files in memory count. Each sandbox could hold these by itself; both together are more than there is.
+    let fill = "dd if=/dev/zero of=/tmp/big bs=1M count=120 2>/dev/null; head -c 100000000 /dev/zero | tail -c 100000000 | wc -c";
+    assert_eq!(out(&client, &one, fill).await?, "100000000\n");
+    let squeezed = client.exec(two.session_id, &sh(fill)).await?;
+    assert_ne!(squeezed.stdout, "100000000\n", "{squeezed:?}");
+    // The first to go when the machine has no memory left.
+    assert_eq!(out(&client, &one, "cat /proc/self/oom_score_adj").await?, "500\n");
+    worker.shut_down().await?;
+    world.assert_clean().await
+}
+
+#[tokio::test]
+async fn memory_is_promised_as_often_as_configured() -> Result<()> {
+    let world = World::new()?;
+    let worker = world.worker(&with_memory(256 * MIB)?.set("memory_overcommit", "1.5")).await?;
+    let client = worker.client()?;
+    let first = client.create_session(&of_memory(256 * MIB)).await?;
+    client.create_session(&of_memory(128 * MIB)).await?;
+    let error = client.create_session(&of_memory(16 * MIB)).await.expect_err("all of it is promised");
+    assert!(error.is(ErrorCode::NoCapacity) && error.to_string().contains(&format!("{} bytes, more than {}", 400 * MIB, 384 * MIB)), "{error}");
+    client.end_session(first.session_id, &keep()).await?;
+    let second = client.create_session(&of_memory(256 * MIB)).await?;
+    let error = client.resume_session(first.session_id).await.expect_err("its memory is somebody else's now");
+    assert!(error.is(ErrorCode::NoCapacity), "{error}");
+    client.end_session(second.session_id, &SessionEnd::default()).await?;
+    client.resume_session(first.session_id).await?;
+    Ok(())
+}
+
 // proves: CYNAI.SANDBX.RuntimeContractBaseline
 #[tokio::test]
 async fn a_limit_that_can_not_be_kept_is_refused_unless_it_is_allowed_by_name() -> Result<()> {
