@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::{JobId, ProjectId, SessionId, TaskId, TokenId, TokenKind};
+use crate::{JobId, LimitsRequest, ProjectId, SessionId, TaskId, TokenId, TokenKind};
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Policy {
@@ -41,7 +41,7 @@ pub struct PolicyPut {
 }
 
 /// What would be decided. Nothing is done and nothing is changed.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PolicyTest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -73,6 +73,9 @@ pub struct PolicyTest {
     /// Whether a session asks for terminals.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub pty: bool,
+    /// The limits that a session or a job asks for.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "crate::session::object_only")]
+    pub limits: Option<LimitsRequest>,
     /// What kind of token is to be made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub token_kind: Option<TokenKind>,

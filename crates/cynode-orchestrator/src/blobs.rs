@@ -89,10 +89,20 @@ impl Blobs {
         Ok(found.into_stream().map_err(std::io::Error::other))
     }
 
-    /// Removes what is not to be kept.
+    /// Removes what nobody will put in its place.
     pub(crate) async fn discard(&self, staged: &Staged) {
-        if let Err(error) = self.store.delete(&staged.at).await {
-            tracing::warn!(%error, "What was refused could not be removed; it is swept later.");
+        match self.store.delete(&staged.at).await {
+            Ok(()) | Err(object_store::Error::NotFound { .. }) => {}
+            Err(error) => tracing::warn!(%error, "What was taken in and is not kept could not be removed; it is swept later."),
+        }
+    }
+
+    /// How large stored bytes are; `None` when they are gone.
+    pub(crate) async fn size(&self, sha256: &str) -> Result<Option<u64>, ApiError> {
+        match self.store.head(&place(sha256)).await {
+            Ok(found) => Ok(Some(found.size)),
+            Err(object_store::Error::NotFound { .. }) => Ok(None),
+            Err(error) => Err(failed(&error)),
         }
     }
 

@@ -9,7 +9,7 @@ use crate::{
     Orchestrator,
     caller::Caller,
     db::{JobRow, NewJob, to_json},
-    placement::{Work, check_node_labels},
+    placement::{NodeLabels, NodeRequirements, Work, check_node_labels},
 };
 
 impl Orchestrator {
@@ -28,6 +28,12 @@ impl Orchestrator {
         self.check_artifact(caller, task_id, body.workspace_ref.as_ref()).await?;
         // One that was kept is on its node, and only there.
         let node_id = self.workspace_node(task_id, body.workspace_ref.as_ref()).await?;
+        let wanted = NodeRequirements { labels: &body.node_labels, limits: body.limits.unwrap_or_default() };
+        match node_id {
+            // Its labels never mattered to a job that has to run there.
+            Some(id) => drop(self.fitting_node(id, &NodeRequirements { labels: &NodeLabels::new(), ..wanted }).await?),
+            None => self.check_largest(&wanted).await?,
+        }
         let request = JobRun {
             version: Some(cynode_api::API_VERSION),
             task_id,

@@ -7,9 +7,11 @@ use axum::{
     body::Body,
     response::{IntoResponse as _, Response},
 };
+use base64::Engine as _;
 use bytes::Bytes;
 use cynode_api::{
-    Bytes as Counts, Chunk, ErrorCode, ExecExit, ExecId, ExecVia, Job, JobId, NodeId, OutputPage, Stream as Which, StreamEvent, exec_limits::MAX_WAIT_MS,
+    Base64Bytes, Bytes as Counts, Chunk, ErrorCode, ExecExit, ExecId, ExecVia, Job, JobId, NodeId, OutputPage, Stream as Which, StreamEvent,
+    exec_limits::MAX_WAIT_MS,
 };
 use cynode_client::{OutputQuery as ClientQuery, WorkerClient};
 use cynode_service::{
@@ -130,39 +132,7 @@ impl Orchestrator {
 
     /// A page, or the stream, of output that was collected.
     pub(crate) async fn kept_output(&self, sha256: &str, job: &Job, asked: Asked) -> Result<Response, ApiError> {
-        let lines = self.kept_lines(sha256).await?;
-        if asked.events {
-            return Ok(events(lines, job, asked));
-        }
-        let limit = asked.tail_bytes.or(asked.max_bytes).unwrap_or(PAGE_BYTES).clamp(1, MAX_PAGE_BYTES);
-        let mut kept = std::collections::VecDeque::new();
-        let (mut bytes, mut first, mut exit) = (0, None, None);
-        let mut lines = std::pin::pin!(lines);
-        while let Some(line) = lines.try_next().await.map_err(|error| ApiError::new(ErrorCode::StoreUnavailable, error.to_string()))? {
-            let chunk = match line {
-                Line::Chunk(chunk) => chunk,
-                Line::End { exit: ended } => {
-                    exit = Some(ended);
-                    break;
-                }
-            };
-            first.get_or_insert(chunk.seq);
-            if chunk.seq <= asked.after_seq {
-                continue;
-            }
-            let length = size(&chunk);
-            if asked.tail_bytes.is_none() && bytes + length > limit && !kept.is_empty() {
-                break;
-            }
-            bytes += length;
-            kept.push_back(chunk);
-            while asked.tail_bytes.is_some() && bytes > limit && kept.len() > 1 {
-                bytes -= kept.pop_front().map_or(0, |chunk| size(&chunk));
-            }
-        }
-        let lost_before_seq = first.filter(|first| *first > asked.after_seq.saturating_add(1));
-        let next_seq = kept.back().map_or(asked.after_seq, |chunk| chunk.seq);
-        Ok(Json(OutputPage { chunks: kept.into(), next_seq, lost_before_seq, exit }).into_response())
+        answer(self.kept_lines(sha256).await?, job, asked).await
     }
 
     async fn kept_lines(&self, sha256: &str) -> Result<impl Stream<Item = Result<Line, std::io::Error>> + use<>, ApiError> {
@@ -174,6 +144,60 @@ impl Orchestrator {
             Ok(Some((line, lines)))
         }))
     }
+}
+
+/// The answer for a job of whose output no more is kept than its object shows: one piece for each stream.
+pub(crate) async fn shown_output(job: &Job, asked: Asked) -> Result<Response, ApiError> {
+    let at = job.ended_at.unwrap_or_else(OffsetDateTime::now_utc);
+    let streams = [(Which::Stdout, &job.output.stdout), (Which::Stderr, &job.output.stderr)];
+    let mut lines: Vec<Line> = Vec::new();
+    for (stream, text) in streams.into_iter().filter(|(_, text)| !text.is_empty()) {
+        let (data, data_b64) = if job.output.encoding == "base64" {
+            let bytes = base64::engine::general_purpose::STANDARD.decode(text).map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+            (None, Some(Base64Bytes(bytes)))
+        } else {
+            (Some(text.clone()), None)
+        };
+        lines.push(Line::Chunk(Chunk { seq: lines.len() as u64 + 1, stream, at, data, data_b64 }));
+    }
+    lines.push(Line::End { exit: exit_of(job) });
+    answer(stream::iter(lines.into_iter().map(Ok)), job, asked).await
+}
+
+/// A page, or the stream, of lines.
+async fn answer(lines: impl Stream<Item = Result<Line, std::io::Error>> + Send + 'static, job: &Job, asked: Asked) -> Result<Response, ApiError> {
+    if asked.events {
+        return Ok(events(lines, job, asked));
+    }
+    let limit = asked.tail_bytes.or(asked.max_bytes).unwrap_or(PAGE_BYTES).clamp(1, MAX_PAGE_BYTES);
+    let mut kept = std::collections::VecDeque::new();
+    let (mut bytes, mut first, mut exit) = (0, None, None);
+    let mut lines = std::pin::pin!(lines);
+    while let Some(line) = lines.try_next().await.map_err(|error| ApiError::new(ErrorCode::StoreUnavailable, error.to_string()))? {
+        let chunk = match line {
+            Line::Chunk(chunk) => chunk,
+            Line::End { exit: ended } => {
+                exit = Some(ended);
+                break;
+            }
+        };
+        first.get_or_insert(chunk.seq);
+        if chunk.seq <= asked.after_seq {
+            continue;
+        }
+        let length = size(&chunk);
+        if asked.tail_bytes.is_none() && bytes + length > limit && !kept.is_empty() {
+            break;
+        }
+        bytes += length;
+        kept.push_back(chunk);
+        while asked.tail_bytes.is_some() && bytes > limit && kept.len() > 1 {
+            bytes -= kept.pop_front().map_or(0, |chunk| size(&chunk));
+        }
+    }
+    let lost_before_seq = first.filter(|first| *first > asked.after_seq.saturating_add(1));
+    let next_seq = kept.back().map_or(asked.after_seq, |chunk| chunk.seq);
+    Ok(Json(OutputPage { chunks: kept.into(), next_seq, lost_before_seq, exit }).into_response())
 }
 
 /// A page of a job's output; `None` when the node keeps none.

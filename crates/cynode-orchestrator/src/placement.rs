@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use cynode_api::{DEFAULT_IMAGE_KEY, ErrorCode, ImageVersionId, LABEL_AGENT_COMPATIBLE, NodeId, NodeState, Problem, session_limits};
+use cynode_api::{DEFAULT_IMAGE_KEY, ErrorCode, Excess, ImageVersionId, LABEL_AGENT_COMPATIBLE, LimitsRequest, NodeId, NodeState, Problem, session_limits};
 use cynode_policy::{Action, Call, Resource};
 use cynode_service::ApiError;
 
 use crate::{
     Orchestrator,
     caller::Caller,
-    db::{Chosen, NodeRow, Of},
+    db::{Chosen, Load, NodeRow, Of},
 };
 
 /// A preference: images without a digest are not used.
@@ -81,7 +81,7 @@ impl Orchestrator {
 
     /// The node with the most room that has the image and the labels. One that can't be reached from here, or did not answer a
     /// moment ago, is taken only when no other is left. `not` had it before: there it counts as ended.
-    pub(crate) async fn choose_node(&self, version: ImageVersionId, labels: &NodeLabels, not: &[NodeId]) -> Result<NodeRow, ApiError> {
+    pub(crate) async fn choose_node(&self, version: ImageVersionId, wanted: &NodeRequirements<'_>, not: &[NodeId]) -> Result<NodeRow, ApiError> {
         let nodes = self.db.nodes().await?;
         let with_image = self.db.nodes_with(version).await?;
         let given = self.db.load().await?;
@@ -93,13 +93,13 @@ impl Orchestrator {
                 reasons.push((node.name, Unfit::HadItBefore));
                 continue;
             }
-            let given = given.iter().find(|(id, _)| *id == node.id).map_or(0, |(_, count)| *count);
-            if let Some(reason) = unfit(&node, after, with_image.contains(&node.id), given, labels) {
+            let given = given.get(&node.id).copied().unwrap_or_default();
+            if let Some(reason) = unfit(&node, after, with_image.contains(&node.id), given, wanted) {
                 reasons.push((node.name, reason));
                 continue;
             }
             let is_silent = self.fleet.trouble(node.id).is_some() || self.fleet.is_quiet(node.id);
-            let use_now = (is_silent, load(&node, given));
+            let use_now = (is_silent, load(&node, given.sandboxes));
             if best.as_ref().is_none_or(|(least, _)| use_now < *least) {
                 best = Some((use_now, node));
             }
@@ -120,7 +120,11 @@ enum Unfit {
     NotReady(String),
     Label(String),
     NoImage,
+    /// A limit that is more than it gives.
+    Limit(String),
     Full(i64),
+    /// What the memory limits would add up to, and the most that they may.
+    Promised(u64, u64),
 }
 
 impl std::fmt::Display for Unfit {
@@ -129,7 +133,11 @@ impl std::fmt::Display for Unfit {
             Self::HadItBefore => f.write_str("had it before"),
             Self::NotReady(reason) | Self::Label(reason) => f.write_str(reason),
             Self::NoImage => f.write_str("does not have the image"),
+            Self::Limit(most) => write!(f, "gives a sandbox at most {most}"),
             Self::Full(most) => write!(f, "is full ({most} sandboxes)"),
+            Self::Promised(sum, most) => {
+                write!(f, "has promised its memory (the limits of its sandboxes would add up to {sum} bytes, more than {most})")
+            }
         }
     }
 }
@@ -141,6 +149,8 @@ impl Unfit {
             Self::NoImage => {
                 "Load the image on a node; after loading another under its reference, pin it with 'cynode image add'. 'cynode image show' says what is awaited."
             }
+            Self::Limit(_) => "Ask for less: 'cynode node show' has the largest limits.",
+            Self::Promised(..) => "End sessions, ask for less memory, or raise worker.memory_overcommit.",
             Self::Label(_) => "Ask for labels that a node has: see 'cynode node show'.",
             Self::NotReady(_) | Self::HadItBefore => "Try again; see 'cynode node list'.",
         }
@@ -160,8 +170,41 @@ fn no_node(reasons: &[(String, Unfit)]) -> ApiError {
     Problem::new(ErrorCode::NoCapacity, detail.join("; ")).with_remedy(remedies.join(" ")).into()
 }
 
-/// What a request wants of its node.
+/// The labels that a request wants of its node.
 pub(crate) type NodeLabels = BTreeMap<String, String>;
+
+/// What a request wants of its node.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NodeRequirements<'a> {
+    pub(crate) labels: &'a NodeLabels,
+    pub(crate) limits: LimitsRequest,
+}
+
+impl Orchestrator {
+    /// Refuses limits that no node with the labels could ever give a sandbox. Where no such node is known, one may come.
+    pub(crate) async fn check_largest(&self, wanted: &NodeRequirements<'_>) -> Result<(), ApiError> {
+        if wanted.limits == LimitsRequest::default() {
+            return Ok(());
+        }
+        refuse_beyond(&self.db.nodes().await?, wanted)
+    }
+}
+
+fn refuse_beyond(nodes: &[NodeRow], wanted: &NodeRequirements<'_>) -> Result<(), ApiError> {
+    let candidates = nodes.iter().filter(|node| !node.is_lost && missing_label(node, wanted.labels).is_none());
+    let beyond =
+        |node: &NodeRow| beyond(node, wanted.limits).map(|excess| format!("limits.{}: {} gives a sandbox at most {}", excess.limit, node.name, excess.most));
+    // `None` as soon as one node gives enough.
+    match candidates.map(beyond).collect::<Option<Vec<String>>>() {
+        Some(reasons) if !reasons.is_empty() => Err(ApiError::new(ErrorCode::LimitUnenforceable, reasons.join("; "))),
+        _ => Ok(()),
+    }
+}
+
+/// The limit that is more than a node ever gives.
+pub(crate) fn beyond(node: &NodeRow, limits: LimitsRequest) -> Option<Excess> {
+    node.capability.largest?.excess_of(limits)
+}
 
 /// Refuses labels that no node can have.
 pub(crate) fn check_node_labels(labels: &NodeLabels) -> Result<(), ApiError> {
@@ -182,19 +225,26 @@ pub(crate) fn missing_label(node: &NodeRow, labels: &NodeLabels) -> Option<Strin
 }
 
 /// Why a node can't take this work now.
-fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: i64, labels: &NodeLabels) -> Option<Unfit> {
+fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: Load, wanted: &NodeRequirements<'_>) -> Option<Unfit> {
     let (state, reason) = node.state(unreachable_after);
     if state != NodeState::Ready {
         return Some(Unfit::NotReady(reason.unwrap_or_else(|| "is draining".to_owned())));
     }
-    if let Some(reason) = missing_label(node, labels) {
+    if let Some(reason) = missing_label(node, wanted.labels) {
         return Some(Unfit::Label(reason));
+    }
+    if let Some(excess) = beyond(node, wanted.limits) {
+        return Some(Unfit::Limit(excess.most));
     }
     if !has_image {
         return Some(Unfit::NoImage);
     }
     let most = i64::try_from(node.capability.max_sandboxes).unwrap_or(i64::MAX);
-    (given.max(node.running_sandboxes.into()) >= most).then_some(Unfit::Full(most))
+    if given.sandboxes.max(node.running_sandboxes.into()) >= most {
+        return Some(Unfit::Full(most));
+    }
+    let promised = given.memory_bytes.saturating_add(wanted.limits.or_default().memory_bytes);
+    node.capability.promised_memory_bytes.filter(|most| promised > *most).map(|most| Unfit::Promised(promised, most))
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a share of a few hundred")]

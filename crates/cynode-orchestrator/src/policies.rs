@@ -63,7 +63,7 @@ impl Loaded {
 
 /// What people do again and again is in sessions, and not to files by their names. And what is remembered has a size.
 fn is_worth_it(principal: &Principal, resource: &Resource, call: &Call) -> bool {
-    let Call { path, program, image, token_kind, network, pty: _ } = call;
+    let Call { path, program, image, token_kind, network, pty: _, limits: _ } = call;
     let named: usize = [program, image, token_kind, network].into_iter().flatten().map(String::len).sum();
     let is_short = |groups: &[String]| groups.len() <= MOST_GROUPS;
     matches!(resource, Resource::Session { .. }) && matches!(principal, Principal::User { groups, .. } if is_short(groups)) && path.is_none() && named <= LONG

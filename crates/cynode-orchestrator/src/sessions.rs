@@ -6,8 +6,8 @@
 use std::time::Duration;
 
 use cynode_api::{
-    Artifact, ArtifactId, ErrorCode, NodeId, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task, TaskId, TokenKind, UserSessionCreate,
-    WorkspaceRef, session_limits,
+    Artifact, ArtifactId, ErrorCode, LimitsRequest, NodeId, Session, SessionCreate, SessionEnd, SessionId, SessionState, Task, TaskId, TokenKind,
+    UserSessionCreate, WorkspaceRef, session_limits,
 };
 use cynode_service::{ApiError, checks};
 use http::StatusCode;
@@ -18,7 +18,7 @@ use crate::{
     caller::Caller,
     db::{NewSession, SessionRow, to_json},
     fleet::{Failed, answer_for},
-    placement::{NodeLabels, Work, check_node_labels, missing_label},
+    placement::{NodeRequirements, Work, beyond, check_node_labels, missing_label},
     reconcile::settle_execs,
 };
 
@@ -82,9 +82,16 @@ impl Orchestrator {
             labels: body.labels.clone(),
         };
         let kept = self.workspace_node(task_id, body.workspace_ref.as_ref()).await?;
+        let wanted = NodeRequirements { labels: &body.node_labels, limits: body.limits.unwrap_or_default() };
         let node_id = match kept {
-            Some(node_id) => self.labelled_node(node_id, &body.node_labels).await?,
-            None => self.choose_node(image.version_id, &body.node_labels, &[]).await?.id,
+            Some(node_id) => self.fitting_node(node_id, &wanted).await?,
+            None => match self.choose_node(image.version_id, &wanted, &[]).await {
+                Ok(node) => node.id,
+                Err(error) => {
+                    self.check_largest(&wanted).await?;
+                    return Err(error);
+                }
+            },
         };
         let new = NewSession { body: &body, request: &request, node_id, image_version_id: image.version_id, created_by: &caller.user_name };
         let Some(row) = self.db.insert_session(&new, is_new.then_some(&task), &caller.scope).await? else {
@@ -197,14 +204,19 @@ impl Orchestrator {
         node.map(Some).ok_or_else(|| ApiError::new(ErrorCode::WorkspaceNotFound, format!("no session of this task kept a workspace {id}")))
     }
 
-    /// A node that has a workspace, if it has the labels too.
-    async fn labelled_node(&self, id: NodeId, labels: &NodeLabels) -> Result<NodeId, ApiError> {
-        if labels.is_empty() {
+    /// A node that has a workspace, if it has the labels too and gives such limits.
+    pub(crate) async fn fitting_node(&self, id: NodeId, wanted: &NodeRequirements<'_>) -> Result<NodeId, ApiError> {
+        if wanted.labels.is_empty() && wanted.limits == LimitsRequest::default() {
             return Ok(id);
         }
         let node = self.db.node(id).await?;
-        match missing_label(&node, labels) {
-            Some(reason) => Err(ApiError::new(ErrorCode::NoCapacity, format!("{}, which has the workspace, {reason}", node.name))),
+        let refuse = |code, reason: String| Err(ApiError::new(code, reason));
+        if let Some(excess) = beyond(&node, wanted.limits) {
+            let reason = format!("limits.{}: {}, which has the workspace, gives a sandbox at most {}", excess.limit, node.name, excess.most);
+            return refuse(ErrorCode::LimitUnenforceable, reason);
+        }
+        match missing_label(&node, wanted.labels) {
+            Some(reason) => refuse(ErrorCode::NoCapacity, format!("{}, which has the workspace, {reason}", node.name)),
             None => Ok(id),
         }
     }

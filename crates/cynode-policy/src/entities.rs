@@ -95,6 +95,17 @@ pub struct Call {
     pub token_kind: Option<String>,
     pub network: Option<String>,
     pub pty: bool,
+    /// The limits of a sandbox that is to be made, with the defaults for those that were not named.
+    pub limits: Option<CallLimits>,
+}
+
+/// Limits as rules compare them: whole numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CallLimits {
+    pub memory_bytes: i64,
+    /// Thousandths of a processor.
+    pub millicpus: i64,
+    pub pids: i64,
 }
 
 /// Why Cedar can't be asked. Only the third can happen: the action is not about such a thing.
@@ -194,12 +205,16 @@ impl Resource {
 
 impl Call {
     pub(crate) fn context(&self) -> Result<Context, Unaskable> {
-        let Self { path, program, image, token_kind, network, pty } = self;
+        let Self { path, program, image, token_kind, network, pty, limits } = self;
         let texts = [("path", path), ("program", program), ("image", image), ("token_kind", token_kind), ("network", network)];
         let given = texts.into_iter().filter_map(|(name, text)| Some((name, text.as_deref()?)));
         let given = given.chain(program.as_deref().map(|program| ("program_name", program_name(program))));
         let given = given.map(|(name, text)| (name, string(text)));
-        let pairs = given.chain([("pty", boolean(*pty))]).map(|(name, value)| (name.to_owned(), value));
+        let limits = limits.iter().flat_map(|limits| {
+            let CallLimits { memory_bytes, millicpus, pids } = *limits;
+            [("memory_bytes", memory_bytes), ("millicpus", millicpus), ("pids", pids)].map(|(name, value)| (name, RestrictedExpression::new_long(value)))
+        });
+        let pairs = given.chain(limits).chain([("pty", boolean(*pty))]).map(|(name, value)| (name.to_owned(), value));
         Context::from_pairs(pairs).map_err(|error| Unaskable::Call(Box::new(error)))
     }
 }

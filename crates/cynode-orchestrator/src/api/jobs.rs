@@ -117,6 +117,7 @@ pub(super) async fn output(
     let row = orchestrator.db.job(&caller.scope, id).await?;
     match row.output_sha256.clone() {
         Some(sha256) => orchestrator.kept_output(&sha256, &row.into_object(), asked).await,
+        None if row.object.output.truncated_by.is_some() => output::shown_output(&row.into_object(), asked).await,
         None => Ok(asked.nothing(&row.into_object())),
     }
 }

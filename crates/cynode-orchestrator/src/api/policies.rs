@@ -12,6 +12,7 @@ use crate::{
     Orchestrator,
     caller::{Caller, Person},
     db::PolicyRow,
+    gate::compared,
     policies,
 };
 
@@ -120,11 +121,12 @@ pub(super) async fn test(
 /// What rules see of such a call: the same as the gate shows them.
 fn call(action: Action, body: PolicyTest) -> Call {
     let none = Call::default();
+    let limits = Some(compared(body.limits.unwrap_or_default()));
     match action {
         Action::SessionExec => Call { program: body.program, ..none },
         Action::SessionPty => Call { program: body.program, pty: true, ..none },
-        Action::SessionCreate => Call { image: body.image, network: body.network, pty: body.pty, ..none },
-        Action::JobCreate => Call { program: body.program, image: body.image, network: body.network, ..none },
+        Action::SessionCreate => Call { image: body.image, network: body.network, pty: body.pty, limits, ..none },
+        Action::JobCreate => Call { program: body.program, image: body.image, network: body.network, limits, ..none },
         Action::TokenCreate => Call { token_kind: body.token_kind.map(|kind| kind.as_str().to_owned()), ..none },
         // Without one they are about where the caller works.
         Action::FileList | Action::FileSearch | Action::FileMkdir => Call { path: Some(within_workspace(body.path.as_deref().unwrap_or("."))), ..none },

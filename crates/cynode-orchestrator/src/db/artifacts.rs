@@ -12,10 +12,9 @@ use crate::blobs::{Blobs, Staged};
 /// nobody needs.
 const BLOBS_LOCK: i64 = 0x6379_6e6f_6465_0001;
 
-/// Puts bytes in their place. Until the transaction ends, nobody removes them.
-pub(super) async fn place(connection: &mut PgConnection, blobs: &Blobs, staged: &Staged) -> Result<(), ApiError> {
-    sqlx::query("select pg_advisory_xact_lock_shared($1)").bind(BLOBS_LOCK).execute(connection).await.map_err(problem)?;
-    blobs.place(staged).await
+/// Until the transaction ends, nobody removes bytes. Comes before any lock of a quota.
+pub(super) async fn hold_blobs(connection: &mut PgConnection) -> Result<(), ApiError> {
+    sqlx::query("select pg_advisory_xact_lock_shared($1)").bind(BLOBS_LOCK).execute(connection).await.map(drop).map_err(problem)
 }
 
 fn artifact(row: &PgRow) -> Result<Artifact, sqlx::Error> {
@@ -47,8 +46,16 @@ pub(crate) struct NewArtifact<'a> {
 impl Db {
     /// The next version of its path, with its bytes put in their place. Two at once become two versions.
     pub(crate) async fn insert_artifact(&self, new: &NewArtifact<'_>, blobs: &Blobs) -> Result<Artifact, ApiError> {
+        let made = self.try_insert_artifact(new, blobs).await;
+        if made.is_err() {
+            blobs.discard(new.staged).await;
+        }
+        made
+    }
+
+    async fn try_insert_artifact(&self, new: &NewArtifact<'_>, blobs: &Blobs) -> Result<Artifact, ApiError> {
         let mut transaction = self.begin().await?;
-        place(&mut transaction, blobs, new.staged).await?;
+        hold_blobs(&mut transaction).await?;
         // One at a time for each task: the number is the last one's successor.
         sqlx::query("select from tasks where id = $1 for update").bind(new.task_id.as_uuid()).execute(&mut *transaction).await.map_err(problem)?;
         let row = sqlx::query(
@@ -69,7 +76,9 @@ impl Db {
         let made = artifact(&row).map_err(problem)?;
         let owner: Uuid =
             sqlx::query_scalar("select owner_id from tasks where id = $1").bind(new.task_id.as_uuid()).fetch_one(&mut *transaction).await.map_err(problem)?;
-        quotas::check(&mut transaction, UserId::from_uuid(owner), new.task_id, quotas::Uses::Artifact).await?;
+        quotas::check(&mut transaction, UserId::from_uuid(owner), new.task_id, quotas::Uses::Bytes).await?;
+        // Only what is kept takes up room in the store.
+        blobs.place(new.staged).await?;
         super::commit(transaction).await?;
         Ok(made)
     }
@@ -137,17 +146,44 @@ impl Db {
         Ok(gone.rows_affected())
     }
 
-    /// Forgets the whole output of jobs that ended so many days ago, some at a time; what their objects hold stays.
+    /// Forgets the whole output of jobs that ended so many days ago, some at a time; what their objects hold stays, and counts in
+    /// no quota any more.
     pub(crate) async fn expire_outputs(&self, days: u32) -> Result<u64, ApiError> {
         let gone = sqlx::query(
-            "update jobs set output_sha256 = null where job_id in (
-                 select job_id from jobs where output_sha256 is not null and acknowledged and updated_at < now() - make_interval(days => $1) limit 1000)",
+            "update jobs set output_sha256 = null, output_bytes = 0 where job_id in (
+                 select job_id from jobs where (output_sha256 is not null or output_bytes > 0) and acknowledged
+                     and updated_at < now() - make_interval(days => $1) limit 1000)",
         )
         .bind(i32::try_from(days).unwrap_or(i32::MAX))
         .execute(&self.pool)
         .await
         .map_err(problem)?;
         Ok(gone.rows_affected())
+    }
+
+    /// Looks up how large the kept output of jobs is of which nobody wrote it down.
+    pub(crate) async fn measure_outputs(&self, blobs: &Blobs) -> Result<(), ApiError> {
+        let mut last = Uuid::nil();
+        loop {
+            let rows: Vec<(Uuid, String)> = sqlx::query_as(
+                "select job_id, output_sha256 from jobs where output_sha256 is not null and output_bytes = 0 and job_id > $1 order by job_id limit 100",
+            )
+            .bind(last)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
+            let Some((newest, _)) = rows.last() else { return Ok(()) };
+            last = *newest;
+            for (id, sha256) in &rows {
+                let Some(size) = blobs.size(sha256).await? else { continue };
+                let measured = sqlx::query(
+                    "update jobs set output_bytes = $3 + coalesce(octet_length(object ->> 'stdout'), 0) + coalesce(octet_length(object ->> 'stderr'), 0)
+                     where job_id = $1 and output_sha256 = $2 and output_bytes = 0",
+                );
+                let size = i64::try_from(size).unwrap_or(i64::MAX / 2);
+                measured.bind(id).bind(sha256).bind(size).execute(&self.pool).await.map_err(problem)?;
+            }
+        }
     }
 
     /// Removes those of some bytes that nobody needs. While this looks and removes, nobody puts bytes in their place.

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use cynode_api::{ErrorCode, ImageVersionId, Job, JobCreate, JobId, JobRun, JobState, NodeId, Page, Retry, TaskId};
+use cynode_api::{ErrorCode, ImageVersionId, Job, JobCreate, JobId, JobOutput, JobRun, JobState, NodeId, Page, Retry, TaskId, Truncated, UserId};
 use cynode_service::ApiError;
 use serde_json::Value;
-use sqlx::{Row as _, postgres::PgRow};
+use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use time::OffsetDateTime;
 use uuid::Uuid;
 
@@ -100,6 +100,38 @@ fn told(task_id: TaskId, job_id: JobId, state: JobState) -> NewEvent {
     }
 }
 
+/// What of a job's output is not kept.
+#[derive(Clone, Copy, Debug)]
+enum WithoutOutput {
+    /// All of it, but for what the object shows of its streams.
+    Whole,
+    Streams,
+}
+
+impl WithoutOutput {
+    fn leave_out(self, output: &mut JobOutput, quota: &str) {
+        let Truncated { stdout, stderr } = output.truncated;
+        let truncated = Truncated { stdout: stdout || !output.stdout.is_empty(), stderr: stderr || !output.stderr.is_empty() };
+        if !truncated.stdout && !truncated.stderr {
+            return;
+        }
+        if matches!(self, Self::Streams) {
+            *output = JobOutput { truncated, ..JobOutput::default() };
+        }
+        output.truncated_by = Some(quota.to_owned());
+    }
+}
+
+fn stream_bytes(output: &JobOutput) -> i64 {
+    i64::try_from(output.stdout.len() + output.stderr.len()).unwrap_or(i64::MAX)
+}
+
+/// Refuses when more is kept than the quota of a task's owner or project allows.
+async fn check_bytes(connection: &mut PgConnection, task: TaskId) -> Result<(), ApiError> {
+    let owner: Uuid = sqlx::query_scalar("select owner_id from tasks where id = $1").bind(task.as_uuid()).fetch_one(&mut *connection).await.map_err(problem)?;
+    quotas::check(connection, UserId::from_uuid(owner), task, quotas::Uses::Bytes).await
+}
+
 fn no_job(id: JobId) -> ApiError {
     ApiError::new(ErrorCode::JobNotFound, format!("there is no job {id}"))
 }
@@ -129,7 +161,7 @@ impl Db {
         .await
         .map_err(problem)?;
         let Some(row) = row else { return Ok(None) };
-        quotas::check(&mut transaction, scope.user_id, new.request.task_id, quotas::Uses::Sandbox).await?;
+        quotas::check(&mut transaction, scope.user_id, new.request.task_id, quotas::Uses::sandbox(new.request.sandbox.limits)).await?;
         events::add(&mut transaction, &told(new.request.task_id, new.request.job_id, JobState::Accepted)).await?;
         super::commit(transaction).await?;
         job(&row).map(Some)
@@ -261,6 +293,8 @@ impl Db {
     }
 
     /// Writes down how far a job is. Only forwards: what has ended stays as it ended. Says whether anything changed.
+    ///
+    /// A job ends whatever the quota of its task's owner or project says; then less of its output is kept, and the object says so.
     pub(crate) async fn advance_job(
         &self,
         id: JobId,
@@ -269,12 +303,42 @@ impl Db {
         output: Option<(&Staged, &Blobs)>,
         acknowledged: bool,
     ) -> Result<bool, ApiError> {
+        let mut advanced = self.try_advance_job(id, from, object, output, acknowledged).await;
+        if let Some((staged, blobs)) = output
+            && !matches!(advanced, Ok(true))
+        {
+            blobs.discard(staged).await;
+        }
+        // First without the whole output, then without the streams too.
+        let mut object = object.clone();
+        for without in [WithoutOutput::Whole, WithoutOutput::Streams] {
+            let Err(error) = &advanced else { break };
+            if !error.0.is(ErrorCode::QuotaExceeded) {
+                break;
+            }
+            without.leave_out(&mut object.output, &error.0.detail);
+            advanced = self.try_advance_job(id, from, &object, None, acknowledged).await;
+        }
+        advanced
+    }
+
+    async fn try_advance_job(
+        &self,
+        id: JobId,
+        from: Option<NodeId>,
+        object: &Job,
+        output: Option<(&Staged, &Blobs)>,
+        acknowledged: bool,
+    ) -> Result<bool, ApiError> {
+        let blob = output.map_or(0, |(staged, _)| i64::try_from(staged.size).unwrap_or(i64::MAX));
+        let kept = blob.saturating_add(stream_bytes(&object.output));
         let mut transaction = self.begin().await?;
-        if let Some((staged, blobs)) = output {
-            super::artifacts::place(&mut transaction, blobs, staged).await?;
+        if output.is_some() {
+            super::artifacts::hold_blobs(&mut transaction).await?;
         }
         let row = sqlx::query(
-            "update jobs set state = $3, object = $4, output_sha256 = coalesce($5, output_sha256), acknowledged = $6, updated_at = now()
+            "update jobs set state = $3, object = $4, output_sha256 = coalesce($5, output_sha256), output_bytes = output_bytes + $7,
+                 acknowledged = $6, updated_at = now()
              where job_id = $1 and node_id is not distinct from $2 and state in ('accepted', 'in_progress') and not (state = 'in_progress' and $3 = 'accepted')
                and state <> $3
              returning task_id",
@@ -285,11 +349,18 @@ impl Db {
         .bind(to_json(object))
         .bind(output.map(|(staged, _)| &staged.sha256))
         .bind(acknowledged)
+        .bind(kept)
         .fetch_optional(&mut *transaction)
         .await
         .map_err(problem)?;
         let Some(row) = row else { return Ok(false) };
         let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
+        if kept > 0 {
+            check_bytes(&mut transaction, task_id).await?;
+        }
+        if let Some((staged, blobs)) = output {
+            blobs.place(staged).await?;
+        }
         events::add(&mut transaction, &told(task_id, id, object.state)).await?;
         super::commit(transaction).await?;
         Ok(true)
@@ -299,15 +370,34 @@ impl Db {
         sqlx::query("update jobs set acknowledged = true where job_id = $1").bind(id.as_uuid()).execute(&self.pool).await.map(drop).map_err(problem)
     }
 
-    /// Keeps what a node said of a job that had been given up.
-    pub(crate) async fn keep_late_result(&self, id: JobId, result: &Value) -> Result<(), ApiError> {
-        sqlx::query("update jobs set late_result = coalesce(late_result, $2) where job_id = $1")
-            .bind(id.as_uuid())
-            .bind(result)
-            .execute(&self.pool)
-            .await
-            .map(drop)
-            .map_err(problem)
+    /// Keeps what a node said of a job that had been given up, without its output when that is beyond a quota.
+    pub(crate) async fn keep_late_result(&self, id: JobId, mut result: Job) -> Result<(), ApiError> {
+        match self.try_keep_late_result(id, &result).await {
+            Err(error) if error.0.is(ErrorCode::QuotaExceeded) => {
+                WithoutOutput::Streams.leave_out(&mut result.output, &error.0.detail);
+                self.try_keep_late_result(id, &result).await
+            }
+            kept => kept,
+        }
+    }
+
+    async fn try_keep_late_result(&self, id: JobId, result: &Job) -> Result<(), ApiError> {
+        let kept = stream_bytes(&result.output);
+        let mut transaction = self.begin().await?;
+        let task = sqlx::query_scalar::<_, Uuid>(
+            "update jobs set late_result = $2, output_bytes = output_bytes + $3 where job_id = $1 and late_result is null returning task_id",
+        )
+        .bind(id.as_uuid())
+        .bind(to_json(result))
+        .bind(kept)
+        .fetch_optional(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        let Some(task) = task else { return Ok(()) };
+        if kept > 0 {
+            check_bytes(&mut transaction, TaskId::from_uuid(task)).await?;
+        }
+        super::commit(transaction).await
     }
 
     pub(crate) async fn ask_stop(&self, id: JobId) -> Result<(), ApiError> {

@@ -64,7 +64,7 @@ use own::Lookups;
 pub(crate) use own::{Found, Own};
 pub(crate) use places::{PlacedSession, SessionAt};
 pub(crate) use policies::{CHANNEL as POLICY_CHANNEL, PolicyRow};
-pub(crate) use sessions::{NewSession, SessionRow, is_over};
+pub(crate) use sessions::{Load, NewSession, SessionRow, is_over};
 pub(crate) use settings::Of;
 
 /// In order; each is applied once.
@@ -73,6 +73,8 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (2, "nodes that hang", include_str!("../../migrations/0002_nodes_that_hang.sql")),
     (3, "policy and audit", include_str!("../../migrations/0003_policy_and_audit.sql")),
     (4, "reading a long trail", include_str!("../../migrations/0004_reading_a_long_trail.sql")),
+    (5, "flagged artifacts", include_str!("../../migrations/0005_flagged_artifacts.sql")),
+    (6, "output in quotas", include_str!("../../migrations/0006_output_in_quotas.sql")),
 ];
 
 /// How long a call waits for a free connection before it is refused.

@@ -1,7 +1,10 @@
 //! Quotas: how much a user and a project may have. They are preferences whose keys begin with `quota.`; where several scopes
 //! set one, the narrowest counts. Checked in the transaction of what would use them up, one after another.
 
-use cynode_api::{ErrorCode, QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOXES, TaskId, UserId};
+use cynode_api::{
+    ErrorCode, Limits, LimitsRequest, Problem, QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOX_CPUS, QUOTA_SANDBOX_MEMORY_BYTES, QUOTA_SANDBOX_PIDS,
+    QUOTA_SANDBOXES, TaskId, UserId,
+};
 use cynode_service::ApiError;
 use sqlx::{PgConnection, Row as _};
 use uuid::Uuid;
@@ -9,10 +12,18 @@ use uuid::Uuid;
 use super::problem;
 
 /// What is about to be used.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Uses {
-    Sandbox,
-    Artifact,
+    /// With the limits that it will have.
+    Sandbox(Limits),
+    /// Bytes that are kept: an artifact, or the output of a job.
+    Bytes,
+}
+
+impl Uses {
+    pub(super) fn sandbox(asked: Option<LimitsRequest>) -> Self {
+        Self::Sandbox(asked.unwrap_or_default().or_default())
+    }
 }
 
 #[derive(Debug)]
@@ -22,13 +33,36 @@ struct Limit {
     is_project: bool,
 }
 
+impl Limit {
+    /// Refuses a sandbox that is larger than one may be.
+    fn check_largest(&self, asked: &Limits) -> Result<(), ApiError> {
+        #[expect(clippy::cast_precision_loss, reason = "processors are few")]
+        let (is_over, field, value) = match self.key.as_str() {
+            QUOTA_SANDBOX_MEMORY_BYTES => (i64::try_from(asked.memory_bytes).unwrap_or(i64::MAX) > self.most, "memory_bytes", asked.memory_bytes.to_string()),
+            QUOTA_SANDBOX_CPUS => (asked.cpus > self.most as f64, "cpus", asked.cpus.to_string()),
+            QUOTA_SANDBOX_PIDS => (i64::from(asked.pids) > self.most, "pids", asked.pids.to_string()),
+            _ => return Ok(()),
+        };
+        if !is_over {
+            return Ok(());
+        }
+        let who = if self.is_project { "project" } else { "user" };
+        let detail = format!("{}: a sandbox of the {who} has at most {}, and would have {value}", self.key, self.most);
+        let remedy = format!("Ask for at most {} in limits.{field}, or have an administrator raise the quota.", self.most);
+        Err(Problem::new(ErrorCode::QuotaExceeded, detail).with_remedy(remedy).into())
+    }
+}
+
 /// Refuses when, with what this transaction has added, a quota of the user or of the task's project is exceeded.
 pub(super) async fn check(connection: &mut PgConnection, user: UserId, task: TaskId, uses: Uses) -> Result<(), ApiError> {
     let project: Option<Uuid> =
         sqlx::query_scalar("select project_id from tasks where id = $1").bind(task.as_uuid()).fetch_one(&mut *connection).await.map_err(problem)?;
     for limit in limits(&mut *connection, user, project).await? {
-        if (limit.key == QUOTA_ARTIFACT_BYTES) != (uses == Uses::Artifact) {
+        if (limit.key == QUOTA_ARTIFACT_BYTES) != (uses == Uses::Bytes) {
             continue;
+        }
+        if let Uses::Sandbox(asked) = uses {
+            limit.check_largest(&asked)?;
         }
         let (who, id) = match project.filter(|_| limit.is_project) {
             Some(project) => ("project", project),
@@ -93,7 +127,10 @@ async fn used(connection: &mut PgConnection, limit: &Limit, id: Uuid) -> Result<
              ) work"
         }
         QUOTA_ARTIFACT_BYTES => {
-            "select coalesce(sum(a.size), 0)::bigint from artifacts a join tasks t on t.id = a.task_id where case when $2 then t.project_id else t.owner_id end = $1"
+            "select (coalesce((select sum(a.size) from artifacts a join tasks t on t.id = a.task_id
+                     where case when $2 then t.project_id else t.owner_id end = $1), 0)
+                 + coalesce((select sum(j.output_bytes) from jobs j join tasks t on t.id = j.task_id
+                     where case when $2 then t.project_id else t.owner_id end = $1), 0))::bigint"
         }
         // One that is not known limits nothing.
         _ => return Ok(0),

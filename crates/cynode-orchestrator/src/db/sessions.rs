@@ -1,5 +1,7 @@
 //! Sessions: on which node they are, what was asked for, what the node last said.
 
+use std::collections::HashMap;
+
 use cynode_api::{
     ErrorCode, ImageVersionId, Limits, NodeId, Page, Session, SessionCreate, SessionEnd, SessionId, SessionState, TaskId, UserSessionCreate, WorkspaceId,
     session_limits,
@@ -68,9 +70,16 @@ pub(super) fn parsed(row: &PgRow) -> Result<SessionState, ApiError> {
     row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))
 }
 
+/// What a node was given.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Load {
+    pub(crate) sandboxes: i64,
+    /// What their memory limits add up to.
+    pub(crate) memory_bytes: u64,
+}
+
 /// A session of which its node has not said anything.
 fn undescribed(request: &SessionCreate, node_id: NodeId, created_at: OffsetDateTime) -> Session {
-    let (asked, default) = (request.limits.unwrap_or_default(), Limits::default());
     let after = |seconds: Option<u64>, default: u64| {
         let seconds = i64::try_from(seconds.unwrap_or(default)).unwrap_or(i64::MAX);
         created_at.checked_add(time::Duration::seconds(seconds)).unwrap_or(created_at)
@@ -85,13 +94,7 @@ fn undescribed(request: &SessionCreate, node_id: NodeId, created_at: OffsetDateT
         workspace_id: WorkspaceId::from_uuid(Uuid::nil()),
         node_id,
         warm: false,
-        limits: Limits {
-            memory_bytes: asked.memory_bytes.unwrap_or(default.memory_bytes),
-            cpus: asked.cpus.unwrap_or(default.cpus),
-            pids: asked.pids.unwrap_or(default.pids),
-            disk_bytes: asked.disk_bytes.unwrap_or(default.disk_bytes),
-            nofile: asked.nofile.unwrap_or(default.nofile),
-        },
+        limits: request.limits.unwrap_or_default().or_default(),
         unenforced: Vec::new(),
         network_policy: request.network_policy.unwrap_or_default(),
         pty_allowed: request.pty_allowed.unwrap_or(false),
@@ -143,7 +146,7 @@ impl Db {
         .await
         .map_err(problem)?;
         let Some(row) = row else { return Ok(None) };
-        quotas::check(&mut transaction, scope.user_id, new.request.task_id, quotas::Uses::Sandbox).await?;
+        quotas::check(&mut transaction, scope.user_id, new.request.task_id, quotas::Uses::sandbox(new.request.limits)).await?;
         events::add(&mut transaction, &told(new.request.task_id, new.request.session_id, SessionState::Creating)).await?;
         super::commit(transaction).await?;
         session(&row).map(Some)
@@ -288,7 +291,7 @@ impl Db {
         let row = sqlx::query(
             "update sessions s set state = 'creating', updated_at = clock_timestamp(), lease_until = now() + interval '75 seconds'
              from (select session_id, state from sessions where session_id = $1 for update) before
-             where s.session_id = before.session_id and before.state in ('ended', 'lost') and s.ending is null returning s.task_id, s.owner_id, before.state",
+             where s.session_id = before.session_id and before.state in ('ended', 'lost') and s.ending is null returning s.task_id, s.owner_id, s.object, before.state",
         )
         .bind(id.as_uuid())
         .fetch_optional(&mut *transaction)
@@ -297,7 +300,8 @@ impl Db {
         let Some(row) = row else { return Ok(None) };
         let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
         let owner = cynode_api::UserId::from_uuid(row.try_get("owner_id").map_err(problem)?);
-        quotas::check(&mut transaction, owner, task_id, quotas::Uses::Sandbox).await?;
+        let object: Session = stored(row.try_get("object").map_err(problem)?)?;
+        quotas::check(&mut transaction, owner, task_id, quotas::Uses::Sandbox(object.limits)).await?;
         events::add(&mut transaction, &told(task_id, id, SessionState::Creating)).await?;
         let was = parsed(&row)?;
         super::commit(transaction).await?;
@@ -390,18 +394,24 @@ impl Db {
         Ok(id.map(NodeId::from_uuid))
     }
 
-    /// How many sandboxes each node was given, whether or not it has said so yet.
-    pub(crate) async fn load(&self) -> Result<Vec<(NodeId, i64)>, ApiError> {
+    /// What each node was given, whether or not it has said so yet.
+    pub(crate) async fn load(&self) -> Result<HashMap<NodeId, Load>, ApiError> {
         let rows = sqlx::query(
-            "select node_id, count(*) as given from (
-                 select node_id from sessions where state in ('creating', 'running', 'ending')
-                 union all select node_id from jobs where state in ('accepted', 'in_progress') and node_id is not null) as work
+            "select node_id, count(*) as sandboxes, least(sum(coalesce(memory, $1)), 9223372036854775807)::bigint as memory from (
+                 select node_id, (object #>> '{limits,memory_bytes}')::bigint as memory from sessions where state in ('creating', 'running', 'ending')
+                 union all select node_id, (request #>> '{sandbox,limits,memory_bytes}')::bigint from jobs
+                     where state in ('accepted', 'in_progress') and node_id is not null) as work
              group by node_id",
         )
+        .bind(i64::try_from(Limits::default().memory_bytes).unwrap_or(i64::MAX))
         .fetch_all(&self.pool)
         .await
         .map_err(problem)?;
-        rows.iter().map(|row| Ok((NodeId::from_uuid(row.try_get("node_id").map_err(problem)?), row.try_get("given").map_err(problem)?))).collect()
+        let load = |row: &PgRow| -> Result<(NodeId, Load), sqlx::Error> {
+            let load = Load { sandboxes: row.try_get("sandboxes")?, memory_bytes: u64::try_from(row.try_get::<i64, _>("memory")?).unwrap_or_default() };
+            Ok((NodeId::from_uuid(row.try_get("node_id")?), load))
+        };
+        rows.iter().map(load).collect::<Result<_, _>>().map_err(problem)
     }
 }
 

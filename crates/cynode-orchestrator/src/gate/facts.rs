@@ -4,10 +4,11 @@
 use std::borrow::Cow;
 
 use base64::{Engine as _, engine::general_purpose::STANDARD};
-use cynode_api::file_limits;
+use cynode_api::{LimitsRequest, file_limits};
 use cynode_patch::Patch;
-use cynode_policy::{Action, Call, within_workspace};
+use cynode_policy::{Action, Call, CallLimits, within_workspace};
 use cynode_service::ApiError;
+use serde::Deserialize as _;
 use serde_json::{Map, Value, json};
 use sha2::{Digest as _, Sha256};
 
@@ -148,6 +149,20 @@ fn short(text: String, left: &mut usize) -> String {
     format!("{}… ({} bytes, sha256 {})", &text[..end], text.len(), hex(&Sha256::digest(text.as_bytes())))
 }
 
+/// The limits that a body asks for. What can't be read is refused by whoever reads the body.
+fn limits(body: &Value) -> CallLimits {
+    compared(LimitsRequest::deserialize(&body["limits"]).unwrap_or_default())
+}
+
+/// Limits as rules compare them.
+pub(crate) fn compared(asked: LimitsRequest) -> CallLimits {
+    let limits = asked.or_default();
+    // Rounded up: a rule that allows two processors does not allow a little more.
+    #[expect(clippy::cast_possible_truncation, reason = "saturates, and what is beyond any machine is refused afterwards")]
+    let millicpus = (limits.cpus * 1_000.0).ceil() as i64;
+    CallLimits { memory_bytes: i64::try_from(limits.memory_bytes).unwrap_or(i64::MAX), millicpus, pids: limits.pids.into() }
+}
+
 /// What rules may look at: one [`Call`] for each path that is touched.
 #[derive(Debug, Default)]
 pub(crate) struct Calls<'a> {
@@ -203,10 +218,12 @@ fn call(action: Action, body: &Value, query: &[(String, String)]) -> Call {
             call.program = body["command"][0].as_str().map(str::to_owned);
             call.image = text("image_ref");
             call.network = text("network_policy");
+            call.limits = Some(limits(body));
         }
         Action::SessionCreate => {
             call.image = text("image_ref");
             call.network = text("network_policy");
+            call.limits = Some(limits(body));
             call.pty = body["pty_allowed"].as_bool().unwrap_or(false);
         }
         Action::SessionPty => {
@@ -266,6 +283,17 @@ fn patched_paths(body: &Value) -> Result<Vec<String>, ApiError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rules_see_the_limits_that_a_sandbox_will_have() {
+        let seen = |action, limits: Value| call(action, &json!({"limits": limits}), &[]).limits.map(|seen| (seen.memory_bytes, seen.millicpus, seen.pids));
+        for action in [Action::SessionCreate, Action::JobCreate] {
+            assert_eq!(seen(action, Value::Null), Some((2 << 30, 1_000, 512)));
+            assert_eq!(seen(action, json!({"memory_bytes": 1_u64 << 45, "cpus": 2.0001, "pids": 9})), Some((1 << 45, 2_001, 9)));
+            assert_eq!(seen(action, json!({"memory_bytes": u64::MAX, "cpus": 1e300})), Some((i64::MAX, i64::MAX, 512)));
+        }
+        assert_eq!(seen(Action::SessionExec, json!({"pids": 9})), None);
+    }
 
     #[test]
     fn values_of_the_environment_and_input_are_never_in_a_record() {

@@ -28,6 +28,7 @@ use serde_json::{Map, Value, json};
 use uuid::Uuid;
 
 pub(crate) use brought::json_body;
+pub(crate) use facts::compared;
 pub(crate) use resources::wants_bytes;
 pub(crate) use rules::runs_on_node;
 pub(crate) use seeds::SeedScan;

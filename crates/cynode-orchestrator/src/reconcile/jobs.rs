@@ -7,12 +7,7 @@ use cynode_client::WorkerClient;
 use cynode_service::ApiError;
 use time::OffsetDateTime;
 
-use crate::{
-    Orchestrator,
-    db::{JobRow, to_json},
-    fleet::Failed,
-    sessions::is_passing,
-};
+use crate::{Orchestrator, db::JobRow, fleet::Failed, placement::NodeRequirements, sessions::is_passing};
 
 /// So many are taken at once.
 const BATCH: usize = 64;
@@ -47,7 +42,7 @@ pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
             };
             let orchestrator = orchestrator.clone();
             tokio::spawn(async move {
-                let next = match step(&orchestrator, row).await {
+                let next = match Box::pin(step(&orchestrator, row)).await {
                     Ok(next) => next,
                     Err(error) => {
                         tracing::debug!(job_id = %id, error = %error.0, "A job did not get further.");
@@ -94,7 +89,8 @@ async fn dispatch(orchestrator: &Orchestrator, row: &JobRow) -> Result<Option<f6
     let labels = row.node_labels()?;
     // Where it was stopped, it counts as ended.
     let not = orchestrator.db.stopped_on(row.job_id).await?;
-    let node = match orchestrator.choose_node(version, &labels, &not).await {
+    let wanted = NodeRequirements { labels: &labels, limits: row.request.sandbox.limits.unwrap_or_default() };
+    let node = match orchestrator.choose_node(version, &wanted, &not).await {
         Ok(node) => node,
         // It waits until there is room.
         Err(error) if error.0.is(ErrorCode::NoCapacity) => return Ok(Some(WAITING)),
@@ -214,6 +210,8 @@ fn of_row(row: &JobRow, node_id: NodeId, job: Job) -> Job {
 pub(super) fn storable(mut job: Job) -> Job {
     use base64::Engine as _;
     let output = &mut job.output;
+    // What is kept here is decided here.
+    output.truncated_by = None;
     if output.encoding == "utf-8" && (output.stdout.contains('\0') || output.stderr.contains('\0')) {
         let encode = |text: &str| base64::engine::general_purpose::STANDARD.encode(text);
         (output.stdout, output.stderr) = (encode(&output.stdout), encode(&output.stderr));
@@ -265,7 +263,7 @@ async fn settle(orchestrator: &Orchestrator, row: &JobRow, node_id: NodeId) -> R
     if row.object.reported_by == "orchestrator" {
         match orchestrator.fleet.call(node_id, CALL, client.job(row.job_id)).await {
             Ok(job) if job.acknowledged => {}
-            Ok(job) if job.state.is_final() => orchestrator.db.keep_late_result(row.job_id, &to_json(&storable(job))).await?,
+            Ok(job) if job.state.is_final() => orchestrator.db.keep_late_result(row.job_id, storable(job)).await?,
             Ok(_) => {
                 drop(orchestrator.fleet.call(node_id, CALL, client.stop_job(row.task_id, row.job_id)).await);
                 return Ok(Some(SOON));

@@ -5,11 +5,7 @@ use std::time::Duration;
 use cynode_api::ErrorCode;
 use cynode_service::ApiError;
 
-use crate::{
-    Orchestrator,
-    db::{LeftBehind, to_json},
-    fleet::Failed,
-};
+use crate::{Orchestrator, db::LeftBehind, fleet::Failed};
 
 /// No call takes longer.
 const CALL: Duration = Duration::from_secs(15);
@@ -53,7 +49,7 @@ async fn clear(orchestrator: &Orchestrator, left: &LeftBehind) -> Result<(), Api
         // One that it did not have it remembers now, so that it never runs there: that is no result.
         Ok(job) if job.acknowledged => orchestrator.db.note_stopped_on(job_id, node_id).await,
         Ok(job) => {
-            orchestrator.db.keep_late_result(job_id, &to_json(&super::jobs::storable(job))).await?;
+            orchestrator.db.keep_late_result(job_id, super::jobs::storable(job)).await?;
             drop(orchestrator.fleet.call(node_id, CALL, client.ack_job(job_id)).await);
             orchestrator.db.note_stopped_on(job_id, node_id).await
         }

@@ -23,6 +23,7 @@ pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
         while db.expire_artifacts(days).await? > 0 {}
     }
     while db.expire_outputs(config.output_days).await? > 0 {}
+    db.measure_outputs(&orchestrator.blobs).await?;
     if let Some(days) = config.audit_days {
         truncate_audit(orchestrator, days).await?;
     }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use cedar_policy::Schema;
-use cynode_policy::{Action, Call, DEFAULTS, Place, Policies, Principal, Resource, SCHEMA};
+use cynode_policy::{Action, Call, CallLimits, DEFAULTS, Place, Policies, Principal, Resource, SCHEMA};
 use proptest::{prelude::*, sample::select};
 use uuid::Uuid;
 
@@ -92,6 +92,8 @@ fn a_rule_sees_the_caller_the_thing_and_the_call() {
     let of_kind = r#"permit (principal, action, resource) when { context has token_kind && context.token_kind == "user" };"#;
     let of_network = r#"permit (principal, action, resource) when { context has network && context.network == "none" };"#;
     let of_terminal = r"permit (principal, action, resource) when { context.pty };";
+    let of_limits = "permit (principal, action, resource) when { context has memory_bytes && context.memory_bytes <= 1000
+        && context has millicpus && context.millicpus <= 1500 && context has pids && context.pids <= 10 };";
     let of_task = r#"permit (principal, action, resource in CyNode::Task::"00000000-0000-0000-0000-00000000000b");"#;
     let of_project = r#"permit (principal, action, resource in CyNode::Project::"00000000-0000-0000-0000-00000000000a");"#;
     let call = Call {
@@ -101,10 +103,11 @@ fn a_rule_sees_the_caller_the_thing_and_the_call() {
         token_kind: Some("user".to_owned()),
         network: Some("none".to_owned()),
         pty: true,
+        limits: Some(CallLimits { memory_bytes: 1_000, millicpus: 1_500, pids: 10 }),
     };
     let nobody = Principal::User { id: STRANGER, name: "nobody".to_owned(), admin: false, groups: vec![] };
     let nowhere = Resource::Session { id: Uuid::from_u128(40), place: Place::default() };
-    for text in [of_groups, of_name, of_path, of_program, of_image, of_kind, of_network, of_terminal, of_task, of_project] {
+    for text in [of_groups, of_name, of_path, of_program, of_image, of_kind, of_network, of_terminal, of_limits, of_task, of_project] {
         let policies = Policies::parse([("one", text)]).expect("a rule without flaw");
         assert!(policies.decide(&user(OWNER), Action::FileRead, &session(), &call).allowed, "{text}");
         assert!(!policies.decide(&nobody, Action::FileRead, &nowhere, &Call::default()).allowed, "{text}");
@@ -128,6 +131,21 @@ fn a_rule_about_a_program_holds_for_its_path_too() {
             assert!(allowed(action, program), "{action} {program:?}");
         }
     }
+}
+
+#[test]
+fn a_rule_bounds_what_a_sandbox_may_ask_for() {
+    let text = "permit (principal, action, resource);
+        forbid (principal, action, resource) when { context has memory_bytes && context.memory_bytes > 1000 };
+        forbid (principal, action, resource) when { context has millicpus && context.millicpus > 1500 };
+        forbid (principal, action, resource) when { context has pids && context.pids > 10 };";
+    let policies = Policies::parse([("one", text)]).expect("rules without flaw");
+    let allowed = |memory_bytes, millicpus, pids| {
+        let call = Call { limits: Some(CallLimits { memory_bytes, millicpus, pids }), ..Call::default() };
+        policies.decide(&user(OWNER), Action::SessionCreate, &Resource::System, &call).allowed
+    };
+    assert!(allowed(1_000, 1_500, 10));
+    assert!(!allowed(1_001, 1_500, 10) && !allowed(1_000, 1_501, 10) && !allowed(1_000, 1_500, 11));
 }
 
 #[test]
@@ -320,7 +338,7 @@ proptest! {
             (Action::NodeDrain, Resource::Node { id: name.clone() }),
             (Action::ImageUpdate, Resource::Image { reference: name.clone(), agent_compatible: true, pinned: true }),
         ] {
-            let call = Call { path: Some(name.clone()), program: Some(name.clone()), image: Some(name.clone()), token_kind: Some(name.clone()), network: Some(name.clone()), pty: true };
+            let call = Call { path: Some(name.clone()), program: Some(name.clone()), image: Some(name.clone()), token_kind: Some(name.clone()), network: Some(name.clone()), pty: true, limits: None };
             let decision = policies.decide(&caller, action, &resource, &call);
             prop_assert!(!decision.allowed && decision.errors.is_empty(), "{decision:?}");
         }

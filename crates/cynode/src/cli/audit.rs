@@ -160,7 +160,7 @@ pub enum Policy {
     /// Delete a policy
     Delete { id: String },
     /// Say what would be decided, and by which rules; nothing is done. Ends with 77 when denied
-    Test(PolicyTestArgs),
+    Test(Box<PolicyTestArgs>),
 }
 
 #[derive(Debug, Args)]
@@ -196,6 +196,15 @@ pub struct PolicyTestArgs {
     /// The session asks for terminals
     #[arg(long)]
     pub pty: bool,
+    /// The memory that a session or a job asks for, such as 512m or 2g
+    #[arg(long, value_name = "SIZE", value_parser = parse::size)]
+    pub memory: Option<u64>,
+    /// The processors that it asks for, such as 1.5
+    #[arg(long, value_name = "N", value_parser = parse::cpus)]
+    pub cpus: Option<f64>,
+    /// The processes that it asks for
+    #[arg(long, value_name = "N")]
+    pub pids: Option<u32>,
     /// What kind of token is to be made
     #[arg(long, value_name = "KIND")]
     pub token_kind: Option<TokenKind>,

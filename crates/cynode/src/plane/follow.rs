@@ -9,7 +9,7 @@ use cynode_api::{Chunk, ErrorCode, ExecExit, Job, JobId, Stream};
 use cynode_client::{Error, OutputQuery, UserClient};
 use tokio::time::{Instant, sleep};
 
-use crate::{failure::Failure, output, session::stdio};
+use crate::{failure::Failure, output, sanitize, session::stdio};
 
 /// How long the orchestrator, or the way to it, may be away.
 const PATIENCE: Duration = Duration::from_mins(2);
@@ -63,6 +63,9 @@ impl<'a> Follower<'a> {
             if job.state.is_final() || !to_the_end {
                 stdout.finish().await?;
                 stderr.finish().await?;
+                if let Some(quota) = &job.output.truncated_by {
+                    output::note(&sanitize::line(&format!("cynode: not all output is kept: {quota}")));
+                }
                 return Ok(Ended { job, exit: self.exit.take() });
             }
             if came {

@@ -31,6 +31,7 @@ pub async fn run(globals: &Globals, command: Job) -> Outcome {
                 ("state", job.state.to_string()),
                 ("exit", job.exit_code.map(|code| code.to_string()).unwrap_or_default()),
                 ("error", error),
+                ("output", job.output.truncated_by.as_ref().map(|quota| format!("not all of it is kept: {quota}")).unwrap_or_default()),
                 ("task", job.task_id.to_string()),
                 ("image", job.image_ref.clone()),
                 ("digest", job.image_digest.clone().unwrap_or_default()),

@@ -6,7 +6,7 @@ use std::{
     process::ExitCode,
 };
 
-use cynode_api::{API_VERSION, Policy as Object, PolicyPut, PolicyTest, PolicyVerdict};
+use cynode_api::{API_VERSION, LimitsRequest, Policy as Object, PolicyPut, PolicyTest, PolicyVerdict};
 use cynode_client::UserClient;
 use serde_json::json;
 
@@ -40,7 +40,7 @@ pub async fn run(globals: &Globals, command: Policy) -> Outcome {
             client.delete_policy(&id).await?;
             done(globals, &json!({ "deleted": id }), &format!("deleted: {id}"))
         }
-        Policy::Test(args) => test(&client, globals, args).await,
+        Policy::Test(args) => test(&client, globals, *args).await,
     }
 }
 
@@ -85,6 +85,8 @@ async fn test(client: &UserClient, globals: &Globals, args: PolicyTestArgs) -> O
         program: args.program,
         network: args.network,
         pty: args.pty,
+        limits: Some(LimitsRequest { memory_bytes: args.memory, cpus: args.cpus, pids: args.pids, ..Default::default() })
+            .filter(|limits| *limits != LimitsRequest::default()),
         token_kind: args.token_kind,
     };
     let verdict = client.test_policy(&question).await?;

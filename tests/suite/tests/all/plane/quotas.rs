@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{SessionEnd, SessionId};
-use cynode_tests::{Answer, eventually};
+use cynode_tests::{Answer, LARGEST, PROMISED_MEMORY_BYTES, eventually};
 use http::Method;
 use serde_json::{Value, json};
 
@@ -17,6 +17,9 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const SANDBOXES: &str = "quota.sandboxes";
 const SECONDS: &str = "quota.cpu_seconds";
 const BYTES: &str = "quota.artifact_bytes";
+const MEMORY: &str = "quota.sandbox_memory_bytes";
+const PROCESSORS: &str = "quota.sandbox_cpus";
+const PROCESSES: &str = "quota.sandbox_pids";
 
 impl Ruled {
     async fn quota(&self, scope: &str, id: &str, key: &str, most: u64) -> Result<()> {
@@ -64,7 +67,7 @@ async fn quotas_are_set_by_administrators_alone_and_are_whole_numbers() -> Resul
     let put =
         async |token: &str, place: &str, value: Value| ruled.call(token, Method::PUT, &format!("/v1/preferences/{place}"), &json!({"value": value})).await;
     for (scope, of) in [("user", &id), ("project", &project), ("task", &task), ("group", &group), ("system", &id)] {
-        for key in [SANDBOXES, SECONDS, BYTES, "quota.to-come"] {
+        for key in [SANDBOXES, SECONDS, BYTES, MEMORY, PROCESSORS, PROCESSES, "quota.to-come"] {
             let place = format!("{scope}/{of}/{key}");
             let refused = refusal(&put(&ann, &place, json!(1_000)).await?, 403, "denied_by_policy").with_context(|| place.clone())?;
             assert_eq!(refused["rules"], json!(["default/preferences-of-administrators"]), "{place}");
@@ -277,5 +280,140 @@ async fn a_session_that_is_resumed_counts_again() -> Result<()> {
     assert_eq!(ruled.get(&format!("/v1/sessions/{session}")).await?["state"], "ended");
     ruled.end(&ann, &other).await?;
     assert_eq!(object(&resume().await?)?["state"], "running");
+    Ok(())
+}
+
+#[tokio::test]
+async fn one_sandbox_is_no_larger_than_the_quota_says() -> Result<()> {
+    let ruled = Ruled::start().await?;
+    let (id, ann) = ruled.user("ann").await?;
+    let project = text(&ruled.make(&ann, "/v1/projects", &json!({"name": "p"})).await?["id"])?;
+    let task = text(&ruled.make(&ann, "/v1/tasks", &json!({"name": "t", "project_id": project})).await?["id"])?;
+    let gib = 1_u64 << 30;
+    for (key, most) in [(MEMORY, gib), (PROCESSORS, 1), (PROCESSES, 100)] {
+        ruled.quota("user", &id, key, most).await?;
+    }
+    let limits = |memory: u64, cpus: f64, pids: u32| json!({"limits": {"memory_bytes": memory, "cpus": cpus, "pids": pids}});
+    let first = ruled.fits(&ann, limits(gib, 1.0, 100)).await?;
+    for (body, said) in [
+        (limits(gib + 1, 1.0, 100), format!("quota.sandbox_memory_bytes: a sandbox of the user has at most {gib}, and would have {}", gib + 1)),
+        (limits(gib, 1.01, 100), "quota.sandbox_cpus: a sandbox of the user has at most 1, and would have 1.01".to_owned()),
+        (limits(gib, 1.0, 101), "quota.sandbox_pids: a sandbox of the user has at most 100, and would have 101".to_owned()),
+        // The default counts as if it were asked for.
+        (json!({}), format!("quota.sandbox_memory_bytes: a sandbox of the user has at most {gib}, and would have {}", 2 * gib)),
+    ] {
+        exceeded(&ruled.ask_session(&ann, body.clone()).await?, &said)?;
+        let mut job = body;
+        job["command"] = json!(["true"]);
+        exceeded(&ruled.call(&ann, Method::POST, "/v1/jobs", &job).await?, &said)?;
+    }
+    // A project's counts beside it, for whoever works there.
+    ruled.quota("project", &project, PROCESSES, 50).await?;
+    let within = |pids: u32| json!({"task_id": task, "limits": {"memory_bytes": 16 << 20, "pids": pids}});
+    exceeded(&ruled.ask_session(&ruled.admin, within(51)).await?, "quota.sandbox_pids: a sandbox of the project has at most 50, and would have 51")?;
+    ruled.fits(&ruled.admin, within(50)).await?;
+    // What is resumed is as large as it was.
+    let end = SessionEnd { workspace: Some(cynode_api::WorkspaceDisposal::Keep), ..SessionEnd::default() };
+    ruled.node.client()?.end_session(first.parse()?, &end).await?;
+    let ended = async || Ok(ruled.get(&format!("/v1/sessions/{first}")).await?["state"] == "ended");
+    eventually("its end is known", PATIENCE, ended).await?;
+    let resume = async || ruled.call(&ann, Method::POST, &format!("/v1/sessions/{first}/resume"), &json!({})).await;
+    ruled.quota("user", &id, PROCESSES, 99).await?;
+    exceeded(&resume().await?, "a sandbox of the user has at most 99, and would have 100")?;
+    ruled.quota("user", &id, PROCESSES, 100).await?;
+    assert_eq!(object(&resume().await?)?["state"], "running");
+    Ok(())
+}
+
+#[tokio::test]
+async fn limits_that_no_node_gives_are_refused_and_what_nodes_promise_is_bounded() -> Result<()> {
+    let ruled = Ruled::start().await?;
+    let memory = LARGEST.memory_bytes;
+    let job = |memory: u64| json!({"limits": {"memory_bytes": memory, "cpus": 2, "pids": 4_096}, "command": ["true"]});
+    let session = |memory: u64| json!({"limits": {"memory_bytes": memory}});
+    ruled.fits(&ruled.admin, session(memory)).await?;
+    ruled.completed(&text(&ruled.make(&ruled.admin, "/v1/jobs", &job(memory)).await?["job_id"])?).await?;
+    let before = (ruled.count("sessions")?, ruled.count("jobs")?, ruled.count("tasks")?);
+    for beyond in [memory + 1, 1 << 45] {
+        let asked = [ruled.ask_session(&ruled.admin, session(beyond)).await?, ruled.call(&ruled.admin, Method::POST, "/v1/jobs", &job(beyond)).await?];
+        for answer in &asked {
+            let detail = text(&refusal(answer, 422, "limit_unenforceable")?["detail"])?;
+            ensure!(detail.contains("limits.memory_bytes: ") && detail.contains(&format!("gives a sandbox at most {memory} bytes of memory")), "{detail}");
+        }
+    }
+    for (limit, value) in [("cpus", json!(2.5)), ("pids", json!(4_097))] {
+        let refused = refusal(&ruled.ask_session(&ruled.admin, json!({"limits": {limit: value}})).await?, 422, "limit_unenforceable")?;
+        ensure!(text(&refused["detail"])?.starts_with(&format!("limits.{limit}: ")), "{refused}");
+    }
+    assert_eq!((ruled.count("sessions")?, ruled.count("jobs")?, ruled.count("tasks")?), before, "nothing was made");
+    // Nothing is placed beyond what limits may add up to, though by itself it would fit.
+    let promised = PROMISED_MEMORY_BYTES - memory;
+    ruled.plane.postgres.ask(&format!("update sessions set object = jsonb_set(object, '{{limits,memory_bytes}}', '{promised}') where state = 'running'"))?;
+    ruled.fits(&ruled.admin, session(memory)).await?;
+    let full = refusal(&ruled.ask_session(&ruled.admin, session(16 << 20)).await?, 503, "no_capacity")?;
+    ensure!(text(&full["detail"])?.contains("has promised its memory"), "{full}");
+    Ok(())
+}
+
+impl Ruled {
+    /// A job at its end.
+    async fn completed(&self, job: &str) -> Result<Value> {
+        let ended = async || Ok(self.get(&format!("/v1/jobs/{job}")).await?["state"] == "completed");
+        eventually("the job ends", PATIENCE, ended).await?;
+        self.get(&format!("/v1/jobs/{job}")).await
+    }
+
+    /// A job that writes so many letters, at its end.
+    async fn writes(&self, token: &str, task: &str, letters: usize) -> Result<Value> {
+        let command = json!(["sh", "-c", if letters == 0 { "exit 0".to_owned() } else { format!("echo {}", "x".repeat(letters)) }]);
+        self.completed(&text(&self.make(token, "/v1/jobs", &json!({"task_id": task, "command": command})).await?["job_id"])?).await
+    }
+
+    fn output_bytes(&self) -> Result<u64> {
+        Ok(self.plane.postgres.ask("select coalesce(sum(output_bytes), 0) from jobs")?.parse()?)
+    }
+}
+
+#[tokio::test]
+async fn output_of_jobs_counts_with_artifacts_and_what_is_too_much_is_not_kept() -> Result<()> {
+    let ruled = Ruled::start().await?;
+    let (id, ann) = ruled.user("ann").await?;
+    let task = ruled.task(&ann).await?;
+    let whole = ruled.writes(&ann, &task, 1_000).await?;
+    assert_eq!((&whole["truncated_by"], text(&whole["stdout"])?.len()), (&Value::Null, 1_001));
+    let used = ruled.output_bytes()?;
+    ensure!(used > 2_000, "the streams and the whole output count: {used}");
+    // What is left fits; one byte more does not.
+    ruled.quota("user", &id, BYTES, used + 10).await?;
+    exceeded(&ruled.put_bytes(&ann, &task, "a", 11).await?, &format!("the user has {} and would have {}", used + 10, used + 11))?;
+    object(&ruled.put_bytes(&ann, &task, "a", 10).await?)?;
+
+    // A second one like it does not fit: it ends as it would have, and says what is not kept and why.
+    let none = ruled.writes(&ann, &task, 1_000).await?;
+    assert_eq!((&none["exit_code"], text(&none["stdout"])?.as_str(), &none["truncated"]), (&json!(0), "", &json!({"stdout": true, "stderr": false})));
+    ensure!(text(&none["truncated_by"])?.starts_with(&format!("quota.artifact_bytes: the user has {}", used + 10)), "{none}");
+    assert_eq!(ruled.output_bytes()?, used);
+    // With room for its streams these are kept, and are its output.
+    ruled.quota("user", &id, BYTES, used + 10 + 1_001).await?;
+    let streams = ruled.writes(&ann, &task, 1_000).await?;
+    assert_eq!((text(&streams["stdout"])?.len(), &streams["truncated"]["stdout"]), (1_001, &json!(false)));
+    ensure!(streams["truncated_by"].is_string(), "{streams}");
+    let page = ruled.get(&format!("/v1/jobs/{}/output", text(&streams["job_id"])?)).await?;
+    assert_eq!((&page["chunks"][0]["data"], &page["exit"]["exit_code"], &page["next_seq"]), (&streams["stdout"], &json!(0), &json!(1)));
+    assert_eq!(ruled.output_bytes()?, used + 1_001);
+    // One byte less, and they are not.
+    ruled.quota("user", &id, BYTES, used + 10 + 2_001).await?;
+    assert_eq!(text(&ruled.writes(&ann, &task, 1_000).await?["stdout"])?, "");
+    ruled.quota("user", &id, BYTES, 10 * used).await?;
+    assert_eq!(ruled.writes(&ann, &task, 1_000).await?["truncated_by"], Value::Null);
+    // One that writes nothing loses nothing.
+    ruled.quota("user", &id, BYTES, 0).await?;
+    assert_eq!(ruled.writes(&ann, &task, 0).await?["truncated_by"], Value::Null);
+    // Nothing that was refused is left in the store: two whole outputs and an artifact are.
+    let count = |place: &str| -> Result<usize> {
+        let found = std::process::Command::new("find").arg(ruled.orchestrator.state_dir().join("artifacts").join(place)).args(["-type", "f"]).output()?;
+        Ok(String::from_utf8_lossy(&found.stdout).lines().count())
+    };
+    assert_eq!((count("sha256")?, count("incoming")?), (3, 0));
     Ok(())
 }

@@ -83,6 +83,33 @@ async fn bytes_that_nobody_needs_are_removed() -> Result<()> {
 }
 
 #[tokio::test]
+async fn old_output_counts_no_more_and_output_from_before_is_measured() -> Result<()> {
+    let plane = Plane::new().await?;
+    let mut orchestrator = plane.orchestrator("", &[]).await?;
+    let client = orchestrator.client()?;
+    let task = client.create_task(&TaskCreate { name: "t".to_owned(), ..Default::default() }).await?.id;
+    client.put_artifact(task, "a", None, vec![b'x'; 1_234]).await?;
+    // Jobs as earlier versions left them: nobody wrote down how large their output is.
+    let job = |name: &str, age: u32| {
+        let object = r#"{"stdout": "12345", "stderr": "é"}"#;
+        plane.postgres.ask(&format!(
+            "insert into jobs (job_id, task_id, state, body, request, retry, object, output_sha256, owner_id, created_by, acknowledged, updated_at)
+             select '{name}', task_id, 'completed', '{{}}', '{{}}', 'never', '{object}', sha256, (select id from users limit 1), 'admin', true,
+                 now() - interval '{age} days' from artifacts"
+        ))
+    };
+    let (young, old) = ("01890000-0000-7000-8000-000000000001", "01890000-0000-7000-8000-000000000002");
+    job(young, 1)?;
+    job(old, 40)?;
+    plane.postgres.ask(&format!("update jobs set output_bytes = 99, output_sha256 = null where job_id = '{old}'"))?;
+    orchestrator.kill()?;
+    let _orchestrator = plane.orchestrator("", &[("output_days", "30")]).await?;
+    let bytes = |name: &str| plane.postgres.ask(&format!("select output_bytes from jobs where job_id = '{name}'"));
+    let settled = async || Ok((bytes(young)?.as_str(), bytes(old)?.as_str()) == ("1241", "0"));
+    eventually("the young one counts with its blob and streams, the old one not at all", PATIENCE, settled).await
+}
+
+#[tokio::test]
 async fn old_events_go_and_their_cursors_are_refused() -> Result<()> {
     let plane = Plane::new().await?;
     let mut orchestrator = plane.orchestrator("", &[]).await?;
