@@ -38,6 +38,10 @@ async fn what_a_node_says_wrong_is_refused_and_changes_nothing() -> Result<()> {
     let before = written_down(&small)?;
     for (path, good) in [("/v1/nodes/register", &good), ("/v1/nodes/heartbeat", &beat), (job_status.as_str(), &status)] {
         let mut cases = cases_for_any(good);
+        if path == "/v1/nodes/register" {
+            // Anybody may send one, so it is shorter.
+            cases.iter_mut().filter(|case| case.named == "10485760").for_each(|case| case.named = "1048576".to_owned());
+        }
         let mut add =
             |name: &str, values: &[&str]| cases.extend(values.iter().map(|value| case(format!("{name}: {value}"), with(good, name, value), &[400], name)));
         match path {
