@@ -10,6 +10,7 @@ use crate::{
     caller::Caller,
     db::{JobRow, NewJob, to_json},
     placement::{NodeLabels, NodeRequirements, Work, check_node_labels},
+    sessions::visible,
 };
 
 impl Orchestrator {
@@ -89,8 +90,8 @@ impl Orchestrator {
     }
 
     async fn same_job(&self, caller: &Caller, existing: JobRow, body: &JobCreate) -> Result<(JobRow, bool), ApiError> {
-        let known = self.db.job(&caller.scope, existing.job_id).await.is_ok();
-        if known && existing.body == to_json(body) { Ok((existing, false)) } else { Err(taken(existing.job_id)) }
+        let is_visible = visible(self.db.job(&caller.scope, existing.job_id).await, ErrorCode::JobNotFound)?;
+        if is_visible && existing.body == to_json(body) { Ok((existing, false)) } else { Err(taken(existing.job_id)) }
     }
 
     /// Waits for a job's end, up to a limit; whatever it is then.

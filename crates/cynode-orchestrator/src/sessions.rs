@@ -125,14 +125,16 @@ impl Orchestrator {
 
     pub(crate) async fn readable_artifact(&self, caller: &Caller, id: ArtifactId) -> Result<Artifact, ApiError> {
         let artifact = self.db.artifact(id).await?;
-        self.db.task(&caller.scope, artifact.task_id).await.map_err(|_| no_artifact(id))?;
+        if !visible(self.db.task(&caller.scope, artifact.task_id).await, ErrorCode::NotFound)? {
+            return Err(no_artifact(id));
+        }
         Ok(artifact)
     }
 
     /// The same request once more: the same session.
     async fn same_session(&self, caller: &Caller, existing: SessionRow, body: &UserSessionCreate) -> Result<(StatusCode, Session), ApiError> {
-        let known = self.db.session(&caller.scope, existing.session_id).await.is_ok();
-        if !known || existing.body != to_json(body) {
+        let is_visible = visible(self.db.session(&caller.scope, existing.session_id).await, ErrorCode::SessionNotFound)?;
+        if !is_visible || existing.body != to_json(body) {
             return Err(taken(existing.session_id));
         }
         if existing.state == SessionState::Creating {
@@ -336,6 +338,15 @@ fn check(body: &UserSessionCreate) -> Result<(), ApiError> {
         seconds.map_or(Ok(0), |seconds| checks::check_seconds(field, seconds))?;
     }
     Ok(())
+}
+
+/// Whether a lookup in the caller's scope succeeded. A database that fails says nothing about what the caller may see.
+pub(crate) fn visible<T>(found: Result<T, ApiError>, missing: ErrorCode) -> Result<bool, ApiError> {
+    match found {
+        Ok(_) => Ok(true),
+        Err(error) if error.0.is(missing) => Ok(false),
+        Err(error) => Err(error),
+    }
 }
 
 fn taken(id: SessionId) -> ApiError {
