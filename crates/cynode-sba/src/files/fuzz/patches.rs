@@ -68,9 +68,14 @@ fn workspace() -> Scratch {
 }
 
 /// Where a name in an answer really is; `None` when the answer could not carry the name.
-fn place(scratch: &Scratch, name: &str) -> Option<PathBuf> {
+///
+/// A name below a path that the diff changed is taken literally: the directory may be a link by now.
+fn place(scratch: &Scratch, name: &str, result: &PatchResult) -> Option<PathBuf> {
     if name.contains(char::REPLACEMENT_CHARACTER) {
         return None;
+    }
+    if Path::new(name).ancestors().skip(1).any(|above| result.files.iter().any(|file| Path::new(&file.path) == above)) {
+        return Some(PathBuf::from(name));
     }
     let path = scratch.root().join(name);
     let parent = fs::canonicalize(path.parent()?).expect("the directory of a file that was changed");
@@ -81,8 +86,8 @@ fn place(scratch: &Scratch, name: &str) -> Option<PathBuf> {
 fn assert_told(scratch: &Scratch, result: &PatchResult, before: &Tree, after: &Tree) {
     let mut last: BTreeMap<PathBuf, Option<&Option<String>>> = BTreeMap::new();
     for file in &result.files {
-        let from = file.from.as_ref().map(|from| place(scratch, from));
-        let (Some(path), Some(from)) = (place(scratch, &file.path), from.map_or(Some(None), |from| from.map(Some))) else { return };
+        let from = file.from.as_ref().map(|from| place(scratch, from, result));
+        let (Some(path), Some(from)) = (place(scratch, &file.path, result), from.map_or(Some(None), |from| from.map(Some))) else { return };
         if let Some(from) = from {
             last.insert(from, None);
         }

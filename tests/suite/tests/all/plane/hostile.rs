@@ -291,6 +291,12 @@ async fn bodies_that_are_not_as_described_are_refused_everywhere_and_change_noth
             let address = place.path(path)?;
             let method: Method = method.to_uppercase().parse()?;
             let mut cases = cases_for_any(&good);
+            let is_exec = route == "POST /v1/sessions/{id}/exec";
+            if is_exec {
+                // A command may be longer: what the kernel takes, escaped in JSON.
+                cases.retain(|case| case.named != "10485760");
+                cases.push(case("16 MiB and one more", vec![b' '; (16 << 20) + 1], &[413], "16777216"));
+            }
             cases.extend(cases_for_members(&good, schemas, schema));
             for case in cases {
                 let request = small.request(method.clone(), &address)?.header("content-type", "application/json").body(case.body);
@@ -307,7 +313,9 @@ async fn bodies_that_are_not_as_described_are_refused_everywhere_and_change_noth
                 let kind = http::HeaderValue::from_bytes(kind)?;
                 let answer = Answer::of(small.request(method.clone(), &address)?.header("content-type", &kind).body(good.to_string())).await?;
                 sent += 1;
-                if answer.status != 415 || problem_of(&answer).is_err() {
+                // A form is taken there, but not without a boundary.
+                let status = if is_exec && kind == "multipart/form-data" { 400 } else { 415 };
+                if answer.status != status || problem_of(&answer).is_err() {
                     wrong.push(format!("{route}: of the type {kind:?}: {answer:?}"));
                 }
             }

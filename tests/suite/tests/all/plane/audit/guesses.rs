@@ -62,7 +62,7 @@ async fn what_is_remembered_of_a_caller_lets_nobody_do_anything_and_refuses_nobo
     done(&client, small.request(Method::DELETE, &format!("/v1/tokens/{}", text(&made["id"])?))?).await?;
     // What is long, or waits to be asked for, is not even taken.
     let before = of_action(&client, "session.exec").await?.len();
-    let long = vec![b' '; 11 << 20];
+    let long = vec![b' '; 17 << 20];
     let refused = Answer::of(small.request_by(&theirs, Method::POST, &path)?.header("content-type", "application/json").body(long.clone())).await?;
     assert_eq!(refused.outcome(), (401, "unauthorized".to_owned()));
     assert_eq!(of_action(&client, "session.exec").await?.len(), before);
