@@ -582,7 +582,9 @@ mod tests {
         let shares = Shares::with(Capacity { connections: 8 }, NEVER, Duration::ZERO);
         let places = [Shares::admit(&shares), Shares::admit(&shares)];
         assert!(waits(&shares).await, "they may still send their heads");
-        places.iter().for_each(|place| place.0.begin());
+        for place in &places {
+            place.0.begin();
+        }
         assert!(!waits(&shares).await);
         assert!(is_closed(&places[0]) && !is_closed(&places[1]));
     }

@@ -69,7 +69,7 @@ impl Db {
         .bind(i64::try_from(new.staged.size).unwrap_or(i64::MAX))
         .bind(new.media_type)
         .bind(new.created_by)
-        .bind((!new.flags.is_empty()).then(|| sqlx::types::Json(new.flags)))
+        .bind((!new.flags.is_empty()).then_some(sqlx::types::Json(new.flags)))
         .fetch_one(&mut *transaction)
         .await
         .map_err(problem)?;

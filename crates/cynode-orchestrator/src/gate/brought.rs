@@ -76,6 +76,7 @@ impl Incoming {
 
 /// The body of a call, before it goes on.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "one exists per call, and it moves once")]
 pub(crate) enum Brought {
     Nothing(Body),
     /// What it says, if it can be read; who takes the call reads it again, strictly.
@@ -249,7 +250,7 @@ impl Brought {
     }
 
     /// What must not enter, or what of it is flagged. What passes is judged later.
-    pub(crate) fn judge(&self, orchestrator: &Orchestrator, action: Action, shapes: &ShapePolicy) -> Result<Flags, Leak> {
+    pub(crate) fn judge(&self, orchestrator: &Orchestrator, action: Action, shapes: ShapePolicy) -> Result<Flags, Leak> {
         match self {
             Self::Json(_, value, _) | Self::Form(Form { value, .. }) => {
                 let secret = orchestrator.system_scanner.find_in_json(value);
@@ -272,7 +273,7 @@ impl Brought {
     }
 
     /// Takes the input of a command that may run: all of it, before it starts.
-    pub(crate) async fn take_input(&mut self, orchestrator: &Orchestrator, caller: &Caller, shapes: &ShapePolicy) -> Result<Option<Input>, ApiError> {
+    pub(crate) async fn take_input(&mut self, orchestrator: &Orchestrator, caller: &Caller, shapes: ShapePolicy) -> Result<Option<Input>, ApiError> {
         let Self::Form(form) = self else { return Ok(None) };
         let Some(coming) = form.coming.take() else { return Ok(None) };
         let mut content = orchestrator.scanner.content("", shapes.action(Channel::Stdin));

@@ -74,12 +74,12 @@ impl Leak {
 
 /// What happens to texts that are no content: names, labels, paths. They are repeated in lists and records, so that there is nothing
 /// between refusing and ignoring.
-pub(crate) fn of_names(policy: &ShapePolicy) -> ShapeAction {
+pub(crate) fn of_names(policy: ShapePolicy) -> ShapeAction {
     if policy.action(Channel::Argv) == ShapeAction::Off { ShapeAction::Off } else { ShapeAction::Refuse }
 }
 
 /// The action for a field of a body.
-fn of_field(policy: &ShapePolicy, action: Action, field: &str) -> ShapeAction {
+fn of_field(policy: ShapePolicy, action: Action, field: &str) -> ShapeAction {
     match (action, field) {
         (_, "env") => policy.action(Channel::Env),
         (Action::SessionExec, "stdin" | "stdin_b64") | (Action::ExecStdin, "data_b64") => policy.action(Channel::Stdin),
@@ -89,7 +89,7 @@ fn of_field(policy: &ShapePolicy, action: Action, field: &str) -> ShapeAction {
 }
 
 /// Shapes in a body of JSON.
-pub(crate) fn in_json(scanner: &Scanner, policy: &ShapePolicy, action: Action, body: &Value) -> Result<Flags, Leak> {
+pub(crate) fn in_json(scanner: &Scanner, policy: ShapePolicy, action: Action, body: &Value) -> Result<Flags, Leak> {
     let mut flags = Flags::default();
     let mut leak = None;
     for (name, value) in body.as_object().into_iter().flatten() {
@@ -142,7 +142,9 @@ fn in_diff(scanner: &Scanner, action: ShapeAction, body: &Value, flags: &mut Fla
 /// What comes of a file that was looked through.
 pub(crate) fn judge(field: &str, path: &str, scan: ContentScan, flags: &mut Flags) -> Result<(), Leak> {
     let shapes = scan.finish().map_err(|what| Leak::shape(field, Some(path), what))?;
-    shapes.iter().for_each(|shape| flags.add(path, shape));
+    for shape in &shapes {
+        flags.add(path, shape);
+    }
     Ok(())
 }
 
@@ -254,7 +256,7 @@ mod tests {
     #[test]
     fn fields_are_refused_flagged_or_ignored_by_their_channel() {
         let body = json!({"argv": ["echo", token()], "env": {"KEY": token()}, "stdin": token(), "cwd": "/tmp"});
-        let look = |setting: Value| in_json(&scanner(), &policy(setting), Action::SessionExec, &body);
+        let look = |setting: Value| in_json(&scanner(), policy(setting), Action::SessionExec, &body);
         assert!(look(json!(true)).is_err_and(|leak| leak.what == "a GitHub token" && !leak.is_system));
         assert!(look(json!({"env": "flag", "stdin": "off"})).is_err_and(|leak| leak.field == "argv[1]"));
         let flags = look(json!({"env": "flag", "argv": "flag", "stdin": "flag"})).expect("flagged");
@@ -262,7 +264,7 @@ mod tests {
         assert!(look(json!(false)).is_ok_and(|flags| flags.is_empty()));
         // Names stay refused: they would be repeated.
         let cwd = json!({"argv": ["ls"], "cwd": format!("/tmp/{}", token()), "env": {token(): "x"}});
-        let look = |setting: Value| in_json(&scanner(), &policy(setting), Action::SessionExec, &cwd);
+        let look = |setting: Value| in_json(&scanner(), policy(setting), Action::SessionExec, &cwd);
         assert_eq!(look(json!({"argv": "flag"})), Err(Leak::shape("cwd", None, "a GitHub token")));
         assert_eq!(look(json!({"argv": "off", "env": "flag"})), Err(Leak::shape("env.(name)", None, "a GitHub token")));
     }
@@ -271,7 +273,7 @@ mod tests {
     fn a_diff_is_judged_by_the_files_it_changes_and_the_lines_it_adds() {
         let diff =
             format!("--- a/old.rs\n+++ b/src/a.rs\n@@ -1,2 +1,2 @@\n context {0}\n-{0}\n+{0}\n--- a/.env\n+++ b/.env\n@@ -1 +1 @@\n-{0}\n+A=b\n", token());
-        let look = |diff: &str| in_json(&scanner(), &ShapePolicy::default(), Action::FilePatch, &json!({"diff": diff}));
+        let look = |diff: &str| in_json(&scanner(), ShapePolicy::default(), Action::FilePatch, &json!({"diff": diff}));
         assert_eq!(named(&look(&diff).expect("flagged")), ["src/a.rs"], "removing a token from .env is no leak");
         let leak = look(&diff.replace("+A=b", &format!("+A={}", token()))).expect_err("refused");
         assert_eq!((leak.field.as_str(), leak.path.as_deref()), ("diff", Some(".env")));

@@ -267,7 +267,7 @@ async fn admit(
         let mut flags = Flags::default();
         if rule.enters {
             let address = query.iter().map(|(name, value)| (name, value)).chain(path.iter());
-            flags = check_secrets(orchestrator, rule.action, &shapes, &brought, address).map_err(|leak| {
+            flags = check_secrets(orchestrator, rule.action, shapes, &brought, address).map_err(|leak| {
                 // The record says where, never what; nothing that could hold it stays.
                 intent.detail = leak.record();
                 intent.resource = None;
@@ -289,7 +289,7 @@ async fn admit(
         decide(orchestrator, action, caller, &about, &Calls::default(), intent)?;
     }
     // Whoever may do something may know of it.
-    if let Some(input) = brought.take_input(orchestrator, caller, &orchestrator.shapes.of(about.project_id)).await.map_err(at("arguments"))? {
+    if let Some(input) = brought.take_input(orchestrator, caller, orchestrator.shapes.of(about.project_id)).await.map_err(at("arguments"))? {
         match input.judged {
             Ok(found) => found.flagged.iter().for_each(|file| flags.add(&file.path, &file.shape)),
             Err(leak) => {
@@ -425,7 +425,7 @@ fn place(intent: &mut AuditBody, about: &About) {
 fn check_secrets<'a>(
     orchestrator: &Orchestrator,
     action: Action,
-    shapes: &ShapePolicy,
+    shapes: ShapePolicy,
     brought: &Brought,
     address: impl Iterator<Item = (&'a String, &'a String)>,
 ) -> Result<Flags, Leak> {

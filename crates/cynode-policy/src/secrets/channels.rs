@@ -153,11 +153,11 @@ mod tests {
 
     #[test]
     fn true_is_the_default_false_is_off_and_a_table_changes_what_it_names() {
+        use ShapeAction::{Flag, Off, Refuse};
         assert_eq!(ShapePolicy::from(&setting(json!(true))), ShapePolicy::default());
         assert!(ShapePolicy::from(&setting(json!(false))).is_off());
         let policy = ShapePolicy::from(&setting(json!({"files": "refuse", "stdin": "off"})));
         let actions = Channel::ALL.map(|channel| policy.action(channel));
-        use ShapeAction::{Flag, Off, Refuse};
         assert_eq!(actions, [Refuse, Refuse, Off, Refuse, Flag, Flag, Flag]);
     }
 

@@ -31,7 +31,7 @@ pub(crate) struct Input {
     taken: usize,
     rest: Option<File>,
     size: u64,
-    _room: Option<Room>,
+    room: Option<Room>,
 }
 
 /// Input on its way.
@@ -124,7 +124,7 @@ impl Spooling {
             file.flush().await.map_err(not_kept)?;
             file.rewind().await.map_err(not_kept)?;
         }
-        self.input._room = Some(self.room);
+        self.input.room = Some(self.room);
         Ok((self.input, hex(&self.hash.finalize())))
     }
 }

@@ -160,7 +160,7 @@ impl Remote<'_> {
         self.mkdir(&parent).await?;
         let reader = tokio::task::spawn_blocking(move || feed(PieceWriter::new(to), |writer| archive::pack_file(&path, &name, writer)));
         let sent = self.client.import(self.id, &parent, body(from, progress)).await;
-        joined(reader.await, sent).map(|(_, imported)| flagged(&imported.flags))
+        joined(reader.await, sent).map(|((), imported)| flagged(&imported.flags))
     }
 
     async fn upload_tree(&self, source: &Path, target: &Path) -> Result<(), Failure> {

@@ -59,7 +59,7 @@ mod tests {
     #[tokio::test]
     async fn a_file_is_sent_from_where_it_stands_as_often_as_needed() {
         let mut file = tempfile::tempfile().expect("a file");
-        io::Write::write_all(&mut file, &[b'a'; 200_000]).expect("written");
+        io::Write::write_all(&mut file, &b"a".repeat(200_000)).expect("written");
         file.seek(SeekFrom::Start(5)).expect("moved");
         let input = InputFile::of(file).expect("looked at").expect("a regular file");
         for _ in 0..2 {

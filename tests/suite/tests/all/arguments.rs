@@ -93,8 +93,10 @@ fn input(size: usize) -> (Vec<Bytes>, String) {
     let block = Bytes::from((0_u32..262_144).flat_map(|number| (number.wrapping_mul(2_654_435_761)).to_be_bytes()).collect::<Vec<u8>>());
     let pieces: Vec<Bytes> = (0..size.div_ceil(block.len())).map(|number| block.slice(..block.len().min(size - number * block.len()))).collect();
     let mut hash = Sha256::new();
-    pieces.iter().for_each(|piece| hash.update(piece));
-    (pieces, hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+    for piece in &pieces {
+        hash.update(piece);
+    }
+    (pieces, cynode_tests::hex(&hash.finalize()))
 }
 
 #[tokio::test]
