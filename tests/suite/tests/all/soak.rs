@@ -3,6 +3,7 @@
 
 mod bombs;
 mod mix;
+mod tenants;
 
 use std::{collections::BTreeMap, time::Duration};
 
