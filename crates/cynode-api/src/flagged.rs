@@ -47,7 +47,8 @@ impl Flags {
         self.flagged_total += 1;
         let named: usize = self.flagged.iter().map(|file| file.path.len()).sum();
         if self.flagged.len() < flagged_limits::MAX_FILES && named + path.len() <= flagged_limits::MAX_PATH_BYTES {
-            self.flagged.push(FlaggedFile { path: path.to_owned(), shape: shape.to_owned() });
+            // Neither the database nor a record can hold the character NUL.
+            self.flagged.push(FlaggedFile { path: path.replace('\0', "\u{fffd}"), shape: shape.to_owned() });
         }
     }
 }

@@ -284,6 +284,13 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn every_migration_is_applied_and_none_is_numbered_twice() {
+        let files = fs_err::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/migrations")).expect("migrations").count();
+        assert_eq!(MIGRATIONS.len(), files, "a file without an entry in MIGRATIONS is never applied");
+        assert!((1_i64..).zip(MIGRATIONS).all(|(number, (version, ..))| number == *version));
+    }
+
     /// Lists items that are texts of these lengths; says how many the pages have, and the most that one statement read.
     async fn pages(lengths: &[usize], limit: u32) -> (Vec<usize>, usize) {
         let (mut after, mut counts, mut most) = (None, Vec::new(), 0);

@@ -289,7 +289,7 @@ impl Brought {
         let held = hold(orchestrator, caller, Body::from_stream(pieces), exec_limits::MAX_FORM_STDIN_BYTES, look).await?;
         let mut flags = Flags::default();
         let system = held.leak.clone().map(|leak| Leak { field: "stdin".to_owned(), ..leak });
-        let judged = system.map_or(Ok(()), Err).and_then(|()| leaks::judge("stdin", "stdin", content, &mut flags));
+        let judged = system.map_or(Ok(()), Err).and_then(|()| leaks::judge("stdin", "stdin", content, &mut flags).map_err(|leak| Leak { path: None, ..leak }));
         let input = Input { record: json!({"size": held.size, "sha256": held.sha256}), judged: judged.map(|()| flags) };
         form.stdin = Some(held);
         Ok(Some(input))

@@ -39,7 +39,8 @@ impl Leak {
     }
 
     fn shape(field: &str, path: Option<&str>, what: &'static str) -> Self {
-        Self { field: field.to_owned(), path: path.map(str::to_owned), what, is_system: false }
+        // A record can't hold the character NUL.
+        Self { field: field.to_owned(), path: path.map(|path| path.replace('\0', "\u{fffd}")), what, is_system: false }
     }
 
     pub(crate) fn error(&self) -> ApiError {
