@@ -26,8 +26,8 @@ pub use self::{
 /// Longest path, and longest target of a symbolic link.
 pub const MAX_PATH_BYTES: usize = 4_095;
 
-/// Text for people: control characters and undecodable bytes escaped.
-fn escaped(bytes: &[u8]) -> String {
+/// Escapes control characters and undecodable bytes, for messages.
+pub fn escaped(bytes: &[u8]) -> String {
     let mut out = String::with_capacity(bytes.len());
     for chunk in bytes.utf8_chunks() {
         for character in chunk.valid().chars() {

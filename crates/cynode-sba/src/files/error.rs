@@ -3,9 +3,10 @@
 //! What must stay true: a message names the operation and the path, and both are safe to print (control characters and
 //! bytes that are not UTF-8 are shown escaped); the loss of the connection is never answered, only returned.
 
-use std::{fmt::Write as _, io};
+use std::io;
 
 use cynode_api::{ErrorCode, PatchReject};
+pub(super) use cynode_patch::escaped;
 use cynode_sba_proto::AgentError;
 use rustix::io::Errno;
 
@@ -144,24 +145,6 @@ pub(super) fn shown(path: &[u8]) -> String {
         return format!("'{}…{}'", escaped(head), escaped(tail));
     }
     format!("'{}'", escaped(path))
-}
-
-pub(super) fn escaped(bytes: &[u8]) -> String {
-    let mut out = String::with_capacity(bytes.len());
-    for chunk in bytes.utf8_chunks() {
-        for character in chunk.valid().chars() {
-            if character.is_control() {
-                out.extend(character.escape_default());
-            } else {
-                out.push(character);
-            }
-        }
-        for byte in chunk.invalid() {
-            // Writing to a string can't fail.
-            let _written = write!(out, "\\x{byte:02x}");
-        }
-    }
-    out
 }
 
 #[cfg(test)]
