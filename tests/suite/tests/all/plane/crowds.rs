@@ -28,9 +28,10 @@ impl Crowd {
         for _ in 0..number {
             let (address, begin) = (url.trim_start_matches("http://").to_owned(), begin.to_owned());
             self.0.spawn(async move {
+                let mut returns = tokio::time::interval(Duration::from_secs(1));
                 loop {
                     drop(trickle(&address, &begin).await);
-                    tokio::time::sleep(Duration::from_secs(1)).await;
+                    returns.tick().await;
                 }
             });
         }
@@ -40,8 +41,9 @@ impl Crowd {
 async fn trickle(address: &str, begin: &str) -> Result<()> {
     let mut stream = TcpStream::connect(address).await?;
     stream.write_all(begin.as_bytes()).await?;
+    let mut pace = tokio::time::interval(Duration::from_millis(500));
     loop {
-        tokio::time::sleep(Duration::from_millis(500)).await;
+        pace.tick().await;
         stream.write_all(b"x").await?;
     }
 }

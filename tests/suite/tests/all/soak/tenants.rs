@@ -144,11 +144,12 @@ async fn trickle(url: &str, head: String) -> Result<()> {
         connections.push(stream);
     }
     let until = Instant::now() + HOLD;
+    let mut pace = tokio::time::interval(Duration::from_secs(1));
     while Instant::now() < until {
         for stream in &mut connections {
             drop(stream.try_write(b"x"));
         }
-        tokio::time::sleep(Duration::from_secs(1)).await;
+        pace.tick().await;
     }
     Ok(())
 }
@@ -290,7 +291,10 @@ async fn hostile(tenant: Tenant, mut random: Random, stop: CancellationToken) ->
 /// How long health checks take, each on a connection of its own, as a load balancer asks.
 async fn probe(url: String, stop: CancellationToken) -> Result<Vec<Duration>> {
     let mut taken = Vec::new();
+    let mut pace = tokio::time::interval(Duration::from_millis(20));
+    pace.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while !stop.is_cancelled() {
+        pace.tick().await;
         let begun = Instant::now();
         let asked = async {
             let mut stream = TcpStream::connect(address(&url)).await?;
@@ -302,7 +306,6 @@ async fn probe(url: String, stop: CancellationToken) -> Result<Vec<Duration>> {
         };
         tokio::time::timeout(CALL_LIMIT, asked).await.context("a health check hung")??;
         taken.push(begun.elapsed());
-        tokio::time::sleep(Duration::from_millis(20)).await;
     }
     taken.sort();
     Ok(taken)
