@@ -22,7 +22,7 @@ pub enum ValueKind {
     Objects,
     /// A whole number, not negative.
     Count,
-    /// Checked by whoever uses it.
+    /// The consumer of the setting validates it.
     Special,
 }
 

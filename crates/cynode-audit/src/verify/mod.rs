@@ -139,7 +139,7 @@ impl Verifier {
             .collect();
         if !differ.is_empty() {
             let detail = format!(
-                "its {} not what its body says: whoever looks for it does not find it",
+                "its {} not what its body says, so a search by it misses the record",
                 match differ.as_slice() {
                     [one] => format!("column {one} is"),
                     all => format!("columns {} are", all.join(", ")),

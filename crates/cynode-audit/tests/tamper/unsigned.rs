@@ -1,4 +1,4 @@
-//! What no checkpoint covers: it is counted, and whoever wrote it still knows it.
+//! Records after the last checkpoint are counted, and the live writer still remembers them.
 
 use std::collections::BTreeMap;
 

@@ -64,7 +64,7 @@ mod tests {
             "/root/.aws/sso/cache/token.json",
             "home//me/.docker/./config.json",
             ".ssh/id_ed25519",
-            ".ssh/work/key",
+            ".ssh/keys/deploy",
         ] {
             assert_eq!(place(path), Place::Credentials, "{path}");
         }
