@@ -20,14 +20,69 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("cynode-sba-proto", &["cynode-api"]),
     ("cynode-client", &["cynode-api"]),
     ("cynode-service", &["cynode-api"]),
-    ("cynode-sba", &["cynode-api", "cynode-archive", "cynode-patch", "cynode-sba-proto"]),
-    ("cynode-orchestrator", &["cynode-api", "cynode-archive", "cynode-audit", "cynode-client", "cynode-patch", "cynode-policy", "cynode-service"]),
-    ("cynode-worker", &["cynode-api", "cynode-sba-proto", "cynode-service"]),
-    ("cynode", &["cynode-api", "cynode-archive", "cynode-audit", "cynode-client", "cynode-orchestrator", "cynode-service", "cynode-worker"]),
+    (
+        "cynode-sba",
+        &[
+            "cynode-api",
+            "cynode-archive",
+            "cynode-patch",
+            "cynode-sba-proto",
+        ],
+    ),
+    (
+        "cynode-orchestrator",
+        &[
+            "cynode-api",
+            "cynode-archive",
+            "cynode-audit",
+            "cynode-client",
+            "cynode-patch",
+            "cynode-policy",
+            "cynode-service",
+        ],
+    ),
+    (
+        "cynode-worker",
+        &["cynode-api", "cynode-sba-proto", "cynode-service"],
+    ),
+    (
+        "cynode",
+        &[
+            "cynode-api",
+            "cynode-archive",
+            "cynode-audit",
+            "cynode-client",
+            "cynode-orchestrator",
+            "cynode-service",
+            "cynode-worker",
+        ],
+    ),
     ("xtask", &[]),
-    ("cynode-tests", &["cynode-api", "cynode-client", "cynode-orchestrator", "cynode-sba-proto", "cynode-service", "cynode-worker"]),
-    ("cynode-bench", &["cynode-api", "cynode-client", "cynode-tests"]),
-    ("cynode-bench-audit", &["cynode-api", "cynode-audit", "cynode-bench", "cynode-client", "cynode-tests"]),
+    (
+        "cynode-tests",
+        &[
+            "cynode-api",
+            "cynode-client",
+            "cynode-orchestrator",
+            "cynode-sba-proto",
+            "cynode-service",
+            "cynode-worker",
+        ],
+    ),
+    (
+        "cynode-bench",
+        &["cynode-api", "cynode-client", "cynode-tests"],
+    ),
+    (
+        "cynode-bench-audit",
+        &[
+            "cynode-api",
+            "cynode-audit",
+            "cynode-bench",
+            "cynode-client",
+            "cynode-tests",
+        ],
+    ),
 ];
 
 /// A library, and the crates that alone may use it directly. What measures the audit trail fills it and times bare commits.
@@ -40,18 +95,35 @@ const CONFINED: &[(&str, &[&str])] = &[
 ];
 
 pub(crate) fn check() -> Result<()> {
-    let output =
-        Command::new(env!("CARGO")).args(["metadata", "--format-version=1", "--no-deps"]).current_dir(root()).output().context("running cargo metadata")?;
-    ensure!(output.status.success(), "cargo metadata failed: {}", String::from_utf8_lossy(&output.stderr));
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version=1", "--no-deps"])
+        .current_dir(root())
+        .output()
+        .context("running cargo metadata")?;
+    ensure!(
+        output.status.success(),
+        "cargo metadata failed: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     let metadata: Value = serde_json::from_slice(&output.stdout)?;
-    let packages = metadata["packages"].as_array().context("cargo metadata lists no packages")?;
-    let allowed: BTreeMap<&str, BTreeSet<&str>> = ALLOWED.iter().map(|(name, deps)| (*name, deps.iter().copied().collect())).collect();
-    let ours: BTreeSet<&str> = packages.iter().filter_map(|package| package["name"].as_str()).collect();
+    let packages = metadata["packages"]
+        .as_array()
+        .context("cargo metadata lists no packages")?;
+    let allowed: BTreeMap<&str, BTreeSet<&str>> = ALLOWED
+        .iter()
+        .map(|(name, deps)| (*name, deps.iter().copied().collect()))
+        .collect();
+    let ours: BTreeSet<&str> = packages
+        .iter()
+        .filter_map(|package| package["name"].as_str())
+        .collect();
     let mut faults = Vec::new();
     for package in packages {
         let name = package["name"].as_str().unwrap_or_default();
         let Some(allowed) = allowed.get(name) else {
-            faults.push(format!("{name}: unknown crate; add it to xtask/src/deps.rs with what it may depend on"));
+            faults.push(format!(
+                "{name}: unknown crate; add it to xtask/src/deps.rs with what it may depend on"
+            ));
             continue;
         };
         for dependency in package["dependencies"].as_array().into_iter().flatten() {
@@ -62,23 +134,39 @@ pub(crate) fn check() -> Result<()> {
             if let Some((_, users)) = CONFINED.iter().find(|(library, _)| *library == target)
                 && !users.contains(&name)
             {
-                faults.push(format!("{name} must not use {target}; only {} may", users.join(", ")));
+                faults.push(format!(
+                    "{name} must not use {target}; only {} may",
+                    users.join(", ")
+                ));
             }
         }
-        let manifest = fs_err::read_to_string(package["manifest_path"].as_str().unwrap_or_default())?;
+        let manifest =
+            fs_err::read_to_string(package["manifest_path"].as_str().unwrap_or_default())?;
         if !manifest.contains("[lints]\nworkspace = true") {
-            faults.push(format!("{name}: its Cargo.toml must take the workspace's lints"));
+            faults.push(format!(
+                "{name}: its Cargo.toml must take the workspace's lints"
+            ));
         }
-        for line in manifest.lines().filter(|line| line.contains("version = \"") && !line.starts_with("version")) {
-            faults.push(format!("{name}: versions belong in [workspace.dependencies]: {line}"));
+        for line in manifest
+            .lines()
+            .filter(|line| line.contains("version = \"") && !line.starts_with("version"))
+        {
+            faults.push(format!(
+                "{name}: versions belong in [workspace.dependencies]: {line}"
+            ));
         }
     }
     for (name, _) in ALLOWED {
         if !ours.contains(name) {
-            faults.push(format!("{name}: in xtask/src/deps.rs but not in the workspace"));
+            faults.push(format!(
+                "{name}: in xtask/src/deps.rs but not in the workspace"
+            ));
         }
     }
     ensure!(faults.is_empty(), "{}", faults.join("\n"));
-    println!("check-deps: {} crates, all dependencies point the right way", ours.len());
+    println!(
+        "check-deps: {} crates, all dependencies point the right way",
+        ours.len()
+    );
     Ok(())
 }

@@ -18,26 +18,48 @@ type Outcomes = BTreeMap<(String, String), BTreeMap<String, String>>;
 /// tried everywhere.
 pub(crate) fn table() -> Result<()> {
     let outcomes = read(&crate::root().join("target/escape"))?;
-    let mut text = format!("| topic | attempt | {} |\n|---|---|{}\n", RUNTIMES.join(" | "), "---|".repeat(RUNTIMES.len()));
+    let mut text = format!(
+        "| topic | attempt | {} |\n|---|---|{}\n",
+        RUNTIMES.join(" | "),
+        "---|".repeat(RUNTIMES.len())
+    );
     let mut counts: BTreeMap<&str, BTreeMap<&str, [usize; OUTCOMES.len()]>> = BTreeMap::new();
     for ((topic, attempt), by_runtime) in &outcomes {
-        let cells = RUNTIMES.map(|runtime| by_runtime.get(runtime).map_or("not tried", String::as_str));
-        writeln!(text, "| {topic} | {} | {} |", attempt.replace('|', "\\|"), cells.join(" | "))?;
+        let cells =
+            RUNTIMES.map(|runtime| by_runtime.get(runtime).map_or("not tried", String::as_str));
+        writeln!(
+            text,
+            "| {topic} | {} | {} |",
+            attempt.replace('|', "\\|"),
+            cells.join(" | ")
+        )?;
         for (runtime, outcome) in by_runtime {
-            let kind = OUTCOMES.iter().position(|known| outcome.starts_with(known)).with_context(|| format!("{topic}: {attempt}: {outcome}"))?;
+            let kind = OUTCOMES
+                .iter()
+                .position(|known| outcome.starts_with(known))
+                .with_context(|| format!("{topic}: {attempt}: {outcome}"))?;
             counts.entry(topic).or_default().entry(runtime).or_default()[kind] += 1;
         }
     }
     let path = crate::root().join("target/escape.md");
     fs_err::write(&path, text)?;
-    println!("{:<16} {}", "refused", RUNTIMES.map(|runtime| format!("{runtime:>22}")).concat());
+    println!(
+        "{:<16} {}",
+        "refused",
+        RUNTIMES.map(|runtime| format!("{runtime:>22}")).concat()
+    );
     for (topic, by_runtime) in &counts {
         let cell = |runtime: &str| match by_runtime.get(runtime) {
             Some([refused, 0]) => format!("{refused}"),
             Some([refused, unenforced]) => format!("{refused}, not enforced {unenforced}"),
             None => "-".to_owned(),
         };
-        println!("{topic:<16} {}", RUNTIMES.map(|runtime| format!("{:>22}", cell(runtime))).concat());
+        println!(
+            "{topic:<16} {}",
+            RUNTIMES
+                .map(|runtime| format!("{:>22}", cell(runtime)))
+                .concat()
+        );
     }
     println!("every attempt: {}", path.display());
     let missing = missing(&outcomes);
@@ -47,31 +69,58 @@ pub(crate) fn table() -> Result<()> {
 
 fn read(directory: &Path) -> Result<Outcomes> {
     let mut outcomes = Outcomes::new();
-    for entry in fs_err::read_dir(directory).context("no attempts were recorded; run the tests first")? {
+    for entry in
+        fs_err::read_dir(directory).context("no attempts were recorded; run the tests first")?
+    {
         let entry = entry?;
         if !entry.file_type()?.is_dir() {
             continue;
         }
         let runtime = entry.file_name().to_string_lossy().into_owned();
-        ensure!(RUNTIMES.contains(&runtime.as_str()), "{}: no runtime of ours", entry.path().display());
+        ensure!(
+            RUNTIMES.contains(&runtime.as_str()),
+            "{}: no runtime of ours",
+            entry.path().display()
+        );
         for topic in fs_err::read_dir(entry.path())? {
             let topic = topic?;
             for line in fs_err::read_to_string(topic.path())?.lines() {
-                let Some((attempt, outcome)) = line.split_once('\t') else { bail!("{}: {line}", topic.path().display()) };
-                let key = (topic.file_name().to_string_lossy().into_owned(), attempt.to_owned());
-                outcomes.entry(key).or_default().insert(runtime.clone(), outcome.to_owned());
+                let Some((attempt, outcome)) = line.split_once('\t') else {
+                    bail!("{}: {line}", topic.path().display())
+                };
+                let key = (
+                    topic.file_name().to_string_lossy().into_owned(),
+                    attempt.to_owned(),
+                );
+                outcomes
+                    .entry(key)
+                    .or_default()
+                    .insert(runtime.clone(), outcome.to_owned());
             }
         }
     }
-    ensure!(!outcomes.is_empty(), "no attempts were recorded; run the tests first");
+    ensure!(
+        !outcomes.is_empty(),
+        "no attempts were recorded; run the tests first"
+    );
     Ok(outcomes)
 }
 
 /// What was tried somewhere and not everywhere.
 fn missing(outcomes: &Outcomes) -> Vec<String> {
-    let lacking = |by_runtime: &BTreeMap<String, String>| RUNTIMES.into_iter().filter(|runtime| !by_runtime.contains_key(*runtime)).collect::<Vec<_>>();
-    let found = outcomes.iter().map(|((topic, attempt), by_runtime)| (topic, attempt, lacking(by_runtime)));
-    found.filter(|(.., lacking)| !lacking.is_empty()).map(|(topic, attempt, lacking)| format!("{topic}: {attempt}: {}", lacking.join(", "))).collect()
+    let lacking = |by_runtime: &BTreeMap<String, String>| {
+        RUNTIMES
+            .into_iter()
+            .filter(|runtime| !by_runtime.contains_key(*runtime))
+            .collect::<Vec<_>>()
+    };
+    let found = outcomes
+        .iter()
+        .map(|((topic, attempt), by_runtime)| (topic, attempt, lacking(by_runtime)));
+    found
+        .filter(|(.., lacking)| !lacking.is_empty())
+        .map(|(topic, attempt, lacking)| format!("{topic}: {attempt}: {}", lacking.join(", ")))
+        .collect()
 }
 
 #[cfg(test)]
@@ -87,14 +136,29 @@ mod tests {
     fn an_attempt_that_a_runtime_did_not_see_is_missed() {
         let directory = tempfile::tempdir().expect("a directory");
         let missed = || missing(&read(directory.path()).expect("reads"));
-        write(directory.path(), "podman-root", "one\trefused\ntwo\trefused, errno 1\n");
-        write(directory.path(), "podman-rootless", "one\tnot enforced, refused by default: memory\ntwo\trefused\n");
-        assert_eq!(missed(), ["topic: one: docker", "topic: two: docker"], "a runtime without any attempt");
+        write(
+            directory.path(),
+            "podman-root",
+            "one\trefused\ntwo\trefused, errno 1\n",
+        );
+        write(
+            directory.path(),
+            "podman-rootless",
+            "one\tnot enforced, refused by default: memory\ntwo\trefused\n",
+        );
+        assert_eq!(
+            missed(),
+            ["topic: one: docker", "topic: two: docker"],
+            "a runtime without any attempt"
+        );
         write(directory.path(), "docker", "two\trefused\n");
         assert_eq!(missed(), ["topic: one: docker"]);
         write(directory.path(), "docker", "one\trefused\ntwo\trefused\n");
         assert_eq!(missed(), [""; 0]);
         write(directory.path(), "lxc", "one\trefused\n");
-        assert!(read(directory.path()).is_err(), "a runtime that nobody knows");
+        assert!(
+            read(directory.path()).is_err(),
+            "a runtime that nobody knows"
+        );
     }
 }

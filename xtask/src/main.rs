@@ -1,6 +1,11 @@
 //! Tasks of this repository: `cargo xtask sba | requirements | escape | check-deps`.
 #![forbid(unsafe_code)]
-#![allow(clippy::print_stdout, clippy::print_stderr, clippy::disallowed_methods, reason = "a command-line tool for this repository")]
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    clippy::disallowed_methods,
+    reason = "a command-line tool for this repository"
+)]
 
 mod deps;
 mod escape;
@@ -11,7 +16,12 @@ use anyhow::{Result, bail};
 
 fn main() -> Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    match arguments.iter().map(String::as_str).collect::<Vec<_>>().as_slice() {
+    match arguments
+        .iter()
+        .map(String::as_str)
+        .collect::<Vec<_>>()
+        .as_slice()
+    {
         ["sba"] => sba::build(),
         ["requirements"] => requirements::report(),
         ["escape"] => escape::table(),
@@ -22,5 +32,8 @@ fn main() -> Result<()> {
 
 /// The repository's root.
 fn root() -> std::path::PathBuf {
-    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies below the root").to_path_buf()
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("xtask lies below the root")
+        .to_path_buf()
 }

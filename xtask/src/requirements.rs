@@ -14,12 +14,25 @@ const JUNIT: &str = "target/nextest/default/junit.xml";
 
 pub(crate) fn report() -> Result<()> {
     let table = fs_err::read_to_string(root().join("docs/requirements.tsv"))?;
-    let ids: Vec<&str> = table.lines().skip(1).filter_map(|line| line.split('\t').next()).filter(|id| !id.is_empty()).collect();
+    let ids: Vec<&str> = table
+        .lines()
+        .skip(1)
+        .filter_map(|line| line.split('\t').next())
+        .filter(|id| !id.is_empty())
+        .collect();
     let known: BTreeSet<&str> = ids.iter().copied().collect();
-    ensure!(known.len() == ids.len(), "docs/requirements.tsv names an id twice");
+    ensure!(
+        known.len() == ids.len(),
+        "docs/requirements.tsv names an id twice"
+    );
 
     let junit = root().join(JUNIT);
-    let passed = passed_tests(&fs_err::read_to_string(&junit).with_context(|| format!("no test results at {}; run the tests first", junit.display()))?);
+    let passed = passed_tests(&fs_err::read_to_string(&junit).with_context(|| {
+        format!(
+            "no test results at {}; run the tests first",
+            junit.display()
+        )
+    })?);
     let mut proofs: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut unknown = Vec::new();
     let mut unproven = Vec::new();
@@ -31,7 +44,9 @@ pub(crate) fn report() -> Result<()> {
             } else if passed.contains(&test) {
                 proofs.entry(id).or_default().push(test);
             } else {
-                unproven.push(format!("{id}: claimed by {test}, which did not run or did not pass"));
+                unproven.push(format!(
+                    "{id}: claimed by {test}, which did not run or did not pass"
+                ));
             }
         }
     }
@@ -45,7 +60,10 @@ pub(crate) fn report() -> Result<()> {
             None => println!("{id}\t-"),
         }
     }
-    println!("requirements: {shown} of {} proven by tests that passed in this run", ids.len());
+    println!(
+        "requirements: {shown} of {} proven by tests that passed in this run",
+        ids.len()
+    );
     ensure!(unknown.is_empty(), "{}", unknown.join("\n"));
     ensure!(unproven.is_empty(), "{}", unproven.join("\n"));
     Ok(())
@@ -58,11 +76,21 @@ fn claims(source: &str) -> Vec<(String, String)> {
     for line in source.lines() {
         let line = line.trim();
         if let Some(list) = line.strip_prefix("// proves:") {
-            pending.extend(list.split(',').map(|id| id.trim().to_owned()).filter(|id| !id.is_empty()));
-        } else if let Some(rest) = line.strip_prefix("async fn ").or_else(|| line.strip_prefix("fn ")).or_else(|| line.strip_prefix("pub async fn "))
+            pending.extend(
+                list.split(',')
+                    .map(|id| id.trim().to_owned())
+                    .filter(|id| !id.is_empty()),
+            );
+        } else if let Some(rest) = line
+            .strip_prefix("async fn ")
+            .or_else(|| line.strip_prefix("fn "))
+            .or_else(|| line.strip_prefix("pub async fn "))
             && !pending.is_empty()
         {
-            let name: String = rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+            let name: String = rest
+                .chars()
+                .take_while(|c| c.is_alphanumeric() || *c == '_')
+                .collect();
             claims.extend(pending.drain(..).map(|id| (id, name.clone())));
         }
     }
@@ -75,8 +103,18 @@ fn passed_tests(junit: &str) -> BTreeSet<String> {
         .split("<testcase ")
         .skip(1)
         .filter(|case| {
-            let end = if case.split('>').next().is_some_and(|head| head.ends_with('/')) { 0 } else { case.find("</testcase>").unwrap_or(case.len()) };
-            !case[..end].contains("<failure") && !case[..end].contains("<error") && !case[..end].contains("<skipped")
+            let end = if case
+                .split('>')
+                .next()
+                .is_some_and(|head| head.ends_with('/'))
+            {
+                0
+            } else {
+                case.find("</testcase>").unwrap_or(case.len())
+            };
+            !case[..end].contains("<failure")
+                && !case[..end].contains("<error")
+                && !case[..end].contains("<skipped")
         })
         .filter_map(|case| {
             let name = case.split("name=\"").nth(1)?.split('"').next()?;
@@ -91,7 +129,11 @@ fn rust_files(directory: &Path) -> Result<Vec<PathBuf>> {
     while let Some(directory) = pending.pop() {
         for entry in fs_err::read_dir(&directory)? {
             let path = entry?.path();
-            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let name = path
+                .file_name()
+                .unwrap_or_default()
+                .to_string_lossy()
+                .into_owned();
             if path.is_dir() {
                 if name != "target" && name != ".git" && name != "xtask" {
                     pending.push(path);
@@ -112,12 +154,21 @@ mod tests {
     #[test]
     fn a_claim_belongs_to_the_next_test() {
         let source = "// proves: A-1, B-2\n#[tokio::test]\nasync fn it_holds() {}\nfn other() {}\n";
-        assert_eq!(claims(source), [("A-1".to_owned(), "it_holds".to_owned()), ("B-2".to_owned(), "it_holds".to_owned())]);
+        assert_eq!(
+            claims(source),
+            [
+                ("A-1".to_owned(), "it_holds".to_owned()),
+                ("B-2".to_owned(), "it_holds".to_owned())
+            ]
+        );
     }
 
     #[test]
     fn only_passed_tests_count() {
         let junit = r#"<testcase name="a::good" classname="c"/><testcase name="bad" classname="c"><failure type="x"/></testcase><testcase name="fine" classname="c"><system-out>x</system-out></testcase>"#;
-        assert_eq!(passed_tests(junit), BTreeSet::from(["good".to_owned(), "fine".to_owned()]));
+        assert_eq!(
+            passed_tests(junit),
+            BTreeSet::from(["good".to_owned(), "fine".to_owned()])
+        );
     }
 }

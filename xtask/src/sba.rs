@@ -13,10 +13,26 @@ pub(crate) fn build() -> Result<()> {
     let host = host_target()?;
     // musl where its target is installed; else glibc, linked statically, which needs nothing beyond the C toolchain.
     let musl = host.replace("-gnu", "-musl");
-    let target = if installed_targets().contains(&musl) { musl } else { host };
+    let target = if installed_targets().contains(&musl) {
+        musl
+    } else {
+        host
+    };
     let status = Command::new(env!("CARGO"))
-        .args(["build", "--quiet", "--package", "cynode-sba", "--profile", "agent", "--target", &target])
-        .env("RUSTFLAGS", "-C target-feature=+crt-static -C relocation-model=static")
+        .args([
+            "build",
+            "--quiet",
+            "--package",
+            "cynode-sba",
+            "--profile",
+            "agent",
+            "--target",
+            &target,
+        ])
+        .env(
+            "RUSTFLAGS",
+            "-C target-feature=+crt-static -C relocation-model=static",
+        )
         .current_dir(root())
         .status()
         .context("running cargo")?;
@@ -38,12 +54,26 @@ pub(crate) fn build() -> Result<()> {
 }
 
 fn host_target() -> Result<String> {
-    let output = Command::new("rustc").arg("-vV").output().context("running rustc")?;
+    let output = Command::new("rustc")
+        .arg("-vV")
+        .output()
+        .context("running rustc")?;
     let text = String::from_utf8(output.stdout)?;
-    text.lines().find_map(|line| line.strip_prefix("host: ")).map(str::to_owned).context("rustc does not name its host")
+    text.lines()
+        .find_map(|line| line.strip_prefix("host: "))
+        .map(str::to_owned)
+        .context("rustc does not name its host")
 }
 
 fn installed_targets() -> Vec<String> {
-    let Ok(output) = Command::new("rustup").args(["target", "list", "--installed"]).output() else { return Vec::new() };
-    String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect()
+    let Ok(output) = Command::new("rustup")
+        .args(["target", "list", "--installed"])
+        .output()
+    else {
+        return Vec::new();
+    };
+    String::from_utf8_lossy(&output.stdout)
+        .lines()
+        .map(str::to_owned)
+        .collect()
 }

@@ -31,7 +31,13 @@ pub(crate) struct Cost {
 
 impl Cost {
     pub(crate) fn ways(&self) -> [&Samples; 5] {
-        [&self.audited, &self.unaudited, &self.at_node, &self.commit, &self.podman]
+        [
+            &self.audited,
+            &self.unaudited,
+            &self.at_node,
+            &self.commit,
+            &self.podman,
+        ]
     }
 
     /// What the trail adds at the median.
@@ -73,7 +79,10 @@ fn times_faster(ours: &Samples, theirs: &Samples) -> f64 {
 pub(crate) async fn alone(rounds: u32, world: &World, audited: &Stack) -> Result<Alone> {
     let session = audited.session().await?;
     let rivals = Rivals::of(world, &audited.ours.sandbox(session)?).await?;
-    let mut alone = Alone { audited: Samples::new("exec by the orchestrator, audited"), podman: Samples::new("podman exec") };
+    let mut alone = Alone {
+        audited: Samples::new("exec by the orchestrator, audited"),
+        podman: Samples::new("podman exec"),
+    };
     run(&mut rivals.podman_exec(TRUE))?;
     for round in 0..rounds {
         if round % ROW == 0 {
@@ -90,11 +99,18 @@ pub(crate) async fn alone(rounds: u32, world: &World, audited: &Stack) -> Result
     Ok(alone)
 }
 
-pub(crate) async fn measure(rounds: u32, world: &World, audited: &Stack, without: &Stack) -> Result<Cost> {
+pub(crate) async fn measure(
+    rounds: u32,
+    world: &World,
+    audited: &Stack,
+    without: &Stack,
+) -> Result<Cost> {
     let (session, other) = (audited.session().await?, without.session().await?);
     let rivals = Rivals::of(world, &audited.ours.sandbox(session)?).await?;
     let mut database = PgConnection::connect(audited.database()).await?;
-    sqlx::query("create schema bench").execute(&mut database).await?;
+    sqlx::query("create schema bench")
+        .execute(&mut database)
+        .await?;
     sqlx::query("create table bench.bare (number bigint generated always as identity primary key, body text not null)").execute(&mut database).await?;
     let mut cost = Cost {
         audited: Samples::new("exec by the orchestrator, audited"),
@@ -120,11 +136,16 @@ pub(crate) async fn measure(rounds: u32, world: &World, audited: &Stack, without
         push(&mut cost.unaudited, run_true(&without.through, other)).await?;
         push(&mut cost.at_node, run_true(&audited.ours.client, session)).await?;
     }
-    sqlx::query("drop schema bench cascade").execute(&mut database).await?;
+    sqlx::query("drop schema bench cascade")
+        .execute(&mut database)
+        .await?;
     Ok(cost)
 }
 
-pub(crate) async fn push(samples: &mut Samples, work: impl Future<Output = Result<()>>) -> Result<()> {
+pub(crate) async fn push(
+    samples: &mut Samples,
+    work: impl Future<Output = Result<()>>,
+) -> Result<()> {
     let (time, result) = timed(work).await;
     result?;
     samples.push(time);
@@ -133,6 +154,8 @@ pub(crate) async fn push(samples: &mut Samples, work: impl Future<Output = Resul
 
 /// A row of the size of a record, committed by itself.
 async fn bare(database: &mut PgConnection) -> Result<()> {
-    sqlx::query("insert into bench.bare (body) values (repeat('x', 700))").execute(database).await?;
+    sqlx::query("insert into bench.bare (body) values (repeat('x', 700))")
+        .execute(database)
+        .await?;
     Ok(())
 }

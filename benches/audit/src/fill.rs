@@ -35,7 +35,9 @@ pub(crate) async fn fill(stack: &Stack, records: u64) -> Result<Filled> {
     let started = Instant::now();
     let mut database = PgConnection::connect(stack.database()).await?;
     let models = models(stack, &mut database).await?;
-    let sessions: Vec<Value> = (0..SESSIONS).map(|_| Uuid::now_v7().to_string().into()).collect();
+    let sessions: Vec<Value> = (0..SESSIONS)
+        .map(|_| Uuid::now_v7().to_string().into())
+        .collect();
     let mut chain = Chain::new(Uuid::now_v7());
     sqlx::query("insert into audit_streams (stream, writer, hash, closed_at, settled_at) values ($1, 'bench', $2, now(), now())")
         .bind(chain.stream())
@@ -47,10 +49,14 @@ pub(crate) async fn fill(stack: &Stack, records: u64) -> Result<Filled> {
     while written < records {
         let count = BATCH.min(records - written);
         let mut transaction = database.begin().await?;
-        let last: i64 =
-            sqlx::query_scalar("update audit_head set last = last + $1 returning last").bind(i64::try_from(count)?).fetch_one(&mut *transaction).await?;
+        let last: i64 = sqlx::query_scalar("update audit_head set last = last + $1 returning last")
+            .bind(i64::try_from(count)?)
+            .fetch_one(&mut *transaction)
+            .await?;
         let mut cursor = last - i64::try_from(count)?;
-        let mut copy = transaction.copy_in_raw("copy audit_events (cursor, stream, seq, at, body, hash) from stdin").await?;
+        let mut copy = transaction
+            .copy_in_raw("copy audit_events (cursor, stream, seq, at, body, hash) from stdin")
+            .await?;
         let mut text = String::with_capacity(2 << 20);
         for number in written..written + count {
             let mut body = models[usize::from(number % 2 == 1)].clone();
@@ -61,7 +67,11 @@ pub(crate) async fn fill(stack: &Stack, records: u64) -> Result<Filled> {
             body["exec_id"] = call.to_string().into();
             body["session_id"] = sessions[usize::try_from(number / 2 * 7_919 % SESSIONS)?].clone();
             cursor += 1;
-            row(&mut text, cursor, &chain.append(OffsetDateTime::now_utc(), body))?;
+            row(
+                &mut text,
+                cursor,
+                &chain.append(OffsetDateTime::now_utc(), body),
+            )?;
             if text.len() > 1 << 20 {
                 copy.send(text.as_bytes()).await?;
                 text.clear();
@@ -69,24 +79,37 @@ pub(crate) async fn fill(stack: &Stack, records: u64) -> Result<Filled> {
         }
         copy.send(text.as_bytes()).await?;
         copy.finish().await?;
-        sqlx::query("update audit_streams set seq = $2, hash = $3, open_from = $2 + 1 where stream = $1")
-            .bind(chain.stream())
-            .bind(i64::try_from(chain.head().seq)?)
-            .bind(chain.head().hash.as_slice())
-            .execute(&mut *transaction)
-            .await?;
+        sqlx::query(
+            "update audit_streams set seq = $2, hash = $3, open_from = $2 + 1 where stream = $1",
+        )
+        .bind(chain.stream())
+        .bind(i64::try_from(chain.head().seq)?)
+        .bind(chain.head().hash.as_slice())
+        .execute(&mut *transaction)
+        .await?;
         transaction.commit().await?;
         written += count;
         if written % 1_000_000 == 0 {
-            say(&format!("{written} records, {:.0} s", started.elapsed().as_secs_f64()));
+            say(&format!(
+                "{written} records, {:.0} s",
+                started.elapsed().as_secs_f64()
+            ));
         }
     }
     signed(&mut database, &chain).await?;
     // As autovacuum would have it after days.
-    sqlx::query("vacuum analyze audit_events").execute(&mut database).await?;
+    sqlx::query("vacuum analyze audit_events")
+        .execute(&mut database)
+        .await?;
     sqlx::query("checkpoint").execute(&mut database).await?;
-    let bytes: i64 = sqlx::query_scalar("select pg_total_relation_size('audit_events')").fetch_one(&mut database).await?;
-    Ok(Filled { records, time: started.elapsed(), bytes: u64::try_from(bytes)? })
+    let bytes: i64 = sqlx::query_scalar("select pg_total_relation_size('audit_events')")
+        .fetch_one(&mut database)
+        .await?;
+    Ok(Filled {
+        records,
+        time: started.elapsed(),
+        bytes: u64::try_from(bytes)?,
+    })
 }
 
 /// The two records of a real exec.
@@ -97,12 +120,21 @@ async fn models(stack: &Stack, database: &mut PgConnection) -> Result<[Value; 2]
         .bind(session.as_uuid())
         .fetch_all(database)
         .await?;
-    bodies.try_into().ok().context("an exec has not left two records")
+    bodies
+        .try_into()
+        .ok()
+        .context("an exec has not left two records")
 }
 
 /// A record as COPY reads it.
 fn row(text: &mut String, cursor: i64, link: &Link) -> Result<()> {
-    write!(text, "{cursor}\t{}\t{}\t{}\t", link.stream, link.seq, link.at.format(&Rfc3339)?)?;
+    write!(
+        text,
+        "{cursor}\t{}\t{}\t{}\t",
+        link.stream,
+        link.seq,
+        link.at.format(&Rfc3339)?
+    )?;
     text.push_str(&link.body.to_string().replace('\\', "\\\\"));
     text.push_str("\t\\\\x");
     for byte in link.hash {
@@ -116,7 +148,10 @@ fn row(text: &mut String, cursor: i64, link: &Link) -> Result<()> {
 async fn signed(database: &mut PgConnection, chain: &Chain) -> Result<()> {
     let deadline = Instant::now() + SIGNED;
     loop {
-        let seq: Option<i64> = sqlx::query_scalar("select seq from audit_signed where stream = $1").bind(chain.stream()).fetch_optional(&mut *database).await?;
+        let seq: Option<i64> = sqlx::query_scalar("select seq from audit_signed where stream = $1")
+            .bind(chain.stream())
+            .fetch_optional(&mut *database)
+            .await?;
         if seq == Some(i64::try_from(chain.head().seq)?) {
             return Ok(());
         }

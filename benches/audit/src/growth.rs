@@ -40,7 +40,10 @@ impl Verified {
 
 pub(crate) async fn measure(rounds: u32, long: &Stack, empty: &Stack) -> Result<Growth> {
     let (session, other) = (long.session().await?, empty.session().await?);
-    let mut growth = Growth { long: Samples::new("exec, long trail"), empty: Samples::new("exec, empty trail") };
+    let mut growth = Growth {
+        long: Samples::new("exec, long trail"),
+        empty: Samples::new("exec, empty trail"),
+    };
     for _ in 0..20 {
         run_true(&long.through, session).await?;
         run_true(&empty.through, other).await?;
@@ -58,12 +61,48 @@ pub(crate) async fn read(stack: &Stack) -> Result<Vec<(&'static str, Duration)>>
     run_true(&stack.through, session).await?;
     let recent = OffsetDateTime::now_utc() - Duration::from_secs(1);
     let ways = [
-        ("one session", AuditFilter { session: Some(session), ..AuditFilter::default() }),
-        ("a subject that is not in it", AuditFilter { subject: Some("nobody-at-all".to_owned()), ..AuditFilter::default() }),
-        ("an action that is rare", AuditFilter { action: Some("session.create".to_owned()), ..AuditFilter::default() }),
-        ("what was denied", AuditFilter { decision: Some(AuditDecision::Deny), ..AuditFilter::default() }),
-        ("the last second", AuditFilter { since: Some(recent), ..AuditFilter::default() }),
-        ("before there was any", AuditFilter { until: Some(recent - Duration::from_hours(48)), ..AuditFilter::default() }),
+        (
+            "one session",
+            AuditFilter {
+                session: Some(session),
+                ..AuditFilter::default()
+            },
+        ),
+        (
+            "a subject that is not in it",
+            AuditFilter {
+                subject: Some("nobody-at-all".to_owned()),
+                ..AuditFilter::default()
+            },
+        ),
+        (
+            "an action that is rare",
+            AuditFilter {
+                action: Some("session.create".to_owned()),
+                ..AuditFilter::default()
+            },
+        ),
+        (
+            "what was denied",
+            AuditFilter {
+                decision: Some(AuditDecision::Deny),
+                ..AuditFilter::default()
+            },
+        ),
+        (
+            "the last second",
+            AuditFilter {
+                since: Some(recent),
+                ..AuditFilter::default()
+            },
+        ),
+        (
+            "before there was any",
+            AuditFilter {
+                until: Some(recent - Duration::from_hours(48)),
+                ..AuditFilter::default()
+            },
+        ),
     ];
     let mut times = Vec::new();
     for (what, filter) in ways {
@@ -85,6 +124,13 @@ pub(crate) async fn verify(stack: &Stack) -> Result<Verified> {
         }
     }
     let verdict = found.context("verifying ended without a verdict")?;
-    ensure!(verdict.intact, "the trail is not intact: {:?}", verdict.problems);
-    Ok(Verified { time: started.elapsed(), verdict })
+    ensure!(
+        verdict.intact,
+        "the trail is not intact: {:?}",
+        verdict.problems
+    );
+    Ok(Verified {
+        time: started.elapsed(),
+        verdict,
+    })
 }

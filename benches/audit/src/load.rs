@@ -38,7 +38,14 @@ pub(crate) async fn measure(seconds: u64, stack: &Stack) -> Result<Load> {
     }
     let per_second = times.len() as f64 / started.elapsed().as_secs_f64();
     for session in sessions {
-        stack.through.end_session(session, &SessionEnd::default()).await?;
+        stack
+            .through
+            .end_session(session, &SessionEnd::default())
+            .await?;
     }
-    Ok(Load { sessions: SESSIONS, per_second, times })
+    Ok(Load {
+        sessions: SESSIONS,
+        per_second,
+        times,
+    })
 }

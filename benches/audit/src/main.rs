@@ -3,8 +3,15 @@
 //! One run, stacks of their own, rounds interleaved: whatever disturbs the machine disturbs all sides alike. Nothing here asserts
 //! a time; `benches/README.md` says how to read it.
 #![forbid(unsafe_code)]
-#![allow(clippy::print_stdout, clippy::disallowed_methods, reason = "a command-line tool that starts programs as people do")]
-#![allow(clippy::cast_precision_loss, reason = "times and rates as people read them")]
+#![allow(
+    clippy::print_stdout,
+    clippy::disallowed_methods,
+    reason = "a command-line tool that starts programs as people do"
+)]
+#![allow(
+    clippy::cast_precision_loss,
+    reason = "times and rates as people read them"
+)]
 
 mod cost;
 mod fill;
@@ -38,7 +45,9 @@ struct Arguments {
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     // One thread for the client: what it waits for is elsewhere, and a hop between threads would count as latency.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     let report = runtime.block_on(run(&arguments))?;
     match arguments.output {
         Output::Table => println!("{report}"),
@@ -50,13 +59,19 @@ fn main() -> Result<()> {
 async fn run(arguments: &Arguments) -> Result<Report> {
     let program = ours::program()?;
     let unaudited = program.with_file_name("cynode-unaudited");
-    ensure!(unaudited.is_file(), "{} is missing; 'make bench-audit' builds it", unaudited.display());
+    ensure!(
+        unaudited.is_file(),
+        "{} is missing; 'make bench-audit' builds it",
+        unaudited.display()
+    );
     let (world, beside) = (World::new()?, World::new()?);
     let facts = Facts::collect(&world)?;
     let mut audited = Stack::start(&world).await.context("starting a stack")?;
     say("exec, one after the other");
     let alone = cost::alone(arguments.rounds, &world, &audited).await?;
-    let mut without = Stack::of(&beside, &unaudited).await.context("starting a stack that keeps no audit trail")?;
+    let mut without = Stack::of(&beside, &unaudited)
+        .await
+        .context("starting a stack that keeps no audit trail")?;
 
     say("what the trail adds to an exec");
     let cost = cost::measure(arguments.rounds, &world, &audited, &without).await?;
@@ -66,10 +81,15 @@ async fn run(arguments: &Arguments) -> Result<Report> {
     without.ours.shut_down().await?;
     leave(beside).await;
 
-    say(&format!("filling a trail with {} records", arguments.records));
+    say(&format!(
+        "filling a trail with {} records",
+        arguments.records
+    ));
     let filled = fill::fill(&audited, arguments.records).await?;
     let beside = World::new()?;
-    let mut empty = Stack::start(&beside).await.context("starting a stack whose trail is empty")?;
+    let mut empty = Stack::start(&beside)
+        .await
+        .context("starting a stack whose trail is empty")?;
     say("exec beside a long trail and an empty one");
     let growth = growth::measure(arguments.rounds, &audited, &empty).await?;
     empty.ours.shut_down().await?;
@@ -79,5 +99,15 @@ async fn run(arguments: &Arguments) -> Result<Report> {
     let verified = growth::verify(&audited).await?;
     audited.ours.shut_down().await?;
     leave(world).await;
-    Ok(Report { facts, alone, cost, load, load_without, filled, growth, read, verified })
+    Ok(Report {
+        facts,
+        alone,
+        cost,
+        load,
+        load_without,
+        filled,
+        growth,
+        read,
+        verified,
+    })
 }

@@ -31,7 +31,17 @@ pub(crate) struct Report {
 
 impl Report {
     pub(crate) fn json(&self) -> Value {
-        let Self { facts, alone, cost, load: audited, load_without, filled, growth, read, verified } = self;
+        let Self {
+            facts,
+            alone,
+            cost,
+            load: audited,
+            load_without,
+            filled,
+            growth,
+            read,
+            verified,
+        } = self;
         let load = |load: &Load| json!({ "sessions": load.sessions, "execs_per_second": load.per_second, "times": json_of(&load.times) });
         json!({
             "machine": facts.json(),
@@ -51,13 +61,40 @@ impl Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { facts, alone, cost, load, load_without, filled, growth, read, verified } = self;
+        let Self {
+            facts,
+            alone,
+            cost,
+            load,
+            load_without,
+            filled,
+            growth,
+            read,
+            verified,
+        } = self;
         writeln!(f, "{facts}\n")?;
         writeln!(f, "{}\n", latencies("one after the other", alone.ways()))?;
-        writeln!(f, " audited: {:.0}x faster than podman exec\n", alone.against_podman())?;
-        writeln!(f, "{}\n", latencies("in turn with a second stack", cost.ways()))?;
-        writeln!(f, " the trail adds {:.2} ms at the median: {:.1} bare commits", cost.added() * 1_000.0, cost.in_commits())?;
-        writeln!(f, " audited: {:.0}x faster than podman exec\n", cost.against_podman())?;
+        writeln!(
+            f,
+            " audited: {:.0}x faster than podman exec\n",
+            alone.against_podman()
+        )?;
+        writeln!(
+            f,
+            "{}\n",
+            latencies("in turn with a second stack", cost.ways())
+        )?;
+        writeln!(
+            f,
+            " the trail adds {:.2} ms at the median: {:.1} bare commits",
+            cost.added() * 1_000.0,
+            cost.in_commits()
+        )?;
+        writeln!(
+            f,
+            " audited: {:.0}x faster than podman exec\n",
+            cost.against_podman()
+        )?;
         writeln!(f, "{}\n", latencies("at once, audited", [&load.times]))?;
         writeln!(
             f,
@@ -67,7 +104,14 @@ impl fmt::Display for Report {
             load_without.per_second,
             milliseconds(load_without.times.percentile(99).unwrap_or_default())
         )?;
-        writeln!(f, "{}\n", latencies(&format!("{} records", filled.records), [&growth.long, &growth.empty]))?;
+        writeln!(
+            f,
+            "{}\n",
+            latencies(
+                &format!("{} records", filled.records),
+                [&growth.long, &growth.empty]
+            )
+        )?;
         writeln!(
             f,
             " with {} records ({} MiB, filled in {:.0} s) an exec takes {:+.1} %",
@@ -76,7 +120,10 @@ impl fmt::Display for Report {
             filled.time.as_secs_f64(),
             growth.percent()
         )?;
-        let pages: Vec<String> = read.iter().map(|(what, time)| format!("{what} {:.1}", milliseconds(*time))).collect();
+        let pages: Vec<String> = read
+            .iter()
+            .map(|(what, time)| format!("{what} {:.1}", milliseconds(*time)))
+            .collect();
         writeln!(f, " a page of it, in ms: {}", pages.join(", "))?;
         write!(
             f,

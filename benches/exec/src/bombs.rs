@@ -28,12 +28,30 @@ pub(crate) async fn measure(plan: &Plan, ours: &Ours) -> Result<Neighbour> {
         done?;
         idle.push(time);
     }
-    let small = LimitsRequest { memory_bytes: Some(128 << 20), pids: Some(128), cpus: Some(0.5), disk_bytes: Some(256 << 20), ..Default::default() };
+    let small = LimitsRequest {
+        memory_bytes: Some(128 << 20),
+        pids: Some(128),
+        cpus: Some(0.5),
+        disk_bytes: Some(256 << 20),
+        ..Default::default()
+    };
     let mut bombs = Vec::new();
     for script in BOMBS {
-        let id = ours.create(&SessionCreate { limits: Some(small), ..session() }).await?;
-        let lit = ExecRequest { background: true, timeout_ms: 0, ..sh(script) };
-        ours.client.exec_background(id, &lit).await.with_context(|| script.to_owned())?;
+        let id = ours
+            .create(&SessionCreate {
+                limits: Some(small),
+                ..session()
+            })
+            .await?;
+        let lit = ExecRequest {
+            background: true,
+            timeout_ms: 0,
+            ..sh(script)
+        };
+        ours.client
+            .exec_background(id, &lit)
+            .await
+            .with_context(|| script.to_owned())?;
         bombs.push(id);
     }
     let mut beside = Samples::new("the same beside ten bombs");
@@ -50,5 +68,10 @@ pub(crate) async fn measure(plan: &Plan, ours: &Ours) -> Result<Neighbour> {
     for id in bombs.into_iter().chain([measured]) {
         ours.end(id).await?;
     }
-    Ok(Neighbour { seconds: plan.bomb_seconds, idle: Some(idle), beside: Some(beside), failed })
+    Ok(Neighbour {
+        seconds: plan.bomb_seconds,
+        idle: Some(idle),
+        beside: Some(beside),
+        failed,
+    })
 }

@@ -16,7 +16,13 @@ use crate::{
 const SETTLE: Duration = Duration::from_millis(200);
 
 /// Times of creating and of ending.
-pub(crate) async fn measure(plan: &Plan, ours: &Ours, pooled: &Ours, rivals: &Rivals, world: &World) -> Result<(Vec<Samples>, Vec<Samples>)> {
+pub(crate) async fn measure(
+    plan: &Plan,
+    ours: &Ours,
+    pooled: &Ours,
+    rivals: &Rivals,
+    world: &World,
+) -> Result<(Vec<Samples>, Vec<Samples>)> {
     let mut warm = Samples::new("session create, warm");
     let mut session = Samples::new("session create, cold, until running");
     let mut podman = Samples::new("podman run -d");
@@ -25,7 +31,8 @@ pub(crate) async fn measure(plan: &Plan, ours: &Ours, pooled: &Ours, rivals: &Ri
     let workspace = world.directory().join("rival-workspace");
     fs_err::create_dir(&workspace)?;
     let owner = u32::try_from(rivals.id_block)? + 1_000;
-    std::os::unix::fs::chown(&workspace, Some(owner), Some(owner)).context("giving a directory to a container's user")?;
+    std::os::unix::fs::chown(&workspace, Some(owner), Some(owner))
+        .context("giving a directory to a container's user")?;
     let workspace = workspace.display().to_string();
 
     for round in 0..=plan.create_rounds {
@@ -46,7 +53,9 @@ pub(crate) async fn measure(plan: &Plan, ours: &Ours, pooled: &Ours, rivals: &Ri
         run(&mut rivals.podman_run(&name, &workspace))?;
         let podman_time = started.elapsed();
         let started = Instant::now();
-        run(rivals.podman().args(["rm", "--force", "--time", "0", &name]))?;
+        run(rivals
+            .podman()
+            .args(["rm", "--force", "--time", "0", &name]))?;
         let podman_end_time = started.elapsed();
         tokio::time::sleep(SETTLE).await;
 
@@ -83,5 +92,9 @@ pub(crate) async fn burst(plan: &Plan, ours: &Ours, world: &World) -> Result<Bur
     while !world.containers()?.is_empty() {
         tokio::time::sleep(SETTLE).await;
     }
-    Ok(Burst { sessions: count, ready, gone: started.elapsed() })
+    Ok(Burst {
+        sessions: count,
+        ready,
+        gone: started.elapsed(),
+    })
 }

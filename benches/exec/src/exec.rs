@@ -27,7 +27,12 @@ const SETTLE: Duration = Duration::from_millis(60);
 /// Clients at once.
 const CLIENTS: usize = 20;
 
-pub(crate) async fn measure(plan: &Plan, stack: &Stack, session: SessionId, rivals: &Rivals) -> Result<Vec<Samples>> {
+pub(crate) async fn measure(
+    plan: &Plan,
+    stack: &Stack,
+    session: SessionId,
+    rivals: &Rivals,
+) -> Result<Vec<Samples>> {
     let (ours, through) = (&stack.ours.client, &stack.through);
     let mut session_exec = Samples::new("session exec (HTTP, kept alive)");
     let mut by_orchestrator = Samples::new(BY_ORCHESTRATOR);
@@ -68,7 +73,15 @@ pub(crate) async fn measure(plan: &Plan, stack: &Stack, session: SessionId, riva
             tokio::time::sleep(SETTLE).await;
         }
     }
-    Ok(vec![session_exec, by_orchestrator, spawn, nsenter, runc, rest, podman])
+    Ok(vec![
+        session_exec,
+        by_orchestrator,
+        spawn,
+        nsenter,
+        runc,
+        rest,
+        podman,
+    ])
 }
 
 /// Many clients at once in one session: how many execs end in a second, and how long each waits.
@@ -82,7 +95,12 @@ pub(crate) struct Parallel {
 /// In a session that may use every processor: with one, the kernel would stop it for the rest of each tenth of a second.
 pub(crate) async fn in_parallel(plan: &Plan, ours: &Ours) -> Result<Parallel> {
     let mut request = cynode_tests::session();
-    request.limits = request.limits.map(|limits| LimitsRequest { cpus: std::thread::available_parallelism().ok().map(|cores| cores.get() as f64), ..limits });
+    request.limits = request.limits.map(|limits| LimitsRequest {
+        cpus: std::thread::available_parallelism()
+            .ok()
+            .map(|cores| cores.get() as f64),
+        ..limits
+    });
     let session = ours.create(&request).await?;
     run_true(&ours.client, session).await?;
     let each = plan.exec_rounds.div_ceil(4);
@@ -108,5 +126,9 @@ pub(crate) async fn in_parallel(plan: &Plan, ours: &Ours) -> Result<Parallel> {
     }
     let per_second = samples.len() as f64 / started.elapsed().as_secs_f64();
     ours.end(session).await?;
-    Ok(Parallel { clients: CLIENTS, per_second, samples })
+    Ok(Parallel {
+        clients: CLIENTS,
+        per_second,
+        samples,
+    })
 }

@@ -1,7 +1,14 @@
 //! What every measurement needs: a stack of its own, Podman's ways into the same container, times and tables.
 #![forbid(unsafe_code)]
-#![allow(clippy::print_stderr, clippy::disallowed_methods, reason = "command-line tools that start programs as people do")]
-#![allow(clippy::cast_precision_loss, reason = "sizes and times as people read them")]
+#![allow(
+    clippy::print_stderr,
+    clippy::disallowed_methods,
+    reason = "command-line tools that start programs as people do"
+)]
+#![allow(
+    clippy::cast_precision_loss,
+    reason = "sizes and times as people read them"
+)]
 
 pub mod machine;
 pub mod ours;

@@ -3,8 +3,16 @@
 //! One run, one worker with its own state directory and Podman store, rounds interleaved: whatever disturbs the machine
 //! disturbs all sides alike. Nothing here asserts a time; `benches/README.md` says how to read the table.
 #![forbid(unsafe_code)]
-#![allow(clippy::print_stdout, clippy::print_stderr, clippy::disallowed_methods, reason = "a command-line tool that starts programs as people do")]
-#![allow(clippy::cast_precision_loss, reason = "sizes and times as people read them")]
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    clippy::disallowed_methods,
+    reason = "a command-line tool that starts programs as people do"
+)]
+#![allow(
+    clippy::cast_precision_loss,
+    reason = "sizes and times as people read them"
+)]
 
 mod bombs;
 mod create;
@@ -15,7 +23,10 @@ mod throughput;
 
 use anyhow::{Context as _, Result};
 use clap::Parser;
-use cynode_bench::{Output, leave, machine, ours, ours::Ours, rivals, rivals::Rivals, samples, say, through, through::Stack};
+use cynode_bench::{
+    Output, leave, machine, ours, ours::Ours, rivals, rivals::Rivals, samples, say, through,
+    through::Stack,
+};
 use cynode_tests::{Options, World};
 
 use crate::report::Report;
@@ -68,7 +79,9 @@ impl Plan {
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     // One thread for the client: what it waits for is elsewhere, and a hop between threads would count as latency.
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
     let report = runtime.block_on(run(Plan::new(arguments.rounds, arguments.quick)))?;
     match arguments.output {
         Output::Table => println!("{report}"),
@@ -79,7 +92,9 @@ fn main() -> Result<()> {
 
 async fn run(plan: Plan) -> Result<Report> {
     let world = World::new()?;
-    let stack = Stack::start(&world).await.context("starting a stack of its own")?;
+    let stack = Stack::start(&world)
+        .await
+        .context("starting a stack of its own")?;
     let mut report = Report::new(machine::Facts::collect(&world)?);
 
     say("exec");
@@ -90,7 +105,8 @@ async fn run(plan: Plan) -> Result<Report> {
     report.parallel = exec::in_parallel(&plan, &stack.ours).await?;
     say("streams and files");
     report.passed = stack.pass(session).await?;
-    report.transfers = throughput::measure(&plan, &stack.ours, session, &rivals, world.directory()).await?;
+    report.transfers =
+        throughput::measure(&plan, &stack.ours, session, &rivals, world.directory()).await?;
     let mut ours = stack.ours;
     ours.end(session).await?;
 

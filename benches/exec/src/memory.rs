@@ -51,15 +51,27 @@ pub(crate) async fn measure(plan: &Plan, ours: &Ours) -> Result<Vec<Idle>> {
             monitors += proportional(field(&format!("/proc/{pid}/status"), "PPid:")?)?;
         }
         let worker = resident(ours.pid())?;
-        rows.push(Idle { sessions: sessions.len(), agents, monitors, worker, worker_growth: worker.cast_signed() - before.cast_signed() });
+        rows.push(Idle {
+            sessions: sessions.len(),
+            agents,
+            monitors,
+            worker,
+            worker_growth: worker.cast_signed() - before.cast_signed(),
+        });
     }
     Ok(rows)
 }
 
 fn field(path: &str, name: &str) -> Result<u64> {
     let text = fs_err::read_to_string(path)?;
-    let line = text.lines().find_map(|line| line.strip_prefix(name)).with_context(|| format!("{path} has no {name}"))?;
-    line.split_ascii_whitespace().next().and_then(|number| number.parse().ok()).with_context(|| format!("{path}: {name} is no number"))
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(name))
+        .with_context(|| format!("{path} has no {name}"))?;
+    line.split_ascii_whitespace()
+        .next()
+        .and_then(|number| number.parse().ok())
+        .with_context(|| format!("{path}: {name} is no number"))
 }
 
 fn resident(pid: u32) -> Result<u64> {

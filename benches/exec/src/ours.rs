@@ -40,10 +40,19 @@ impl Ours {
                 && matches!(client.readyz().await, Ok(Readiness::Ready))
             {
                 let pid = child.id();
-                return Ok(Self { client, child, pid, state_dir: world.state_dir() });
+                return Ok(Self {
+                    client,
+                    child,
+                    pid,
+                    state_dir: world.state_dir(),
+                });
             }
             let log = world.directory().join("worker.log");
-            ensure!(Instant::now() < deadline, "the worker did not become ready:\n{}", fs_err::read_to_string(log).unwrap_or_default());
+            ensure!(
+                Instant::now() < deadline,
+                "the worker did not become ready:\n{}",
+                fs_err::read_to_string(log).unwrap_or_default()
+            );
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -51,38 +60,71 @@ impl Ours {
     /// A worker that is ready, and the supervisor that runs it.
     pub fn of(world: &World, child: Child, pid: u32) -> Result<Self> {
         let client = client(&world.state_dir()).context("the worker's address and token")?;
-        Ok(Self { client, child, pid, state_dir: world.state_dir() })
+        Ok(Self {
+            client,
+            child,
+            pid,
+            state_dir: world.state_dir(),
+        })
     }
 
     pub fn spawn(world: &World, program: &Path, role: &str, config: &Path) -> Result<Child> {
         drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
-        let log = fs_err::File::create(world.directory().join("worker.log"))?.into_parts().0;
+        let log = fs_err::File::create(world.directory().join("worker.log"))?
+            .into_parts()
+            .0;
         let mut command = Command::new(program);
-        command.arg(role).arg("--state-dir").arg(world.state_dir()).arg("--config").arg(config);
-        for name in ["CYNODE_LOG", "CYNODE_LOG_FORMAT", "CYNODE_URL", "CYNODE_TOKEN", "DATABASE_URL"] {
+        command
+            .arg(role)
+            .arg("--state-dir")
+            .arg(world.state_dir())
+            .arg("--config")
+            .arg(config);
+        for name in [
+            "CYNODE_LOG",
+            "CYNODE_LOG_FORMAT",
+            "CYNODE_URL",
+            "CYNODE_TOKEN",
+            "DATABASE_URL",
+        ] {
             command.env_remove(name);
         }
         // For the build that keeps no audit trail; others do not look at it.
         command.env("CYNODE_UNAUDITED", "to compare");
-        let child = command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).spawn()?;
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()?;
         world.remember(child.id())?;
         Ok(child)
     }
 
     /// A cold session with the limits that the tests use.
     pub async fn session(&self) -> Result<SessionId> {
-        self.create(&cynode_tests::session()).await.context("creating a session; 'make bench' makes the image that it needs")
+        self.create(&cynode_tests::session())
+            .await
+            .context("creating a session; 'make bench' makes the image that it needs")
     }
 
     pub async fn create(&self, request: &SessionCreate) -> Result<SessionId> {
         let session = self.client.create_session(request).await?;
-        ensure!(session.state == SessionState::Running && !session.warm, "a session is {} (warm: {}) instead of running and cold", session.state, session.warm);
+        ensure!(
+            session.state == SessionState::Running && !session.warm,
+            "a session is {} (warm: {}) instead of running and cold",
+            session.state,
+            session.warm
+        );
         Ok(session.session_id)
     }
 
     /// A session on a sandbox that was made ahead.
     pub async fn warm_session(&self) -> Result<SessionId> {
-        let request = SessionCreate::new(cynode_api::TaskId::generate(), SessionId::generate(), "default");
+        let request = SessionCreate::new(
+            cynode_api::TaskId::generate(),
+            SessionId::generate(),
+            "default",
+        );
         let session = self.client.create_session(&request).await?;
         ensure!(session.warm, "the pool had no sandbox ready");
         Ok(session.session_id)
@@ -92,8 +134,13 @@ impl Ours {
     pub async fn wait_for_spares(&self, count: f64) -> Result<()> {
         let deadline = Instant::now() + Duration::from_mins(2);
         loop {
-            let text = reqwest::get(format!("{}/metrics", self.client.base())).await?.text().await?;
-            let ready = text.lines().find_map(|line| line.strip_prefix("cynode_pool_ready ")?.parse::<f64>().ok());
+            let text = reqwest::get(format!("{}/metrics", self.client.base()))
+                .await?
+                .text()
+                .await?;
+            let ready = text
+                .lines()
+                .find_map(|line| line.strip_prefix("cynode_pool_ready ")?.parse::<f64>().ok());
             if ready.is_some_and(|ready| ready >= count) {
                 return Ok(());
             }
@@ -103,15 +150,26 @@ impl Ours {
     }
 
     pub async fn end(&self, session: SessionId) -> Result<()> {
-        self.client.end_session(session, &SessionEnd::default()).await?;
+        self.client
+            .end_session(session, &SessionEnd::default())
+            .await?;
         Ok(())
     }
 
     pub fn sandbox(&self, session: SessionId) -> Result<Sandbox> {
-        let path = self.state_dir.join(format!("worker/sessions/{session}/session.json"));
+        let path = self
+            .state_dir
+            .join(format!("worker/sessions/{session}/session.json"));
         let record: Value = serde_json::from_slice(&fs_err::read(path)?)?;
-        let sandbox_id = record["sandbox_id"].as_str().context("no sandbox_id in the journal")?;
-        Ok(Sandbox { container: format!("cynode-{sandbox_id}"), pid: record["init"]["pid"].as_u64().context("no process in the journal")? })
+        let sandbox_id = record["sandbox_id"]
+            .as_str()
+            .context("no sandbox_id in the journal")?;
+        Ok(Sandbox {
+            container: format!("cynode-{sandbox_id}"),
+            pid: record["init"]["pid"]
+                .as_u64()
+                .context("no process in the journal")?,
+        })
     }
 
     /// The socket of the Podman service that the worker itself uses.
@@ -133,7 +191,8 @@ impl Ours {
 
 /// The build of `cynode` beside this program.
 pub fn program() -> Result<PathBuf> {
-    World::cynode().context("no release build of cynode is beside this program; 'make bench' builds it")
+    World::cynode()
+        .context("no release build of cynode is beside this program; 'make bench' builds it")
 }
 
 fn client(state_dir: &Path) -> Option<WorkerClient> {

@@ -32,7 +32,11 @@ pub(crate) struct Report {
 
 impl Report {
     pub(crate) fn new(facts: Facts) -> Self {
-        let parallel = Parallel { clients: 0, per_second: 0.0, samples: Samples::new("") };
+        let parallel = Parallel {
+            clients: 0,
+            per_second: 0.0,
+            samples: Samples::new(""),
+        };
         Self {
             facts,
             exec: Vec::new(),
@@ -48,7 +52,11 @@ impl Report {
     }
 
     fn latencies(&self) -> [(&'static str, &[Samples]); 3] {
-        [("exec of true", &self.exec), ("create", &self.create), ("end", &self.end)]
+        [
+            ("exec of true", &self.exec),
+            ("create", &self.create),
+            ("end", &self.end),
+        ]
     }
 
     pub(crate) fn json(&self) -> Value {
@@ -76,20 +84,39 @@ impl Report {
     /// Ours against each of the others, in words.
     fn ratios(&self) -> Vec<String> {
         let mut lines = Vec::new();
-        let groups = self.latencies().into_iter().chain(self.transfers.iter().map(|transfer| (transfer.what, transfer.ways.as_slice())));
+        let groups = self.latencies().into_iter().chain(
+            self.transfers
+                .iter()
+                .map(|transfer| (transfer.what, transfer.ways.as_slice())),
+        );
         for (what, ways) in groups {
-            let Some((ours, others)) = ways.split_first() else { continue };
+            let Some((ours, others)) = ways.split_first() else {
+                continue;
+            };
             for other in others.iter().filter(|other| !other.is_empty()) {
                 let ratio = other.p50().as_secs_f64() / ours.p50().as_secs_f64();
-                let (factor, word) = if ratio >= 1.0 { (ratio, "faster") } else { (1.0 / ratio, "slower") };
+                let (factor, word) = if ratio >= 1.0 {
+                    (ratio, "faster")
+                } else {
+                    (1.0 / ratio, "slower")
+                };
                 let digits = usize::from(factor < 10.0);
-                lines.push(format!("{what}: {factor:.digits$}x {word} than {}", other.way));
+                lines.push(format!(
+                    "{what}: {factor:.digits$}x {word} than {}",
+                    other.way
+                ));
             }
         }
-        let way = |name| self.exec.iter().find(|samples| samples.way == name && !samples.is_empty());
+        let way = |name| {
+            self.exec
+                .iter()
+                .find(|samples| samples.way == name && !samples.is_empty())
+        };
         if let (Some(ours), Some(podman)) = (way(BY_ORCHESTRATOR), way(PODMAN_EXEC)) {
             let ratio = podman.p50().as_secs_f64() / ours.p50().as_secs_f64();
-            lines.push(format!("{BY_ORCHESTRATOR}: {ratio:.0}x faster than {PODMAN_EXEC}"));
+            lines.push(format!(
+                "{BY_ORCHESTRATOR}: {ratio:.0}x faster than {PODMAN_EXEC}"
+            ));
         }
         lines
     }
@@ -107,20 +134,50 @@ impl fmt::Display for Report {
             let parallel = what.starts_with("exec").then_some(&self.parallel.samples);
             writeln!(f, "{}\n", latencies(what, ways.iter().chain(parallel)))?;
         }
-        writeln!(f, " {} clients at once: {:.0} execs a second\n", self.parallel.clients, self.parallel.per_second)?;
+        writeln!(
+            f,
+            " {} clients at once: {:.0} execs a second\n",
+            self.parallel.clients, self.parallel.per_second
+        )?;
 
-        let Burst { sessions, ready, gone } = &self.burst;
-        writeln!(f, " {sessions} sessions at once: all run after {:.1} s, all gone {:.1} s after their end\n", ready.as_secs_f64(), gone.as_secs_f64())?;
+        let Burst {
+            sessions,
+            ready,
+            gone,
+        } = &self.burst;
+        writeln!(
+            f,
+            " {sessions} sessions at once: all run after {:.1} s, all gone {:.1} s after their end\n",
+            ready.as_secs_f64(),
+            gone.as_secs_f64()
+        )?;
 
-        if let Neighbour { seconds, idle: Some(idle), beside: Some(beside), failed } = &self.neighbour {
+        if let Neighbour {
+            seconds,
+            idle: Some(idle),
+            beside: Some(beside),
+            failed,
+        } = &self.neighbour
+        {
             let rows = latencies("beside ten bombs", [idle, beside]);
             let ratio = beside.p50().as_secs_f64() / idle.p50().as_secs_f64();
-            writeln!(f, "{rows}\n p50 beside the bombs, {seconds} s long: {ratio:.1} times that of an idle machine; {failed} calls failed\n")?;
+            writeln!(
+                f,
+                "{rows}\n p50 beside the bombs, {seconds} s long: {ratio:.1} times that of an idle machine; {failed} calls failed\n"
+            )?;
         }
 
-        let mebibytes = self.transfers.first().map_or(0, |transfer| transfer.bytes >> 20);
+        let mebibytes = self
+            .transfers
+            .first()
+            .map_or(0, |transfer| transfer.bytes >> 20);
         for transfer in &self.transfers {
-            let mut rows = table(&[&format!("{}, {mebibytes} MiB", transfer.what), "p50 ms", "MiB/s", "rounds"]);
+            let mut rows = table(&[
+                &format!("{}, {mebibytes} MiB", transfer.what),
+                "p50 ms",
+                "MiB/s",
+                "rounds",
+            ]);
             for ways in &transfer.ways {
                 rows.add_row([
                     ways.way.to_owned(),
@@ -132,7 +189,12 @@ impl fmt::Display for Report {
             writeln!(f, "{rows}\n")?;
         }
 
-        let Passed { bytes, time, before, peak } = self.passed;
+        let Passed {
+            bytes,
+            time,
+            before,
+            peak,
+        } = self.passed;
         writeln!(
             f,
             " {} MiB of output by the orchestrator: {:.1} s, {:.0} MiB/s; its memory {} MiB before and {} MiB at its highest\n",
@@ -143,8 +205,24 @@ impl fmt::Display for Report {
             peak >> 20
         )?;
 
-        let mut rows = table(&["idle sessions", "agents KiB", "each", "conmon KiB", "each", "worker KiB", "growth", "each"]);
-        for Idle { sessions, agents, monitors, worker, worker_growth } in &self.memory {
+        let mut rows = table(&[
+            "idle sessions",
+            "agents KiB",
+            "each",
+            "conmon KiB",
+            "each",
+            "worker KiB",
+            "growth",
+            "each",
+        ]);
+        for Idle {
+            sessions,
+            agents,
+            monitors,
+            worker,
+            worker_growth,
+        } in &self.memory
+        {
             let count = *sessions as f64;
             let each = |total: f64| format!("{:.0}", total / count);
             rows.add_row([

@@ -11,7 +11,10 @@ pub struct Samples {
 
 impl Samples {
     pub const fn new(way: &'static str) -> Self {
-        Self { way, times: Vec::new() }
+        Self {
+            way,
+            times: Vec::new(),
+        }
     }
 
     pub fn push(&mut self, time: Duration) {
@@ -32,7 +35,9 @@ impl Samples {
     pub fn percentile(&self, percent: usize) -> Option<Duration> {
         let mut sorted = self.times.clone();
         sorted.sort_unstable();
-        sorted.get((sorted.len() * percent).div_ceil(100).saturating_sub(1)).copied()
+        sorted
+            .get((sorted.len() * percent).div_ceil(100).saturating_sub(1))
+            .copied()
     }
 
     pub fn p50(&self) -> Duration {
@@ -62,7 +67,9 @@ mod tests {
         for milliseconds in (1..=10).rev() {
             samples.push(Duration::from_millis(milliseconds));
         }
-        let shown: Vec<_> = [50, 95, 99].map(|percent| samples.percentile(percent).expect("samples").as_millis()).to_vec();
+        let shown: Vec<_> = [50, 95, 99]
+            .map(|percent| samples.percentile(percent).expect("samples").as_millis())
+            .to_vec();
         assert_eq!(shown, [5, 10, 10]);
     }
 }

@@ -20,8 +20,19 @@ pub fn table(header: &[&str]) -> Table {
 pub fn latencies<'a>(what: &str, ways: impl IntoIterator<Item = &'a Samples>) -> Table {
     let mut rows = table(&[what, "p50 ms", "p95 ms", "p99 ms", "rounds"]);
     for samples in ways {
-        let shown = |percent| samples.percentile(percent).map_or_else(|| "-".to_owned(), |time| format!("{:.2}", milliseconds(time)));
-        rows.add_row([samples.way.to_owned(), shown(50), shown(95), shown(99), samples.len().to_string()]);
+        let shown = |percent| {
+            samples.percentile(percent).map_or_else(
+                || "-".to_owned(),
+                |time| format!("{:.2}", milliseconds(time)),
+            )
+        };
+        rows.add_row([
+            samples.way.to_owned(),
+            shown(50),
+            shown(95),
+            shown(99),
+            samples.len().to_string(),
+        ]);
     }
     rows
 }

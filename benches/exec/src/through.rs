@@ -49,26 +49,46 @@ impl Stack {
     pub async fn of(world: &World, program: &Path) -> Result<Self> {
         let config = world.config(&Options::default())?;
         let mut text = fs_err::read_to_string(&config)?;
-        write!(text, "[orchestrator]\nlisten = \"127.0.0.1:0\"\ncontrol_listen = \"127.0.0.1:0\"\ndefault_image = {IMAGE:?}\nseed_images = [{IMAGE:?}]\n")?;
+        write!(
+            text,
+            "[orchestrator]\nlisten = \"127.0.0.1:0\"\ncontrol_listen = \"127.0.0.1:0\"\ndefault_image = {IMAGE:?}\nseed_images = [{IMAGE:?}]\n"
+        )?;
         fs_err::write(&config, text)?;
         let up = Ours::spawn(world, program, "up", &config)?;
         let endpoints = world.state_dir().join("endpoints.json");
         let deadline = Instant::now() + Duration::from_mins(2);
         while !endpoints.exists() {
             let log = world.directory().join("worker.log");
-            ensure!(Instant::now() < deadline, "the stack did not become ready:\n{}", fs_err::read_to_string(log).unwrap_or_default());
+            ensure!(
+                Instant::now() < deadline,
+                "the stack did not become ready:\n{}",
+                fs_err::read_to_string(log).unwrap_or_default()
+            );
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
         let endpoints: Value = serde_json::from_slice(&fs_err::read(endpoints)?)?;
         let token = fs_err::read_to_string(world.state_dir().join("admin.token"))?;
-        let user = UserClient::new(endpoints["api"].as_str().context("no address of the API")?, &token)?;
+        let user = UserClient::new(
+            endpoints["api"].as_str().context("no address of the API")?,
+            &token,
+        )?;
         let through = user.sessions().clone();
         // The server says in its own file where its socket is.
-        let server = fs_err::read_to_string(world.state_dir().join("postgres/data/postmaster.pid"))?;
-        let socket = server.lines().nth(4).context("no directory of the database's socket")?;
+        let server =
+            fs_err::read_to_string(world.state_dir().join("postgres/data/postmaster.pid"))?;
+        let socket = server
+            .lines()
+            .nth(4)
+            .context("no directory of the database's socket")?;
         let database = format!("postgres://cynode@localhost/cynode?host={socket}");
         let (worker, orchestrator) = (child(up.id(), "worker")?, child(up.id(), "orchestrator")?);
-        Ok(Self { ours: Ours::of(world, up, worker)?, through, user, orchestrator, database })
+        Ok(Self {
+            ours: Ours::of(world, up, worker)?,
+            through,
+            user,
+            orchestrator,
+            database,
+        })
     }
 
     /// The address of its database.
@@ -79,16 +99,32 @@ impl Stack {
 
     /// A session that both know.
     pub async fn session(&self) -> Result<SessionId> {
-        let request = UserSessionCreate { limits: cynode_tests::session().limits, ..UserSessionCreate::default() };
-        let session = self.through.create_user_session(&request).await.context("creating a session through the orchestrator")?;
-        ensure!(session.state == cynode_api::SessionState::Running, "a session is {}", session.state);
+        let request = UserSessionCreate {
+            limits: cynode_tests::session().limits,
+            ..UserSessionCreate::default()
+        };
+        let session = self
+            .through
+            .create_user_session(&request)
+            .await
+            .context("creating a session through the orchestrator")?;
+        ensure!(
+            session.state == cynode_api::SessionState::Running,
+            "a session is {}",
+            session.state
+        );
         Ok(session.session_id)
     }
 
     /// A gibibyte of output, read as it comes.
     pub async fn pass(&self, session: SessionId) -> Result<Passed> {
         let bytes = 1 << 30;
-        let request = ExecRequest { timeout_ms: 600_000, ..sh(&format!("yes 'a line of output, as programs write them' | head -c {bytes}")) };
+        let request = ExecRequest {
+            timeout_ms: 600_000,
+            ..sh(&format!(
+                "yes 'a line of output, as programs write them' | head -c {bytes}"
+            ))
+        };
         forget_memory_peak(self.orchestrator)?;
         let (before, _) = memory(self.orchestrator)?;
         let reading = async {
@@ -104,20 +140,36 @@ impl Stack {
         let (time, total) = timed(reading).await;
         ensure!(total? == bytes, "not all of it came");
         let (_, peak) = memory(self.orchestrator)?;
-        Ok(Passed { bytes, time, before, peak })
+        Ok(Passed {
+            bytes,
+            time,
+            before,
+            peak,
+        })
     }
 }
 
 /// One short command, to its end.
 pub async fn run_true(client: &WorkerClient, session: SessionId) -> Result<()> {
     let result = client.exec(session, &exec(["true"])).await?;
-    ensure!(result.exit.exit_code == Some(0), "true ended with {:?}", result.exit);
+    ensure!(
+        result.exit.exit_code == Some(0),
+        "true ended with {:?}",
+        result.exit
+    );
     Ok(())
 }
 
 /// The child of the supervisor that runs a role.
 fn child(up: u32, role: &str) -> Result<u32> {
     let children = fs_err::read_to_string(format!("/proc/{up}/task/{up}/children"))?;
-    let is = |pid: &&str| fs_err::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.split(|byte| *byte == 0).nth(1) == Some(role.as_bytes()));
-    Ok(children.split_ascii_whitespace().find(is).with_context(|| format!("no {role} runs"))?.parse()?)
+    let is = |pid: &&str| {
+        fs_err::read(format!("/proc/{pid}/cmdline"))
+            .is_ok_and(|line| line.split(|byte| *byte == 0).nth(1) == Some(role.as_bytes()))
+    };
+    Ok(children
+        .split_ascii_whitespace()
+        .find(is)
+        .with_context(|| format!("no {role} runs"))?
+        .parse()?)
 }

@@ -31,7 +31,12 @@ fn text(bytes: usize) -> Vec<u8> {
     let mut out = Vec::with_capacity(bytes + 100);
     let mut number: u64 = 0;
     while out.len() < bytes {
-        out.extend_from_slice(format!("{number:08} the quick brown fox jumps over the lazy dog \"and\" a tab\there\n").as_bytes());
+        out.extend_from_slice(
+            format!(
+                "{number:08} the quick brown fox jumps over the lazy dog \"and\" a tab\there\n"
+            )
+            .as_bytes(),
+        );
         number += 1;
     }
     out.truncate(bytes);
@@ -52,19 +57,46 @@ fn binary(bytes: usize) -> Vec<u8> {
     out
 }
 
-pub(crate) async fn measure(plan: &Plan, ours: &Ours, session: SessionId, rivals: &Rivals, scratch: &Path) -> Result<Vec<Transfer>> {
+pub(crate) async fn measure(
+    plan: &Plan,
+    ours: &Ours,
+    session: SessionId,
+    rivals: &Rivals,
+    scratch: &Path,
+) -> Result<Vec<Transfer>> {
     let bytes = plan.transfer_bytes;
     let (text_data, binary_data) = (text(bytes), binary(bytes));
     let local = scratch.join("data");
     fs_err::write(&local, &binary_data)?;
     for (name, data) in [("text", &text_data), ("binary", &binary_data)] {
-        ours.client.put_file(session, Path::new(name), data.clone(), &PutOptions::default()).await?;
+        ours.client
+            .put_file(
+                session,
+                Path::new(name),
+                data.clone(),
+                &PutOptions::default(),
+            )
+            .await?;
     }
 
-    let mut stream_text = [Samples::new("session exec, event stream"), Samples::new("podman exec cat")];
-    let mut stream_binary = [Samples::new("session exec, event stream"), Samples::new("podman exec cat")];
-    let mut get = [Samples::new("GET files"), Samples::new("podman exec cat"), Samples::new("podman cp to -")];
-    let mut put = [Samples::new("PUT files"), Samples::new("podman exec -i, cat > file"), Samples::new("podman cp FILE")];
+    let mut stream_text = [
+        Samples::new("session exec, event stream"),
+        Samples::new("podman exec cat"),
+    ];
+    let mut stream_binary = [
+        Samples::new("session exec, event stream"),
+        Samples::new("podman exec cat"),
+    ];
+    let mut get = [
+        Samples::new("GET files"),
+        Samples::new("podman exec cat"),
+        Samples::new("podman cp to -"),
+    ];
+    let mut put = [
+        Samples::new("PUT files"),
+        Samples::new("podman exec -i, cat > file"),
+        Samples::new("podman cp FILE"),
+    ];
     for _ in 0..plan.transfer_rounds {
         for (name, ways) in [("text", &mut stream_text), ("binary", &mut stream_binary)] {
             let (time, count) = timed(stream(ours, session, name)).await;
@@ -78,20 +110,45 @@ pub(crate) async fn measure(plan: &Plan, ours: &Ours, session: SessionId, rivals
         get[1].push(podman_cat(rivals, "binary", bytes)?);
         let started = Instant::now();
         // A tar stream: a little more than the file.
-        let count = drain(rivals.podman().arg("cp").arg(format!("{}:/workspace/binary", rivals.container())).arg("-"))?;
+        let count = drain(
+            rivals
+                .podman()
+                .arg("cp")
+                .arg(format!("{}:/workspace/binary", rivals.container()))
+                .arg("-"),
+        )?;
         ensure!(count >= bytes as u64, "podman cp gave {count} bytes");
         get[2].push(started.elapsed());
 
         let body = binary_data.clone();
-        let (time, written) = timed(ours.client.put_file(session, Path::new("put"), body, &PutOptions::default())).await;
+        let (time, written) =
+            timed(
+                ours.client
+                    .put_file(session, Path::new("put"), body, &PutOptions::default()),
+            )
+            .await;
         written?;
         put[0].push(time);
         let started = Instant::now();
         let file = fs_err::File::open(&local)?.into_parts().0;
-        run(rivals.podman().args(["exec", "--interactive", rivals.container(), "sh", "-c", "cat > /workspace/put-by-exec"]).stdin(Stdio::from(file)))?;
+        run(rivals
+            .podman()
+            .args([
+                "exec",
+                "--interactive",
+                rivals.container(),
+                "sh",
+                "-c",
+                "cat > /workspace/put-by-exec",
+            ])
+            .stdin(Stdio::from(file)))?;
         put[1].push(started.elapsed());
         let started = Instant::now();
-        run(rivals.podman().arg("cp").arg(&local).arg(format!("{}:/workspace/put-by-cp", rivals.container())))?;
+        run(rivals
+            .podman()
+            .arg("cp")
+            .arg(&local)
+            .arg(format!("{}:/workspace/put-by-cp", rivals.container())))?;
         put[2].push(started.elapsed());
     }
     let transfer = |what, ways: Vec<Samples>| Transfer { what, bytes, ways };
@@ -104,18 +161,27 @@ pub(crate) async fn measure(plan: &Plan, ours: &Ours, session: SessionId, rivals
 }
 
 fn whole(count: u64, bytes: usize) -> Result<()> {
-    ensure!(count == bytes as u64, "{count} bytes came instead of {bytes}");
+    ensure!(
+        count == bytes as u64,
+        "{count} bytes came instead of {bytes}"
+    );
     Ok(())
 }
 
 fn podman_cat(rivals: &Rivals, name: &str, bytes: usize) -> Result<Duration> {
     let started = Instant::now();
-    whole(drain(&mut rivals.podman_exec(&["cat", &format!("/workspace/{name}")]))?, bytes)?;
+    whole(
+        drain(&mut rivals.podman_exec(&["cat", &format!("/workspace/{name}")]))?,
+        bytes,
+    )?;
     Ok(started.elapsed())
 }
 
 async fn stream(ours: &Ours, session: SessionId, name: &str) -> Result<u64> {
-    let mut events = ours.client.exec_stream(session, &exec(["cat", name])).await?;
+    let mut events = ours
+        .client
+        .exec_stream(session, &exec(["cat", name]))
+        .await?;
     let mut total = 0;
     while let Some(event) = events.next().await? {
         match event {
@@ -128,7 +194,11 @@ async fn stream(ours: &Ours, session: SessionId, name: &str) -> Result<u64> {
 }
 
 async fn download(ours: &Ours, session: SessionId, name: &str) -> Result<u64> {
-    let mut body = ours.client.get_file(session, Path::new(name)).await.context("reading a file")?;
+    let mut body = ours
+        .client
+        .get_file(session, Path::new(name))
+        .await
+        .context("reading a file")?;
     let mut total = 0;
     while let Some(piece) = body.chunk().await? {
         total += piece.len() as u64;

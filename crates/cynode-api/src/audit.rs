@@ -233,9 +233,17 @@ pub struct AuditVerdict {
     #[serde(default)]
     pub unsigned: u64,
     /// When the oldest of them was made.
-    #[serde(default, with = "time::serde::rfc3339::option", skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        with = "time::serde::rfc3339::option",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub unsigned_since: Option<OffsetDateTime>,
-    #[serde(default, with = "time::serde::rfc3339::option", skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        with = "time::serde::rfc3339::option",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub last_signed_at: Option<OffsetDateTime>,
     /// The key that the checkpoints were verified with.
     pub key: String,
@@ -291,7 +299,10 @@ mod tests {
             result: Some(AuditResult::NotStarted),
             status: Some(403),
             code: Some("denied_by_policy".into()),
-            detail: Map::from_iter([("argv".to_owned(), json!(["make", "\u{1b}[2J"])), ("bytes".to_owned(), json!({"stdout": u64::MAX}))]),
+            detail: Map::from_iter([
+                ("argv".to_owned(), json!(["make", "\u{1b}[2J"])),
+                ("bytes".to_owned(), json!({"stdout": u64::MAX})),
+            ]),
             ..AuditBody::new(AuditKind::Intent, "session.exec")
         }
     }
@@ -300,45 +311,97 @@ mod tests {
     fn a_body_survives_the_wire_with_all_members_and_with_none() {
         for body in [full(), AuditBody::new(AuditKind::Stream, "stream.begin")] {
             let value = serde_json::to_value(&body).expect("bodies serialise");
-            assert_eq!(serde_json::from_value::<AuditBody>(value).expect("bodies parse"), body);
+            assert_eq!(
+                serde_json::from_value::<AuditBody>(value).expect("bodies parse"),
+                body
+            );
         }
     }
 
     #[test]
     fn members_that_are_absent_are_left_out() {
-        let value = serde_json::to_value(AuditBody::new(AuditKind::Event, "node.lost")).expect("bodies serialise");
-        assert_eq!(value, json!({"version": 1, "kind": "event", "action": "node.lost"}));
+        let value = serde_json::to_value(AuditBody::new(AuditKind::Event, "node.lost"))
+            .expect("bodies serialise");
+        assert_eq!(
+            value,
+            json!({"version": 1, "kind": "event", "action": "node.lost"})
+        );
     }
 
     #[test]
     fn a_record_holds_its_body_beside_its_place_and_survives_the_wire() {
-        let at = OffsetDateTime::from_unix_timestamp_nanos(1_750_000_000_123_456_000).expect("a time");
-        let record = AuditRecord { cursor: 7, stream: Uuid::now_v7(), seq: u64::MAX, at, body: full(), hash: "00".repeat(32) };
+        let at =
+            OffsetDateTime::from_unix_timestamp_nanos(1_750_000_000_123_456_000).expect("a time");
+        let record = AuditRecord {
+            cursor: 7,
+            stream: Uuid::now_v7(),
+            seq: u64::MAX,
+            at,
+            body: full(),
+            hash: "00".repeat(32),
+        };
         let value = serde_json::to_value(&record).expect("records serialise");
-        assert_eq!((value["kind"].as_str(), value["seq"].as_u64(), value.get("body")), (Some("intent"), Some(u64::MAX), None));
-        assert_eq!(serde_json::from_str::<AuditRecord>(&value.to_string()).expect("records parse"), record);
+        assert_eq!(
+            (
+                value["kind"].as_str(),
+                value["seq"].as_u64(),
+                value.get("body")
+            ),
+            (Some("intent"), Some(u64::MAX), None)
+        );
+        assert_eq!(
+            serde_json::from_str::<AuditRecord>(&value.to_string()).expect("records parse"),
+            record
+        );
     }
 
     #[test]
     fn a_member_that_is_not_known_yet_does_not_break_a_reader() {
-        let value = json!({"version": 2, "kind": "event", "action": "node.lost", "weather": "rain"});
-        assert_eq!(serde_json::from_value::<AuditBody>(value).expect("bodies parse").version, 2);
+        let value =
+            json!({"version": 2, "kind": "event", "action": "node.lost", "weather": "rain"});
+        assert_eq!(
+            serde_json::from_value::<AuditBody>(value)
+                .expect("bodies parse")
+                .version,
+            2
+        );
     }
 
     #[test]
     fn a_verification_ends_with_its_verdict() {
-        let line: AuditVerifyLine = serde_json::from_value(json!({"checked": 3, "of": 9})).expect("progress parses");
+        let line: AuditVerifyLine =
+            serde_json::from_value(json!({"checked": 3, "of": 9})).expect("progress parses");
         assert_eq!(line, AuditVerifyLine::Progress { checked: 3, of: 9 });
-        let line = serde_json::from_value(json!({"verdict": {"intact": true, "records": 9, "streams": 1, "checkpoints": 2, "truncated": 0, "open": 0,
-            "key": "ed25519:", "problems": [], "more_problems": false}}));
-        assert!(matches!(line.expect("verdicts parse"), AuditVerifyLine::Verdict { verdict } if verdict.intact && verdict.last_signed_at.is_none()));
+        let line = serde_json::from_value(
+            json!({"verdict": {"intact": true, "records": 9, "streams": 1, "checkpoints": 2, "truncated": 0, "open": 0,
+            "key": "ed25519:", "problems": [], "more_problems": false}}),
+        );
+        assert!(
+            matches!(line.expect("verdicts parse"), AuditVerifyLine::Verdict { verdict } if verdict.intact && verdict.last_signed_at.is_none())
+        );
     }
 
     #[test]
     fn words_read_as_they_are_written() {
-        for kind in [AuditKind::Intent, AuditKind::Outcome, AuditKind::Event, AuditKind::Authentication, AuditKind::Stream] {
-            assert_eq!((serde_json::to_value(kind).expect("words serialise"), kind.as_str().parse()), (json!(kind.as_str()), Ok(kind)));
+        for kind in [
+            AuditKind::Intent,
+            AuditKind::Outcome,
+            AuditKind::Event,
+            AuditKind::Authentication,
+            AuditKind::Stream,
+        ] {
+            assert_eq!(
+                (
+                    serde_json::to_value(kind).expect("words serialise"),
+                    kind.as_str().parse()
+                ),
+                (json!(kind.as_str()), Ok(kind))
+            );
         }
-        assert!("NotStarted".parse::<AuditResult>().is_err_and(|error| error.contains("not_started")));
+        assert!(
+            "NotStarted"
+                .parse::<AuditResult>()
+                .is_err_and(|error| error.contains("not_started"))
+        );
     }
 }

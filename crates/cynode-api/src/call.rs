@@ -12,7 +12,8 @@ use time::OffsetDateTime;
 use utoipa::ToSchema;
 
 use crate::{
-    Base64Bytes, CallId, ExecExit, ExecId, FileType, PatchOperation, PatchResult, Session, SessionId, SessionState, SignalName, SignalScope, WorkspaceId,
+    Base64Bytes, CallId, ExecExit, ExecId, FileType, PatchOperation, PatchResult, Session,
+    SessionId, SessionState, SignalName, SignalScope, WorkspaceId,
 };
 
 /// Names a call, by a UUID of its caller's, so that it can be asked for later.
@@ -59,10 +60,18 @@ pub struct Call {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub result: Option<Value>,
     /// With `not_found`: every call that came after this is remembered. So one that was sent later has not come.
-    #[serde(default, with = "time::serde::rfc3339::option", skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        with = "time::serde::rfc3339::option",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub remembered_since: Option<OffsetDateTime>,
     /// With `not_found`: the node's clock, for those who have another.
-    #[serde(default, with = "time::serde::rfc3339::option", skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        with = "time::serde::rfc3339::option",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub now: Option<OffsetDateTime>,
 }
 
@@ -84,7 +93,11 @@ pub struct SessionOutcome {
 
 impl From<&Session> for SessionOutcome {
     fn from(session: &Session) -> Self {
-        Self { session_id: session.session_id, state: session.state, workspace_id: session.workspace_id }
+        Self {
+            session_id: session.session_id,
+            state: session.state,
+            workspace_id: session.workspace_id,
+        }
     }
 }
 
@@ -135,23 +148,38 @@ pub struct FileChange {
 impl FileChange {
     #[must_use]
     pub fn new(path: &[u8]) -> Self {
-        let text = std::str::from_utf8(path).ok().filter(|text| ascii_json(text).len() <= MAX_PATH_TEXT);
-        Self { path: text.map(str::to_owned), path_b64: text.is_none().then(|| Base64Bytes(path.to_vec())), ..Self::default() }
+        let text = std::str::from_utf8(path)
+            .ok()
+            .filter(|text| ascii_json(text).len() <= MAX_PATH_TEXT);
+        Self {
+            path: text.map(str::to_owned),
+            path_b64: text.is_none().then(|| Base64Bytes(path.to_vec())),
+            ..Self::default()
+        }
     }
 
     #[must_use]
     pub fn before(self, sha256: Option<String>) -> Self {
-        Self { sha256_before: sha256, ..self }
+        Self {
+            sha256_before: sha256,
+            ..self
+        }
     }
 
     #[must_use]
     pub fn after(self, sha256: Option<String>) -> Self {
-        Self { sha256_after: sha256, ..self }
+        Self {
+            sha256_after: sha256,
+            ..self
+        }
     }
 
     #[must_use]
     pub fn of_kind(self, kind: FileType) -> Self {
-        Self { kind: (kind != FileType::File).then_some(kind), ..self }
+        Self {
+            kind: (kind != FileType::File).then_some(kind),
+            ..self
+        }
     }
 }
 
@@ -193,7 +221,9 @@ impl FromIterator<FileChange> for FileChanges {
 
 impl From<&PatchResult> for FileChanges {
     fn from(result: &PatchResult) -> Self {
-        let named = |path: &str, bytes: &Option<Base64Bytes>| FileChange::new(bytes.as_ref().map_or(path.as_bytes(), |bytes| &bytes.0));
+        let named = |path: &str, bytes: &Option<Base64Bytes>| {
+            FileChange::new(bytes.as_ref().map_or(path.as_bytes(), |bytes| &bytes.0))
+        };
         let mut changes = Self::default();
         for file in &result.files {
             let (mut before, after) = (file.sha256_before.clone(), file.sha256_after.clone());
@@ -204,7 +234,11 @@ impl From<&PatchResult> for FileChanges {
                     changes.add(named(from, &file.from_b64).before(before));
                 }
             }
-            changes.add(named(&file.path, &file.path_b64).before(before).after(after));
+            changes.add(
+                named(&file.path, &file.path_b64)
+                    .before(before)
+                    .after(after),
+            );
         }
         changes
     }
@@ -239,7 +273,9 @@ mod tests {
     const HASH: &str = "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824";
 
     fn change(path: &[u8]) -> FileChange {
-        FileChange::new(path).before(Some(HASH.to_owned())).after(Some(HASH.to_owned()))
+        FileChange::new(path)
+            .before(Some(HASH.to_owned()))
+            .after(Some(HASH.to_owned()))
     }
 
     #[test]
@@ -249,17 +285,30 @@ mod tests {
             let changes = FileChanges::from_iter([change(&path)]);
             assert_eq!((changes.changes.len(), changes.more), (1, 0), "{byte}");
             let told = &changes.changes[0];
-            let named = told.path.clone().map_or_else(|| told.path_b64.clone().expect("bytes").0, String::into_bytes);
+            let named = told.path.clone().map_or_else(
+                || told.path_b64.clone().expect("bytes").0,
+                String::into_bytes,
+            );
             assert_eq!(named, path);
         }
         let wide = "ü".repeat(MAX_PATH_BYTES / 2);
-        assert_eq!(FileChange::new(wide.as_bytes()).path_b64, Some(Base64Bytes(wide.into_bytes())));
+        assert_eq!(
+            FileChange::new(wide.as_bytes()).path_b64,
+            Some(Base64Bytes(wide.into_bytes()))
+        );
     }
 
     #[test]
     fn what_does_not_fit_is_counted_and_what_is_told_is_the_beginning() {
-        let changes: FileChanges = (0..1_000).map(|number| change(format!("file-{number}").as_bytes())).collect();
-        assert!(changes.changes.len() > 30 && ascii_json(&changes).len() <= call_limits::MAX_RESULT_BYTES, "{}", changes.changes.len());
+        let changes: FileChanges = (0..1_000)
+            .map(|number| change(format!("file-{number}").as_bytes()))
+            .collect();
+        assert!(
+            changes.changes.len() > 30
+                && ascii_json(&changes).len() <= call_limits::MAX_RESULT_BYTES,
+            "{}",
+            changes.changes.len()
+        );
         assert_eq!(changes.changes.len() as u64 + changes.more, 1_000);
         for (number, change) in changes.changes.iter().enumerate() {
             assert_eq!(change.path, Some(format!("file-{number}")));
@@ -270,10 +319,26 @@ mod tests {
     #[test]
     fn a_change_says_only_what_is_known_of_it() {
         let value = |change: FileChange| serde_json::to_value(change).expect("changes serialise");
-        assert_eq!(value(FileChange::new(b"a")), serde_json::json!({ "path": "a" }));
-        assert_eq!(value(FileChange::new(b"a").of_kind(FileType::File).after(Some(HASH.to_owned()))), serde_json::json!({ "path": "a", "sha256_after": HASH }));
-        assert_eq!(value(FileChange::new(b"\xff").of_kind(FileType::Dir)), serde_json::json!({ "path_b64": "/w==", "type": "dir" }));
-        assert_eq!(serde_json::to_value(FileChanges::default()).expect("changes serialise"), serde_json::json!({ "changes": [], "more": 0 }));
+        assert_eq!(
+            value(FileChange::new(b"a")),
+            serde_json::json!({ "path": "a" })
+        );
+        assert_eq!(
+            value(
+                FileChange::new(b"a")
+                    .of_kind(FileType::File)
+                    .after(Some(HASH.to_owned()))
+            ),
+            serde_json::json!({ "path": "a", "sha256_after": HASH })
+        );
+        assert_eq!(
+            value(FileChange::new(b"\xff").of_kind(FileType::Dir)),
+            serde_json::json!({ "path_b64": "/w==", "type": "dir" })
+        );
+        assert_eq!(
+            serde_json::to_value(FileChanges::default()).expect("changes serialise"),
+            serde_json::json!({ "changes": [], "more": 0 })
+        );
     }
 
     #[test]
@@ -287,11 +352,26 @@ mod tests {
             from: from.map(str::to_owned),
             from_b64: None,
         };
-        let of = |file| FileChanges::from(&PatchResult { files: vec![file], ..PatchResult::default() }).changes;
+        let of = |file| {
+            FileChanges::from(&PatchResult {
+                files: vec![file],
+                ..PatchResult::default()
+            })
+            .changes
+        };
         let text = |text: &str| Some(text.to_owned());
-        assert_eq!(of(file(PatchOperation::Modify, None)), [FileChange::new(b"new").before(text("b")).after(text("a"))]);
-        assert_eq!(of(file(PatchOperation::Copy, Some("old"))), [FileChange::new(b"new").after(text("a"))]);
-        let renamed = [FileChange::new(b"old").before(text("b")), FileChange::new(b"new").after(text("a"))];
+        assert_eq!(
+            of(file(PatchOperation::Modify, None)),
+            [FileChange::new(b"new").before(text("b")).after(text("a"))]
+        );
+        assert_eq!(
+            of(file(PatchOperation::Copy, Some("old"))),
+            [FileChange::new(b"new").after(text("a"))]
+        );
+        let renamed = [
+            FileChange::new(b"old").before(text("b")),
+            FileChange::new(b"new").after(text("a")),
+        ];
         assert_eq!(of(file(PatchOperation::Rename, Some("old"))), renamed);
     }
 

@@ -17,7 +17,10 @@ impl Serialize for Base64Bytes {
 impl<'de> Deserialize<'de> for Base64Bytes {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = std::borrow::Cow::<'de, str>::deserialize(deserializer)?;
-        STANDARD.decode(text.as_bytes()).map(Self).map_err(|error| D::Error::custom(format_args!("not base64: {error}")))
+        STANDARD
+            .decode(text.as_bytes())
+            .map(Self)
+            .map_err(|error| D::Error::custom(format_args!("not base64: {error}")))
     }
 }
 
@@ -27,8 +30,14 @@ pub fn encode_streams(stdout: Vec<u8>, stderr: Vec<u8>) -> (String, String, &'st
     match (String::from_utf8(stdout), String::from_utf8(stderr)) {
         (Ok(stdout), Ok(stderr)) => (stdout, stderr, "utf-8"),
         (stdout, stderr) => {
-            let bytes = |stream: Result<String, std::string::FromUtf8Error>| stream.map_or_else(std::string::FromUtf8Error::into_bytes, String::into_bytes);
-            (STANDARD.encode(bytes(stdout)), STANDARD.encode(bytes(stderr)), "base64")
+            let bytes = |stream: Result<String, std::string::FromUtf8Error>| {
+                stream.map_or_else(std::string::FromUtf8Error::into_bytes, String::into_bytes)
+            };
+            (
+                STANDARD.encode(bytes(stdout)),
+                STANDARD.encode(bytes(stderr)),
+                "base64",
+            )
         }
     }
 }

@@ -91,7 +91,8 @@ pub struct ExecForm {
 pub fn exec_form(boundary: &str, request: &[u8]) -> (Vec<u8>, Vec<u8>) {
     let mut head = format!("--{boundary}\r\nContent-Disposition: form-data; name=\"request\"\r\nContent-Type: application/json\r\n\r\n").into_bytes();
     head.extend_from_slice(request);
-    let stdin = "Content-Disposition: form-data; name=\"stdin\"\r\nContent-Type: application/octet-stream";
+    let stdin =
+        "Content-Disposition: form-data; name=\"stdin\"\r\nContent-Type: application/octet-stream";
     head.extend_from_slice(format!("\r\n--{boundary}\r\n{stdin}\r\n\r\n").as_bytes());
     (head, format!("\r\n--{boundary}--\r\n").into_bytes())
 }
@@ -295,13 +296,20 @@ impl SignalName {
     /// The name of a signal number, as answers carry it; real-time signals by number.
     #[must_use]
     pub fn name_of(number: i32) -> String {
-        SIGNALS.iter().find(|(_, n)| *n == number).map_or_else(|| number.to_string(), |(name, _)| (*name).to_owned())
+        SIGNALS
+            .iter()
+            .find(|(_, n)| *n == number)
+            .map_or_else(|| number.to_string(), |(name, _)| (*name).to_owned())
     }
 
     /// The number of a signal's name, as answers carry it.
     #[must_use]
     pub fn number_of(name: &str) -> Option<i32> {
-        SIGNALS.iter().find(|(n, _)| *n == name).map(|(_, number)| *number).or_else(|| name.parse().ok())
+        SIGNALS
+            .iter()
+            .find(|(n, _)| *n == name)
+            .map(|(_, number)| *number)
+            .or_else(|| name.parse().ok())
     }
 }
 
@@ -314,7 +322,9 @@ impl std::str::FromStr for SignalName {
             .iter()
             .find(|(n, _)| *n == name)
             .map(|(_, number)| Self(*number))
-            .ok_or_else(|| format!("unknown signal '{text}'; use a name such as TERM, KILL, INT, HUP, USR1"))
+            .ok_or_else(|| {
+                format!("unknown signal '{text}'; use a name such as TERM, KILL, INT, HUP, USR1")
+            })
     }
 }
 
@@ -326,7 +336,9 @@ impl Serialize for SignalName {
 
 impl<'de> Deserialize<'de> for SignalName {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        std::borrow::Cow::<'de, str>::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+        std::borrow::Cow::<'de, str>::deserialize(deserializer)?
+            .parse()
+            .map_err(serde::de::Error::custom)
     }
 }
 
@@ -393,7 +405,10 @@ mod tests {
                 timed_out: false,
                 oom_killed: false,
                 bytes: Bytes::default(),
-                sha256: Some(StreamHashes { stdout: "aa".into(), stderr: "bb".into() }),
+                sha256: Some(StreamHashes {
+                    stdout: "aa".into(),
+                    stderr: "bb".into(),
+                }),
                 duration_ms: 1,
                 via: ExecVia::Agent,
                 lost: false,
@@ -407,7 +422,13 @@ mod tests {
         let value = serde_json::to_value(&result).expect("results serialise");
         assert_eq!(value["exit_code"], 0);
         assert_eq!(value["via"], "agent");
-        assert_eq!((&value["bytes"]["stdout"], &value["sha256"]["stderr"]), (&0.into(), &"bb".into()));
-        assert_eq!(serde_json::from_value::<ExecResult>(value).expect("results parse"), result);
+        assert_eq!(
+            (&value["bytes"]["stdout"], &value["sha256"]["stderr"]),
+            (&0.into(), &"bb".into())
+        );
+        assert_eq!(
+            serde_json::from_value::<ExecResult>(value).expect("results parse"),
+            result
+        );
     }
 }

@@ -31,7 +31,10 @@ pub struct Flags {
     pub flagged_total: u64,
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+#[expect(
+    clippy::trivially_copy_pass_by_ref,
+    reason = "serde passes a reference"
+)]
 fn is_zero(count: &u64) -> bool {
     *count == 0
 }
@@ -46,9 +49,14 @@ impl Flags {
     pub fn add(&mut self, path: &str, shape: &str) {
         self.flagged_total += 1;
         let named: usize = self.flagged.iter().map(|file| file.path.len()).sum();
-        if self.flagged.len() < flagged_limits::MAX_FILES && named + path.len() <= flagged_limits::MAX_PATH_BYTES {
+        if self.flagged.len() < flagged_limits::MAX_FILES
+            && named + path.len() <= flagged_limits::MAX_PATH_BYTES
+        {
             // Neither the database nor a record can hold the character NUL.
-            self.flagged.push(FlaggedFile { path: path.replace('\0', "\u{fffd}"), shape: shape.to_owned() });
+            self.flagged.push(FlaggedFile {
+                path: path.replace('\0', "\u{fffd}"),
+                shape: shape.to_owned(),
+            });
         }
     }
 }
@@ -72,11 +80,17 @@ mod tests {
         }
         assert_eq!((flags.flagged.len(), flags.flagged_total), (100, 101));
         let mut flags = Flags::default();
-        flags.add(&"x".repeat(flagged_limits::MAX_PATH_BYTES - 1), "a private key");
+        flags.add(
+            &"x".repeat(flagged_limits::MAX_PATH_BYTES - 1),
+            "a private key",
+        );
         flags.add("yy", "a private key");
         flags.add("y", "a private key");
         flags.add("z", "a private key");
         assert_eq!((flags.flagged.len(), flags.flagged_total), (2, 4));
-        assert_eq!(serde_json::to_value(Flags::default()).expect("serialises"), serde_json::json!({}));
+        assert_eq!(
+            serde_json::to_value(Flags::default()).expect("serialises"),
+            serde_json::json!({})
+        );
     }
 }

@@ -39,7 +39,11 @@ impl std::str::FromStr for TokenKind {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        serde_json::from_value(text.into()).map_err(|_| format!("unknown kind '{text}'; known are user, project_manager, project_analyst, sandbox"))
+        serde_json::from_value(text.into()).map_err(|_| {
+            format!(
+                "unknown kind '{text}'; known are user, project_manager, project_analyst, sandbox"
+            )
+        })
     }
 }
 

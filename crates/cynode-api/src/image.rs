@@ -80,7 +80,9 @@ impl ImageVersion {
     /// Whether sessions and agents' jobs can use it; `None` until a node has inspected it.
     #[must_use]
     pub fn agent_compatible(&self) -> Option<bool> {
-        self.capabilities.get("agent_compatible").map(|value| *value == Value::Bool(true))
+        self.capabilities
+            .get("agent_compatible")
+            .map(|value| *value == Value::Bool(true))
     }
 }
 

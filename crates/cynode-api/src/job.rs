@@ -39,7 +39,11 @@ pub struct JobSandbox {
     pub timeout_seconds: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_policy: Option<NetworkPolicy>,
-    #[serde(default, deserialize_with = "crate::session::object_only", skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        deserialize_with = "crate::session::object_only",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub limits: Option<LimitsRequest>,
 }
 
@@ -91,7 +95,13 @@ pub struct JobOutput {
 
 impl Default for JobOutput {
     fn default() -> Self {
-        Self { stdout: String::new(), stderr: String::new(), encoding: "utf-8".to_owned(), truncated: Truncated::default(), truncated_by: None }
+        Self {
+            stdout: String::new(),
+            stderr: String::new(),
+            encoding: "utf-8".to_owned(),
+            truncated: Truncated::default(),
+            truncated_by: None,
+        }
     }
 }
 
@@ -153,7 +163,11 @@ pub struct JobCreate {
     pub env: BTreeMap<String, String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub timeout_seconds: Option<u64>,
-    #[serde(default, deserialize_with = "crate::session::object_only", skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        deserialize_with = "crate::session::object_only",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub limits: Option<LimitsRequest>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_policy: Option<NetworkPolicy>,
@@ -189,7 +203,12 @@ pub mod job_limits {
 impl JobRun {
     /// A plain command with defaults for everything that has one.
     #[must_use]
-    pub fn command<S: Into<String>>(task_id: TaskId, job_id: JobId, image_ref: impl Into<String>, command: impl IntoIterator<Item = S>) -> Self {
+    pub fn command<S: Into<String>>(
+        task_id: TaskId,
+        job_id: JobId,
+        image_ref: impl Into<String>,
+        command: impl IntoIterator<Item = S>,
+    ) -> Self {
         let sandbox = JobSandbox {
             image_ref: image_ref.into(),
             image_digest: None,
@@ -200,7 +219,13 @@ impl JobRun {
             network_policy: None,
             limits: None,
         };
-        Self { version: Some(crate::API_VERSION), task_id, job_id, sandbox, job: None }
+        Self {
+            version: Some(crate::API_VERSION),
+            task_id,
+            job_id,
+            sandbox,
+            job: None,
+        }
     }
 }
 

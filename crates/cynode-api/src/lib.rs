@@ -25,45 +25,57 @@ mod work;
 
 pub use artifact::{Artifact, artifact_limits};
 pub use audit::{
-    AUDIT_VERSION, AuditBody, AuditCheckpoints, AuditDecision, AuditKind, AuditPage, AuditProblem, AuditRecord, AuditResult, AuditSubject, AuditVerdict,
-    AuditVerifyLine, MAX_AUDIT_PROBLEMS,
+    AUDIT_VERSION, AuditBody, AuditCheckpoints, AuditDecision, AuditKind, AuditPage, AuditProblem,
+    AuditRecord, AuditResult, AuditSubject, AuditVerdict, AuditVerifyLine, MAX_AUDIT_PROBLEMS,
 };
 pub use call::{
-    CALL_HEADER, Call, CallState, ExecOutcome, FileChange, FileChanges, RESULT_HEADER, SessionOutcome, SignalOutcome, StdinOf, StdinOutcome, ascii_json,
-    call_limits,
+    CALL_HEADER, Call, CallState, ExecOutcome, FileChange, FileChanges, RESULT_HEADER,
+    SessionOutcome, SignalOutcome, StdinOf, StdinOutcome, ascii_json, call_limits,
 };
 pub use encoding::{Base64Bytes, encode_streams};
 pub use event::{Event, EventPage, event_limits};
 pub use exec::{
-    Bytes, Chunk, Exec, ExecAccepted, ExecExit, ExecForm, ExecRequest, ExecResult, ExecState, ExecVia, OutputPage, SignalExec, SignalName, SignalScope,
-    SignalSession, StdinWrite, Stream, StreamEvent, StreamHashes, Truncated, exec_form, exec_limits,
+    Bytes, Chunk, Exec, ExecAccepted, ExecExit, ExecForm, ExecRequest, ExecResult, ExecState,
+    ExecVia, OutputPage, SignalExec, SignalName, SignalScope, SignalSession, StdinWrite, Stream,
+    StreamEvent, StreamHashes, Truncated, exec_form, exec_limits,
 };
 pub use files::{
-    ExportFormat, ExportRequest, FileEntry, FileType, FileWritten, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchOperation, PatchReject,
-    PatchRequest, PatchResult, PatchedFile, SearchMatch, SearchRequest, SearchResult, file_limits, json_text_bytes,
+    ExportFormat, ExportRequest, FileEntry, FileType, FileWritten, ListRequest, ListResult,
+    MkdirRequest, MoveRequest, PatchOperation, PatchReject, PatchRequest, PatchResult, PatchedFile,
+    SearchMatch, SearchRequest, SearchResult, file_limits, json_text_bytes,
 };
 pub use flagged::{FlaggedFile, Flags, ImportResult, flagged_limits};
-pub use identity::{DEFAULT_TOKEN_SECONDS, Group, GroupCreate, MAX_TOKEN_SECONDS, TOKEN_PREFIX, Token, TokenCreate, TokenCreated, TokenKind, User, UserCreate};
+pub use identity::{
+    DEFAULT_TOKEN_SECONDS, Group, GroupCreate, MAX_TOKEN_SECONDS, TOKEN_PREFIX, Token, TokenCreate,
+    TokenCreated, TokenKind, User, UserCreate,
+};
 pub use ids::{
-    ArtifactId, CallId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId, SandboxId, SessionId, TaskId, TokenId, UserId, WorkspaceId,
+    ArtifactId, CallId, ExecId, GroupId, ImageId, ImageVersionId, JobId, NodeId, ProjectId,
+    SandboxId, SessionId, TaskId, TokenId, UserId, WorkspaceId,
 };
 pub use image::{Image, ImageCreate, ImagePatch, ImageState, ImageVersion, LocalImages};
-pub use job::{Job, JobAck, JobCreate, JobError, JobOutput, JobRun, JobSandbox, JobState, JobStop, Retry, job_limits};
+pub use job::{
+    Job, JobAck, JobCreate, JobError, JobOutput, JobRun, JobSandbox, JobState, JobStop, Retry,
+    job_limits,
+};
 pub use node::{
-    Capability, Excess, Heartbeat, HeartbeatAnswer, LargestLimits, LocalImage, NewTokens, Node, NodeConfig, NodeDrain, NodeKeyCreate, NodeKeyCreated,
-    NodeRegister, NodeRegistered, NodeState,
+    Capability, Excess, Heartbeat, HeartbeatAnswer, LargestLimits, LocalImage, NewTokens, Node,
+    NodeConfig, NodeDrain, NodeKeyCreate, NodeKeyCreated, NodeRegister, NodeRegistered, NodeState,
 };
 pub use policy::{Policy, PolicyPut, PolicyRule, PolicyTest, PolicyVerdict};
 pub use problem::{ErrorCode, Problem};
 pub use session::{
-    Limits, LimitsRequest, NetworkPolicy, Page, Session, SessionCreate, SessionEnd, SessionPatch, SessionState, Unenforced, UserSessionCreate,
-    WorkspaceDisposal, WorkspaceRef, session_limits,
+    Limits, LimitsRequest, NetworkPolicy, Page, Session, SessionCreate, SessionEnd, SessionPatch,
+    SessionState, Unenforced, UserSessionCreate, WorkspaceDisposal, WorkspaceRef, session_limits,
 };
 pub use setting::{
-    ALLOW_PM_IMAGES, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope, QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOX_CPUS,
-    QUOTA_SANDBOX_MEMORY_BYTES, QUOTA_SANDBOX_PIDS, QUOTA_SANDBOXES, SECRET_SHAPES, Setting, ValueKind, ValuePut,
+    ALLOW_PM_IMAGES, DEFAULT_IMAGE_KEY, KEYS, Key, Preference, PreferenceScope,
+    QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOX_CPUS, QUOTA_SANDBOX_MEMORY_BYTES,
+    QUOTA_SANDBOX_PIDS, QUOTA_SANDBOXES, SECRET_SHAPES, Setting, ValueKind, ValuePut,
 };
-pub use work::{Project, ProjectCreate, ProjectPatch, Task, TaskCreate, TaskPatch, TaskStatus, text_limits};
+pub use work::{
+    Project, ProjectCreate, ProjectPatch, Task, TaskCreate, TaskPatch, TaskStatus, text_limits,
+};
 
 /// The version that Worker API bodies carry.
 pub const API_VERSION: u32 = 1;

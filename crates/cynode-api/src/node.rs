@@ -54,21 +54,41 @@ impl LargestLimits {
     /// The first limit that a request names and that is larger than these. What it does not name fits every node.
     #[must_use]
     pub fn excess_of(&self, request: LimitsRequest) -> Option<Excess> {
-        let LimitsRequest { memory_bytes, cpus, pids, .. } = request;
-        let named = Limits { memory_bytes: memory_bytes.unwrap_or(0), cpus: cpus.unwrap_or(0.0), pids: pids.unwrap_or(0), ..Limits::default() };
+        let LimitsRequest {
+            memory_bytes,
+            cpus,
+            pids,
+            ..
+        } = request;
+        let named = Limits {
+            memory_bytes: memory_bytes.unwrap_or(0),
+            cpus: cpus.unwrap_or(0.0),
+            pids: pids.unwrap_or(0),
+            ..Limits::default()
+        };
         self.excess(&named)
     }
 
     /// The first limit that is larger than these.
     #[must_use]
     pub fn excess(&self, limits: &Limits) -> Option<Excess> {
-        let Self { memory_bytes, cpus, pids } = *self;
+        let Self {
+            memory_bytes,
+            cpus,
+            pids,
+        } = *self;
         let beyond = [
-            (limits.memory_bytes > memory_bytes, "memory_bytes", format!("{memory_bytes} bytes of memory")),
+            (
+                limits.memory_bytes > memory_bytes,
+                "memory_bytes",
+                format!("{memory_bytes} bytes of memory"),
+            ),
             (limits.cpus > cpus, "cpus", format!("{cpus} processors")),
             (limits.pids > pids, "pids", format!("{pids} processes")),
         ];
-        beyond.into_iter().find_map(|(is_beyond, limit, most)| is_beyond.then_some(Excess { limit, most }))
+        beyond
+            .into_iter()
+            .find_map(|(is_beyond, limit, most)| is_beyond.then_some(Excess { limit, most }))
     }
 }
 

@@ -74,7 +74,11 @@ pub struct PolicyTest {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub pty: bool,
     /// The limits that a session or a job asks for.
-    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "crate::session::object_only")]
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "crate::session::object_only"
+    )]
     pub limits: Option<LimitsRequest>,
     /// What kind of token is to be made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -100,13 +104,24 @@ mod tests {
 
     #[test]
     fn a_misspelt_question_is_refused() {
-        assert!(serde_json::from_value::<PolicyTest>(json!({"action": "file.read", "pth": "/etc"})).is_err());
+        assert!(
+            serde_json::from_value::<PolicyTest>(json!({"action": "file.read", "pth": "/etc"}))
+                .is_err()
+        );
         assert!(serde_json::from_value::<PolicyPut>(json!({"text": "", "if_revison": 1})).is_err());
     }
 
     #[test]
     fn a_question_says_only_what_it_asks() {
-        let test = PolicyTest { user: Some("ada".into()), action: "file.read".into(), path: Some("/etc".into()), ..PolicyTest::default() };
-        assert_eq!(serde_json::to_value(&test).expect("questions serialise"), json!({"user": "ada", "action": "file.read", "path": "/etc"}));
+        let test = PolicyTest {
+            user: Some("ada".into()),
+            action: "file.read".into(),
+            path: Some("/etc".into()),
+            ..PolicyTest::default()
+        };
+        assert_eq!(
+            serde_json::to_value(&test).expect("questions serialise"),
+            json!({"user": "ada", "action": "file.read", "path": "/etc"})
+        );
     }
 }

@@ -188,29 +188,53 @@ mod tests {
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), ErrorCode::ALL.len());
-        assert!(ErrorCode::ALL.iter().all(|code| (400..600).contains(&code.status()) && code.remedy().ends_with('.')));
+        assert!(
+            ErrorCode::ALL
+                .iter()
+                .all(|code| (400..600).contains(&code.status()) && code.remedy().ends_with('.'))
+        );
     }
 
     #[test]
     fn a_detail_that_repeats_much_is_cut_in_its_middle() {
-        let problem = Problem::new(ErrorCode::InvalidRequest, format!("kind: unknown `{}`, expected `user`", "ü".repeat(100_000)));
-        assert!(problem.detail.chars().count() < 1_000 && problem.detail.starts_with("kind:") && problem.detail.ends_with("expected `user`"));
+        let problem = Problem::new(
+            ErrorCode::InvalidRequest,
+            format!("kind: unknown `{}`, expected `user`", "ü".repeat(100_000)),
+        );
+        assert!(
+            problem.detail.chars().count() < 1_000
+                && problem.detail.starts_with("kind:")
+                && problem.detail.ends_with("expected `user`")
+        );
     }
 
     #[test]
     fn the_page_of_errors_is_complete_and_true() {
         let page = include_str!("../../../docs/errors.md");
         for code in ErrorCode::ALL {
-            let row = format!("| `{code}` | {} | {} | {} |", code.status(), code.title(), code.remedy());
+            let row = format!(
+                "| `{code}` | {} | {} | {} |",
+                code.status(),
+                code.title(),
+                code.remedy()
+            );
             assert!(page.contains(&row), "docs/errors.md lacks the row {row}");
         }
     }
 
     #[test]
     fn a_problem_survives_the_wire_with_its_extensions() {
-        let problem = Problem::new(ErrorCode::ExecFailed, "no such command").with("errno", "ENOENT");
+        let problem =
+            Problem::new(ErrorCode::ExecFailed, "no such command").with("errno", "ENOENT");
         let text = serde_json::to_string(&problem).expect("problems serialise");
-        assert!(text.contains(r#""type":"urn:cynode:error:exec_failed""#) && text.contains(r#""errno":"ENOENT""#), "{text}");
-        assert_eq!(serde_json::from_str::<Problem>(&text).expect("problems parse"), problem);
+        assert!(
+            text.contains(r#""type":"urn:cynode:error:exec_failed""#)
+                && text.contains(r#""errno":"ENOENT""#),
+            "{text}"
+        );
+        assert_eq!(
+            serde_json::from_str::<Problem>(&text).expect("problems parse"),
+            problem
+        );
     }
 }

@@ -44,7 +44,11 @@ pub struct SessionCreate {
     pub workspace_ref: Option<WorkspaceRef>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
-    #[serde(default, deserialize_with = "object_only", skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        deserialize_with = "object_only",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub limits: Option<LimitsRequest>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_policy: Option<NetworkPolicy>,
@@ -98,7 +102,11 @@ pub struct UserSessionCreate {
     pub workspace_ref: Option<WorkspaceRef>,
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub env: BTreeMap<String, String>,
-    #[serde(default, deserialize_with = "object_only", skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        deserialize_with = "object_only",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub limits: Option<LimitsRequest>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network_policy: Option<NetworkPolicy>,
@@ -156,7 +164,9 @@ impl std::str::FromStr for WorkspaceRef {
             Some(("artifact", id)) => id.parse().ok().map(Self::Artifact),
             _ => None,
         };
-        found.ok_or_else(|| "workspace_ref must be 'new', 'workspace:<uuid>' or 'artifact:<uuid>'".to_owned())
+        found.ok_or_else(|| {
+            "workspace_ref must be 'new', 'workspace:<uuid>' or 'artifact:<uuid>'".to_owned()
+        })
     }
 }
 
@@ -168,7 +178,9 @@ impl Serialize for WorkspaceRef {
 
 impl<'de> Deserialize<'de> for WorkspaceRef {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        std::borrow::Cow::<'de, str>::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+        std::borrow::Cow::<'de, str>::deserialize(deserializer)?
+            .parse()
+            .map_err(serde::de::Error::custom)
     }
 }
 
@@ -203,7 +215,9 @@ impl LimitsRequest {
 }
 
 /// An object within a request. A list would be taken for its fields in order, which is nobody's intention.
-pub(crate) fn object_only<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
+pub(crate) fn object_only<'de, D: Deserializer<'de>, T: Deserialize<'de>>(
+    deserializer: D,
+) -> Result<Option<T>, D::Error> {
     struct Object<T>(PhantomData<T>);
 
     impl<'de, T: Deserialize<'de>> Visitor<'de> for Object<T> {
@@ -217,7 +231,10 @@ pub(crate) fn object_only<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deseri
             Ok(None)
         }
 
-        fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        fn visit_some<D: Deserializer<'de>>(
+            self,
+            deserializer: D,
+        ) -> Result<Self::Value, D::Error> {
             deserializer.deserialize_map(self)
         }
 
@@ -242,7 +259,13 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        Self { memory_bytes: 2 << 30, cpus: 1.0, pids: 512, disk_bytes: 10 << 30, nofile: 1024 }
+        Self {
+            memory_bytes: 2 << 30,
+            cpus: 1.0,
+            pids: 512,
+            disk_bytes: 10 << 30,
+            nofile: 1024,
+        }
     }
 }
 
@@ -311,7 +334,11 @@ impl std::str::FromStr for SessionState {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        serde_json::from_value(text.into()).map_err(|_| format!("unknown state '{text}'; known are creating, running, ending, ended, failed, lost"))
+        serde_json::from_value(text.into()).map_err(|_| {
+            format!(
+                "unknown state '{text}'; known are creating, running, ending, ended, failed, lost"
+            )
+        })
     }
 }
 
@@ -393,17 +420,30 @@ mod tests {
     fn a_workspace_ref_is_new_or_names_a_workspace() {
         let id = WorkspaceId::generate();
         assert_eq!("new".parse(), Ok(WorkspaceRef::New));
-        assert_eq!(format!("workspace:{id}").parse(), Ok(WorkspaceRef::Workspace(id)));
+        assert_eq!(
+            format!("workspace:{id}").parse(),
+            Ok(WorkspaceRef::Workspace(id))
+        );
         let id = ArtifactId::generate();
-        assert_eq!(format!("artifact:{id}").parse(), Ok(WorkspaceRef::Artifact(id)));
-        assert_eq!(WorkspaceRef::Artifact(id).to_string(), format!("artifact:{id}"));
+        assert_eq!(
+            format!("artifact:{id}").parse(),
+            Ok(WorkspaceRef::Artifact(id))
+        );
+        assert_eq!(
+            WorkspaceRef::Artifact(id).to_string(),
+            format!("artifact:{id}")
+        );
         assert!("workspace:nonsense".parse::<WorkspaceRef>().is_err());
         assert!("/etc".parse::<WorkspaceRef>().is_err());
     }
 
     #[test]
     fn an_unknown_field_in_a_request_is_refused() {
-        let body = format!(r#"{{"task_id":"{}","session_id":"{}","image_ref":"default","memory":1}}"#, TaskId::generate(), SessionId::generate());
+        let body = format!(
+            r#"{{"task_id":"{}","session_id":"{}","image_ref":"default","memory":1}}"#,
+            TaskId::generate(),
+            SessionId::generate()
+        );
         let error = serde_json::from_str::<SessionCreate>(&body).expect_err("unknown field");
         assert!(error.to_string().contains("memory"), "{error}");
     }
@@ -411,11 +451,31 @@ mod tests {
     #[test]
     fn limits_are_an_object_and_not_a_list() {
         let body = |limits: &str| {
-            format!(r#"{{"task_id":"{}","session_id":"{}","image_ref":"default","limits":{limits}}}"#, TaskId::generate(), SessionId::generate())
+            format!(
+                r#"{{"task_id":"{}","session_id":"{}","image_ref":"default","limits":{limits}}}"#,
+                TaskId::generate(),
+                SessionId::generate()
+            )
         };
         assert!(serde_json::from_str::<SessionCreate>(&body("[1,2,3,4,5]")).is_err());
-        assert!(serde_json::from_str::<SessionCreate>(&body(r#"{"pids":20,"pid":3}"#)).expect_err("unknown").to_string().contains("pid"));
-        assert_eq!(serde_json::from_str::<SessionCreate>(&body(r#"{"pids":20}"#)).expect("valid").limits.and_then(|limits| limits.pids), Some(20));
-        assert_eq!(serde_json::from_str::<SessionCreate>(&body("null")).expect("valid").limits, None);
+        assert!(
+            serde_json::from_str::<SessionCreate>(&body(r#"{"pids":20,"pid":3}"#))
+                .expect_err("unknown")
+                .to_string()
+                .contains("pid")
+        );
+        assert_eq!(
+            serde_json::from_str::<SessionCreate>(&body(r#"{"pids":20}"#))
+                .expect("valid")
+                .limits
+                .and_then(|limits| limits.pids),
+            Some(20)
+        );
+        assert_eq!(
+            serde_json::from_str::<SessionCreate>(&body("null"))
+                .expect("valid")
+                .limits,
+            None
+        );
     }
 }

@@ -30,7 +30,9 @@ impl ValueKind {
     /// Says what is wrong with a value, when something is.
     pub fn check(self, value: &Value) -> Result<(), &'static str> {
         match (self, value) {
-            (Self::Special, _) | (Self::Boolean, Value::Bool(_)) | (Self::Text, Value::String(_)) => Ok(()),
+            (Self::Special, _)
+            | (Self::Boolean, Value::Bool(_))
+            | (Self::Text, Value::String(_)) => Ok(()),
             (Self::Objects, Value::Array(items)) if items.iter().all(Value::is_object) => Ok(()),
             (Self::Count, value) if value.as_i64().is_some_and(|number| number >= 0) => Ok(()),
             (Self::Count, _) => Err("must be a whole number that is not negative"),
@@ -60,21 +62,81 @@ pub const SECRET_SHAPES: &str = "secrets.shapes";
 
 /// The keys whose type is known. Others may be used and take any value.
 pub const KEYS: &[Key] = &[
-    Key { name: ALLOW_PM_IMAGES, kind: ValueKind::Boolean, is_setting: true },
-    Key { name: DEFAULT_IMAGE_KEY, kind: ValueKind::Text, is_setting: true },
-    Key { name: "sandbox_images.registries", kind: ValueKind::Objects, is_setting: false },
-    Key { name: "sandbox_images.registry.mode", kind: ValueKind::Text, is_setting: false },
-    Key { name: "sandbox_images.nodes.prefer_cached_images", kind: ValueKind::Boolean, is_setting: false },
-    Key { name: "sandbox_images.allow_public_internet", kind: ValueKind::Boolean, is_setting: false },
-    Key { name: "sandbox_images.require_digest_pinning", kind: ValueKind::Boolean, is_setting: false },
-    Key { name: "agents.sandbox_agent.additional_context", kind: ValueKind::Text, is_setting: false },
-    Key { name: SECRET_SHAPES, kind: ValueKind::Special, is_setting: false },
-    Key { name: QUOTA_SANDBOXES, kind: ValueKind::Count, is_setting: false },
-    Key { name: QUOTA_CPU_SECONDS, kind: ValueKind::Count, is_setting: false },
-    Key { name: QUOTA_SANDBOX_MEMORY_BYTES, kind: ValueKind::Count, is_setting: false },
-    Key { name: QUOTA_SANDBOX_CPUS, kind: ValueKind::Count, is_setting: false },
-    Key { name: QUOTA_SANDBOX_PIDS, kind: ValueKind::Count, is_setting: false },
-    Key { name: QUOTA_ARTIFACT_BYTES, kind: ValueKind::Count, is_setting: false },
+    Key {
+        name: ALLOW_PM_IMAGES,
+        kind: ValueKind::Boolean,
+        is_setting: true,
+    },
+    Key {
+        name: DEFAULT_IMAGE_KEY,
+        kind: ValueKind::Text,
+        is_setting: true,
+    },
+    Key {
+        name: "sandbox_images.registries",
+        kind: ValueKind::Objects,
+        is_setting: false,
+    },
+    Key {
+        name: "sandbox_images.registry.mode",
+        kind: ValueKind::Text,
+        is_setting: false,
+    },
+    Key {
+        name: "sandbox_images.nodes.prefer_cached_images",
+        kind: ValueKind::Boolean,
+        is_setting: false,
+    },
+    Key {
+        name: "sandbox_images.allow_public_internet",
+        kind: ValueKind::Boolean,
+        is_setting: false,
+    },
+    Key {
+        name: "sandbox_images.require_digest_pinning",
+        kind: ValueKind::Boolean,
+        is_setting: false,
+    },
+    Key {
+        name: "agents.sandbox_agent.additional_context",
+        kind: ValueKind::Text,
+        is_setting: false,
+    },
+    Key {
+        name: SECRET_SHAPES,
+        kind: ValueKind::Special,
+        is_setting: false,
+    },
+    Key {
+        name: QUOTA_SANDBOXES,
+        kind: ValueKind::Count,
+        is_setting: false,
+    },
+    Key {
+        name: QUOTA_CPU_SECONDS,
+        kind: ValueKind::Count,
+        is_setting: false,
+    },
+    Key {
+        name: QUOTA_SANDBOX_MEMORY_BYTES,
+        kind: ValueKind::Count,
+        is_setting: false,
+    },
+    Key {
+        name: QUOTA_SANDBOX_CPUS,
+        kind: ValueKind::Count,
+        is_setting: false,
+    },
+    Key {
+        name: QUOTA_SANDBOX_PIDS,
+        kind: ValueKind::Count,
+        is_setting: false,
+    },
+    Key {
+        name: QUOTA_ARTIFACT_BYTES,
+        kind: ValueKind::Count,
+        is_setting: false,
+    },
 ];
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -129,7 +191,9 @@ impl std::str::FromStr for PreferenceScope {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        serde_json::from_value(text.into()).map_err(|_| format!("unknown scope '{text}'; known are task, project, user, group, system"))
+        serde_json::from_value(text.into()).map_err(|_| {
+            format!("unknown scope '{text}'; known are task, project, user, group, system")
+        })
     }
 }
 

@@ -93,7 +93,9 @@ impl std::str::FromStr for TaskStatus {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        serde_json::from_value(text.into()).map_err(|_| format!("unknown status '{text}'; known are open, active, done, failed, canceled"))
+        serde_json::from_value(text.into()).map_err(|_| {
+            format!("unknown status '{text}'; known are open, active, done, failed, canceled")
+        })
     }
 }
 

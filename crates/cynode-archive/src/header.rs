@@ -27,19 +27,42 @@ pub(crate) struct Header {
 
 impl Header {
     pub(crate) fn parse(block: &[u8; BLOCK]) -> Result<Self, Error> {
-        let sum = block.iter().enumerate().map(|(index, byte)| if (148..156).contains(&index) { 32 } else { u64::from(*byte) }).sum::<u64>();
+        let sum = block
+            .iter()
+            .enumerate()
+            .map(|(index, byte)| {
+                if (148..156).contains(&index) {
+                    32
+                } else {
+                    u64::from(*byte)
+                }
+            })
+            .sum::<u64>();
         if octal(&block[148..156]) != Some(sum) {
-            return Err(Error::Archive("has a header with a wrong checksum; is it a tar archive without compression?"));
+            return Err(Error::Archive(
+                "has a header with a wrong checksum; is it a tar archive without compression?",
+            ));
         }
         let has_prefix = match &block[257..265] {
             b"ustar\x0000" => true,
             b"ustar  \0" | [0, 0, 0, 0, 0, 0, 0, 0] => false,
-            _ => return Err(Error::Archive("has a header in an unknown format; ustar, GNU and V7 are supported")),
+            _ => {
+                return Err(Error::Archive(
+                    "has a header in an unknown format; ustar, GNU and V7 are supported",
+                ));
+            }
         };
         let name = terminated(&block[..100]);
         let prefix = terminated(&block[345..500]);
-        let path = if has_prefix && !prefix.is_empty() { [prefix, b"/", name].concat() } else { name.to_vec() };
-        let problem = |problem| Error::Entry { path: path.clone(), problem };
+        let path = if has_prefix && !prefix.is_empty() {
+            [prefix, b"/", name].concat()
+        } else {
+            name.to_vec()
+        };
+        let problem = |problem| Error::Entry {
+            path: path.clone(),
+            problem,
+        };
         let kind = match block[156] {
             b'0' | b'7' | 0 => Type::Entry(Kind::File),
             b'1' => Type::Entry(Kind::HardLink),
@@ -53,13 +76,18 @@ impl Header {
             b'S' => return Err(problem("is a sparse file; sparse files are not supported")),
             _ => return Err(problem("has an unknown type")),
         };
-        let size = number(&block[124..136]).ok_or_else(|| problem("has a size that is not valid"))?;
+        let size =
+            number(&block[124..136]).ok_or_else(|| problem("has a size that is not valid"))?;
         Ok(Self {
             kind,
             link: terminated(&block[157..257]).to_vec(),
             size,
-            mode: number(&block[100..108]).and_then(|mode| u32::try_from(mode).ok()).unwrap_or(0o644),
-            mtime: number(&block[136..148]).and_then(|mtime| i64::try_from(mtime).ok()).unwrap_or(0),
+            mode: number(&block[100..108])
+                .and_then(|mode| u32::try_from(mode).ok())
+                .unwrap_or(0o644),
+            mtime: number(&block[136..148])
+                .and_then(|mtime| i64::try_from(mtime).ok())
+                .unwrap_or(0),
             path,
         })
     }
@@ -88,11 +116,18 @@ fn number(field: &[u8]) -> Option<u64> {
 fn octal(field: &[u8]) -> Option<u64> {
     let start = field.iter().position(|byte| *byte != b' ')?;
     let digits = &field[start..];
-    let end = digits.iter().position(|byte| !matches!(byte, b'0'..=b'7')).unwrap_or(digits.len());
+    let end = digits
+        .iter()
+        .position(|byte| !matches!(byte, b'0'..=b'7'))
+        .unwrap_or(digits.len());
     let (digits, rest) = digits.split_at(end);
     if digits.is_empty() || rest.iter().any(|byte| !matches!(byte, b' ' | 0)) {
         return None;
     }
     // At most 12 digits of three bits.
-    Some(digits.iter().fold(0, |value, digit| value * 8 + u64::from(digit - b'0')))
+    Some(
+        digits
+            .iter()
+            .fold(0, |value, digit| value * 8 + u64::from(digit - b'0')),
+    )
 }

@@ -35,7 +35,10 @@ pub enum Error {
     #[error("it {0}")]
     Archive(&'static str),
     #[error("the entry '{}' {problem}", printable(.path))]
-    Entry { path: Vec<u8>, problem: &'static str },
+    Entry {
+        path: Vec<u8>,
+        problem: &'static str,
+    },
 }
 
 /// Escapes what a terminal or a log must not get.
@@ -78,7 +81,8 @@ impl Entry {
 
 /// The components of a path, without empty ones and `.`.
 pub fn components(path: &[u8]) -> impl Iterator<Item = &[u8]> {
-    path.split(|byte| *byte == b'/').filter(|part| !part.is_empty() && *part != b".")
+    path.split(|byte| *byte == b'/')
+        .filter(|part| !part.is_empty() && *part != b".")
 }
 
 /// Where the bytes of an archive come from.
@@ -106,7 +110,16 @@ pub struct Archive<I> {
 
 impl<I: Input> Archive<I> {
     pub fn new(input: I) -> Self {
-        Self { input, content: 0, padding: 0, current: Vec::new(), links: HashSet::new(), link_bytes: 0, ended: false, has_end_marker: false }
+        Self {
+            input,
+            content: 0,
+            padding: 0,
+            current: Vec::new(),
+            links: HashSet::new(),
+            link_bytes: 0,
+            ended: false,
+            has_end_marker: false,
+        }
     }
 
     /// Whether the archive ended with a block of zeros. One without entries that has no such block is no archive.
@@ -127,13 +140,25 @@ impl<I: Input> Archive<I> {
                 Type::Entry(kind) => return self.entry(header, kind, records).map(Some),
             }
         }
-        if records.is_empty() { Ok(None) } else { Err(Error::Archive("ends after an extension header, before the entry that it describes").into()) }
+        if records.is_empty() {
+            Ok(None)
+        } else {
+            Err(Error::Archive(
+                "ends after an extension header, before the entry that it describes",
+            )
+            .into())
+        }
     }
 
     /// Passes the content of the current entry on, piece by piece.
-    pub fn read(&mut self, mut piece: impl FnMut(&[u8]) -> Result<(), I::Error>) -> Result<(), I::Error> {
+    pub fn read(
+        &mut self,
+        mut piece: impl FnMut(&[u8]) -> Result<(), I::Error>,
+    ) -> Result<(), I::Error> {
         while self.content > 0 {
-            let bytes = self.input.take(usize::try_from(self.content).unwrap_or(usize::MAX))?;
+            let bytes = self
+                .input
+                .take(usize::try_from(self.content).unwrap_or(usize::MAX))?;
             if bytes.is_empty() {
                 return Err(self.cut_off());
             }
@@ -141,7 +166,10 @@ impl<I: Input> Archive<I> {
             piece(bytes)?;
         }
         while self.padding > 0 {
-            let count = self.input.take(usize::try_from(self.padding).unwrap_or(BLOCK))?.len();
+            let count = self
+                .input
+                .take(usize::try_from(self.padding).unwrap_or(BLOCK))?
+                .len();
             if count == 0 {
                 return Err(self.cut_off());
             }
@@ -151,7 +179,11 @@ impl<I: Input> Archive<I> {
     }
 
     fn cut_off(&mut self) -> I::Error {
-        Error::Entry { path: std::mem::take(&mut self.current), problem: "is cut off: the archive ends within it" }.into()
+        Error::Entry {
+            path: std::mem::take(&mut self.current),
+            problem: "is cut off: the archive ends within it",
+        }
+        .into()
     }
 
     fn header(&mut self) -> Result<Option<Header>, I::Error> {
@@ -183,7 +215,10 @@ impl<I: Input> Archive<I> {
             }
             // Some readers stop at the first block of zeros, others go on behind it.
             if bytes.iter().any(|byte| *byte != 0) {
-                return Err(Error::Archive("goes on after its end marker; archives can't be concatenated").into());
+                return Err(Error::Archive(
+                    "goes on after its end marker; archives can't be concatenated",
+                )
+                .into());
             }
         }
     }
@@ -209,9 +244,19 @@ impl<I: Input> Archive<I> {
 
     fn entry(&mut self, header: Header, kind: Kind, records: Records) -> Result<Entry, I::Error> {
         let path = records.path.unwrap_or(header.path);
-        let problem = |problem: &'static str| Err(Error::Entry { path: path.clone(), problem }.into());
+        let problem = |problem: &'static str| {
+            Err(Error::Entry {
+                path: path.clone(),
+                problem,
+            }
+            .into())
+        };
         // The oldest archives mark directories by a slash only.
-        let kind = if kind == Kind::File && path.ends_with(b"/") { Kind::Directory } else { kind };
+        let kind = if kind == Kind::File && path.ends_with(b"/") {
+            Kind::Directory
+        } else {
+            kind
+        };
         if let Err(reason) = check_path(&path) {
             return problem(reason);
         }
@@ -220,7 +265,9 @@ impl<I: Input> Archive<I> {
             return problem("has no name");
         }
         if records.size.is_some_and(|size| size != header.size) {
-            return problem("has two sizes that differ, one in its header and one in its extension header");
+            return problem(
+                "has two sizes that differ, one in its header and one in its extension header",
+            );
         }
         if kind != Kind::File && header.size != 0 {
             return problem("is not a file but has content");
@@ -230,20 +277,35 @@ impl<I: Input> Archive<I> {
             _ => Vec::new(),
         };
         match kind {
-            Kind::Symlink | Kind::HardLink if link.is_empty() || link.contains(&0) || link.len() > MAX_PATH_BYTES => {
-                return problem("has a link target that is not valid: it is empty, too long, or contains a NUL byte");
+            Kind::Symlink | Kind::HardLink
+                if link.is_empty() || link.contains(&0) || link.len() > MAX_PATH_BYTES =>
+            {
+                return problem(
+                    "has a link target that is not valid: it is empty, too long, or contains a NUL byte",
+                );
             }
             Kind::HardLink if check_path(&link).is_err() || components(&link).next().is_none() => {
-                return problem("has a link target that is not valid: that of a hard link is relative, without '..'");
+                return problem(
+                    "has a link target that is not valid: that of a hard link is relative, without '..'",
+                );
             }
             _ => {}
         }
-        if self.leads_through_link(&path, kind == Kind::Directory) || (kind == Kind::HardLink && self.leads_through_link(&link, false)) {
+        if self.leads_through_link(&path, kind == Kind::Directory)
+            || (kind == Kind::HardLink && self.leads_through_link(&link, false))
+        {
             return problem("leads through a symbolic link of the same archive");
         }
         self.note_link(&path, kind)?;
         self.start(header.size, &path);
-        Ok(Entry { path, kind, link, size: header.size, mode: header.mode & 0o777, mtime: records.mtime.unwrap_or(header.mtime) })
+        Ok(Entry {
+            path,
+            kind,
+            link,
+            size: header.size,
+            mode: header.mode & 0o777,
+            mtime: records.mtime.unwrap_or(header.mtime),
+        })
     }
 
     /// Whether a component above the last one, or with `last` also that one, is a symbolic link.
@@ -252,8 +314,14 @@ impl<I: Input> Archive<I> {
             return false;
         }
         let whole = normalized(path);
-        let ends = whole.iter().enumerate().filter(|(_, byte)| **byte == b'/').map(|(index, _)| index).chain(last.then_some(whole.len()));
-        ends.into_iter().any(|end| self.links.contains(&whole[..end]))
+        let ends = whole
+            .iter()
+            .enumerate()
+            .filter(|(_, byte)| **byte == b'/')
+            .map(|(index, _)| index)
+            .chain(last.then_some(whole.len()));
+        ends.into_iter()
+            .any(|end| self.links.contains(&whole[..end]))
     }
 
     fn note_link(&mut self, path: &[u8], kind: Kind) -> Result<(), I::Error> {
@@ -261,7 +329,10 @@ impl<I: Input> Archive<I> {
             let path = normalized(path);
             self.link_bytes += path.len();
             if self.link_bytes > MAX_LINK_BYTES {
-                return Err(Error::Archive("has symbolic links whose paths have more than 16 MiB together").into());
+                return Err(Error::Archive(
+                    "has symbolic links whose paths have more than 16 MiB together",
+                )
+                .into());
             }
             self.links.insert(path);
         } else if !self.links.is_empty() {

@@ -25,7 +25,12 @@ pub struct Reader<R> {
 
 impl<R: Read> Reader<R> {
     pub fn new(source: R) -> Self {
-        Self { source, buffer: vec![0; BUFFER_BYTES].into_boxed_slice(), start: 0, end: 0 }
+        Self {
+            source,
+            buffer: vec![0; BUFFER_BYTES].into_boxed_slice(),
+            start: 0,
+            end: 0,
+        }
     }
 }
 

@@ -57,7 +57,9 @@ impl Maker {
 /// A POSIX record with its length in front.
 fn record(key: &str, value: &str) -> Vec<u8> {
     let rest = key.len() + value.len() + 3;
-    let length = (rest..rest + 10).find(|length| length.to_string().len() + rest == *length).expect("a length");
+    let length = (rest..rest + 10)
+        .find(|length| length.to_string().len() + rest == *length)
+        .expect("a length");
     format!("{length} {key}={value}\n").into_bytes()
 }
 
@@ -73,13 +75,21 @@ fn list(bytes: &[u8]) -> Result<Listed, ReadError> {
             Ok(())
         })?;
         assert_eq!(content.len() as u64, entry.size);
-        listed.push((String::from_utf8_lossy(&entry.path).into_owned(), entry.kind, content));
+        listed.push((
+            String::from_utf8_lossy(&entry.path).into_owned(),
+            entry.kind,
+            content,
+        ));
     }
     Ok(listed)
 }
 
 fn names(bytes: &[u8]) -> Vec<String> {
-    list(bytes).expect("read").into_iter().map(|(path, ..)| path).collect()
+    list(bytes)
+        .expect("read")
+        .into_iter()
+        .map(|(path, ..)| path)
+        .collect()
 }
 
 fn refusal(bytes: &[u8]) -> String {
@@ -91,10 +101,16 @@ fn a_newline_in_a_comment_hides_no_record() {
     // By lines this says only 'path=fine'; by lengths the comment ends before the last record.
     let comment = record("comment", "x\n14 path=fine");
     let hidden = [comment.as_slice(), &record("path", "protected/x")].concat();
-    assert_eq!(names(&Maker::default().records(&hidden).file("fine", "x").end()), ["protected/x"]);
+    assert_eq!(
+        names(&Maker::default().records(&hidden).file("fine", "x").end()),
+        ["protected/x"]
+    );
     // By lines this says 'path=protected/x', by lengths nothing but a comment.
     let shown = record("comment", "x\n20 path=protected/x");
-    assert_eq!(names(&Maker::default().records(&shown).file("fine", "x").end()), ["fine"]);
+    assert_eq!(
+        names(&Maker::default().records(&shown).file("fine", "x").end()),
+        ["fine"]
+    );
 }
 
 #[test]
@@ -102,11 +118,30 @@ fn a_size_in_a_record_never_moves_the_next_header() {
     let smuggled = Maker::default().file("smuggled", "x").0;
     let size = |size: usize| record("size", &size.to_string());
     let hidden = [record("comment", "x\n13 size=1024").as_slice(), &size(0)].concat();
-    let archive = Maker::default().records(&hidden).add(EntryType::Regular, b"fine", b"", &smuggled).end();
-    assert!(refusal(&archive).contains("two sizes"), "{}", refusal(&archive));
-    let larger = Maker::default().records(&size(1024)).sized(EntryType::Regular, b"fine", b"", 0, b"").content(&smuggled).end();
+    let archive = Maker::default()
+        .records(&hidden)
+        .add(EntryType::Regular, b"fine", b"", &smuggled)
+        .end();
+    assert!(
+        refusal(&archive).contains("two sizes"),
+        "{}",
+        refusal(&archive)
+    );
+    let larger = Maker::default()
+        .records(&size(1024))
+        .sized(EntryType::Regular, b"fine", b"", 0, b"")
+        .content(&smuggled)
+        .end();
     assert!(refusal(&larger).contains("two sizes"));
-    assert_eq!(names(&Maker::default().records(&size(5)).file("fine", "hello").end()), ["fine"]);
+    assert_eq!(
+        names(
+            &Maker::default()
+                .records(&size(5))
+                .file("fine", "hello")
+                .end()
+        ),
+        ["fine"]
+    );
 }
 
 #[test]
@@ -123,9 +158,22 @@ fn every_form_of_a_name_is_read() {
         .add(EntryType::Directory, b"./", b"", b"")
         .header(&mut ustar)
         .header(&mut old)
-        .add(EntryType::GNULongName, b"././@LongLink", b"", format!("{long}\0").as_bytes())
+        .add(
+            EntryType::GNULongName,
+            b"././@LongLink",
+            b"",
+            format!("{long}\0").as_bytes(),
+        )
         .file("short", "1")
-        .records(&[record("path", "é/x"), record("mtime", "12345.678"), record("hdrcharset", "BINARY"), record("uname", "u")].concat())
+        .records(
+            &[
+                record("path", "é/x"),
+                record("mtime", "12345.678"),
+                record("hdrcharset", "BINARY"),
+                record("uname", "u"),
+            ]
+            .concat(),
+        )
         .file("short", "2")
         .add(EntryType::GNULongLink, b"././@LongLink", b"", b"far\0\0")
         .symlink("link", "near");
@@ -138,11 +186,20 @@ fn every_form_of_a_name_is_read() {
         ("é/x", Kind::File, "2"),
         ("link", Kind::Symlink, ""),
     ];
-    assert_eq!(listed, expected.map(|(path, kind, content)| (path.to_owned(), kind, content.as_bytes().to_vec())));
+    assert_eq!(
+        listed,
+        expected.map(|(path, kind, content)| (path.to_owned(), kind, content.as_bytes().to_vec()))
+    );
     // Blocks of zeros at the end may be missing.
     assert_eq!(names(&archive.0).len(), 6);
     let mut archive = Archive::new(Reader::new(&archive.0[..]));
-    assert!(archive.next_entry().expect("read").expect("an entry").is_root());
+    assert!(
+        archive
+            .next_entry()
+            .expect("read")
+            .expect("an entry")
+            .is_root()
+    );
     let entry = archive.next_entry().expect("read").expect("an entry");
     assert!(!entry.is_root() && entry.mode == 0o644 && entry.mtime == 0);
     for _ in 0..2 {
@@ -150,15 +207,26 @@ fn every_form_of_a_name_is_read() {
     }
     let entry = archive.next_entry().expect("read").expect("an entry");
     assert_eq!((entry.mode, entry.mtime), (0o754, 12_345));
-    assert_eq!(archive.next_entry().expect("read").expect("an entry").link, b"far");
+    assert_eq!(
+        archive.next_entry().expect("read").expect("an entry").link,
+        b"far"
+    );
 }
 
 #[test]
 fn what_git_archive_writes_is_read_and_no_other_global_header() {
-    let global = |records: &[u8]| Maker::default().add(EntryType::XGlobalHeader, b"pax_global_header", b"", records).file("x", "").end();
+    let global = |records: &[u8]| {
+        Maker::default()
+            .add(EntryType::XGlobalHeader, b"pax_global_header", b"", records)
+            .file("x", "")
+            .end()
+    };
     assert_eq!(names(&global(&record("comment", "94b57340c3"))), ["x"]);
     for key in ["path", "size", "linkpath", "mtime", "anything"] {
-        assert!(refusal(&global(&record(key, "1"))).contains("global extension header"), "{key}");
+        assert!(
+            refusal(&global(&record(key, "1"))).contains("global extension header"),
+            "{key}"
+        );
     }
     assert!(refusal(&global(b"nonsense")).contains("not valid"));
 }
@@ -172,40 +240,185 @@ fn what_can_be_read_in_two_ways_is_refused() {
     let mut magic = TarHeader::new_ustar();
     magic.set_size(0);
     magic.as_ustar_mut().expect("ustar").version = *b" 1";
-    let long = |content: &[u8]| Maker::default().add(EntryType::GNULongName, b"L", b"", content).file("x", "").end();
+    let long = |content: &[u8]| {
+        Maker::default()
+            .add(EntryType::GNULongName, b"L", b"", content)
+            .file("x", "")
+            .end()
+    };
     for (archive, expected) in [
-        (Maker::default().records(&[path.clone(), path.clone()].concat()).file("x", "").end(), "named twice|names an entry twice"),
-        (Maker::default().records(&path).records(&record("mtime", "1")).file("x", "").end(), "two extension headers"),
-        (Maker::default().add(EntryType::GNULongName, b"L", b"", b"b\0").records(&path).file("x", "").end(), "twice"),
-        (Maker::default().records(&record("linkpath", "a")).add(EntryType::GNULongLink, b"K", b"", b"b\0").symlink("x", "c").end(), "two link targets"),
-        (Maker::default().records(&path).end(), "ends after an extension header"),
-        (Maker::default().records(&record("path", "")).file("x", "").end(), "empty"),
-        (Maker::default().records(&record("path", "a\0b")).file("x", "").end(), "NUL"),
-        (Maker::default().records(&record("size", "+1")).file("x", "1").end(), "size"),
-        (Maker::default().records(&record("size", "01")).file("x", "1").end(), "size"),
-        (Maker::default().records(&record("hdrcharset", "EBCDIC")).file("x", "").end(), "character set"),
-        (Maker::default().records(&record("GNU.sparse.major", "1")).file("x", "").end(), "sparse"),
-        (Maker::default().records(b"011 path=ab\n").file("x", "").end(), "not valid"),
-        (Maker::default().records(b"+11 path=ab\n").file("x", "").end(), "not valid"),
-        (Maker::default().records(b"10 path=ab\n").file("x", "").end(), "not valid"),
-        (Maker::default().records(b"99 path=ab\n").file("x", "").end(), "not valid"),
-        (Maker::default().records(b"5 =a\n").file("x", "").end(), "not valid"),
-        (Maker::default().records(b"5 aa\n").file("x", "").end(), "not valid"),
-        (Maker::default().records(b"1 a=\n").file("x", "").end(), "not valid"),
+        (
+            Maker::default()
+                .records(&[path.clone(), path.clone()].concat())
+                .file("x", "")
+                .end(),
+            "named twice|names an entry twice",
+        ),
+        (
+            Maker::default()
+                .records(&path)
+                .records(&record("mtime", "1"))
+                .file("x", "")
+                .end(),
+            "two extension headers",
+        ),
+        (
+            Maker::default()
+                .add(EntryType::GNULongName, b"L", b"", b"b\0")
+                .records(&path)
+                .file("x", "")
+                .end(),
+            "twice",
+        ),
+        (
+            Maker::default()
+                .records(&record("linkpath", "a"))
+                .add(EntryType::GNULongLink, b"K", b"", b"b\0")
+                .symlink("x", "c")
+                .end(),
+            "two link targets",
+        ),
+        (
+            Maker::default().records(&path).end(),
+            "ends after an extension header",
+        ),
+        (
+            Maker::default()
+                .records(&record("path", ""))
+                .file("x", "")
+                .end(),
+            "empty",
+        ),
+        (
+            Maker::default()
+                .records(&record("path", "a\0b"))
+                .file("x", "")
+                .end(),
+            "NUL",
+        ),
+        (
+            Maker::default()
+                .records(&record("size", "+1"))
+                .file("x", "1")
+                .end(),
+            "size",
+        ),
+        (
+            Maker::default()
+                .records(&record("size", "01"))
+                .file("x", "1")
+                .end(),
+            "size",
+        ),
+        (
+            Maker::default()
+                .records(&record("hdrcharset", "EBCDIC"))
+                .file("x", "")
+                .end(),
+            "character set",
+        ),
+        (
+            Maker::default()
+                .records(&record("GNU.sparse.major", "1"))
+                .file("x", "")
+                .end(),
+            "sparse",
+        ),
+        (
+            Maker::default()
+                .records(b"011 path=ab\n")
+                .file("x", "")
+                .end(),
+            "not valid",
+        ),
+        (
+            Maker::default()
+                .records(b"+11 path=ab\n")
+                .file("x", "")
+                .end(),
+            "not valid",
+        ),
+        (
+            Maker::default()
+                .records(b"10 path=ab\n")
+                .file("x", "")
+                .end(),
+            "not valid",
+        ),
+        (
+            Maker::default()
+                .records(b"99 path=ab\n")
+                .file("x", "")
+                .end(),
+            "not valid",
+        ),
+        (
+            Maker::default().records(b"5 =a\n").file("x", "").end(),
+            "not valid",
+        ),
+        (
+            Maker::default().records(b"5 aa\n").file("x", "").end(),
+            "not valid",
+        ),
+        (
+            Maker::default().records(b"1 a=\n").file("x", "").end(),
+            "not valid",
+        ),
         (long(b"a\0b\0"), "goes on after a NUL"),
         (long(b"\0"), "empty"),
-        (Maker::default().header(&mut negative).end(), "size that is not valid"),
+        (
+            Maker::default().header(&mut negative).end(),
+            "size that is not valid",
+        ),
         (Maker::default().header(&mut magic).end(), "unknown format"),
-        (Maker::default().add(EntryType::Directory, b"d", b"", b"x").end(), "not a file but has content"),
-        (Maker::default().add(EntryType::Symlink, b"l", b"t", b"x").end(), "not a file but has content"),
-        (Maker::default().add(EntryType::Link, b"l", b"t", b"x").end(), "not a file but has content"),
-        (Maker::default().file("d/", "x").end(), "not a file but has content"),
-        ([Maker::default().file("a", "").end(), Maker::default().file("b", "").end()].concat(), "concatenated"),
-        (Maker::default().add(EntryType::GNUSparse, b"s", b"", b"").end(), "sparse"),
-        (Maker::default().add(EntryType::new(b'V'), b"v", b"", b"").end(), "unknown type"),
+        (
+            Maker::default()
+                .add(EntryType::Directory, b"d", b"", b"x")
+                .end(),
+            "not a file but has content",
+        ),
+        (
+            Maker::default()
+                .add(EntryType::Symlink, b"l", b"t", b"x")
+                .end(),
+            "not a file but has content",
+        ),
+        (
+            Maker::default()
+                .add(EntryType::Link, b"l", b"t", b"x")
+                .end(),
+            "not a file but has content",
+        ),
+        (
+            Maker::default().file("d/", "x").end(),
+            "not a file but has content",
+        ),
+        (
+            [
+                Maker::default().file("a", "").end(),
+                Maker::default().file("b", "").end(),
+            ]
+            .concat(),
+            "concatenated",
+        ),
+        (
+            Maker::default()
+                .add(EntryType::GNUSparse, b"s", b"", b"")
+                .end(),
+            "sparse",
+        ),
+        (
+            Maker::default()
+                .add(EntryType::new(b'V'), b"v", b"", b"")
+                .end(),
+            "unknown type",
+        ),
     ] {
         let said = refusal(&archive);
-        assert!(expected.split('|').any(|expected| said.contains(expected)), "{expected}: {said}");
+        assert!(
+            expected.split('|').any(|expected| said.contains(expected)),
+            "{expected}: {said}"
+        );
     }
 }
 
@@ -217,19 +430,48 @@ fn paths_stay_below_and_out_of_the_archives_own_links() {
         (Maker::default().file("/x", ""), "absolute"),
         (Maker::default().file("", ""), "no name"),
         (Maker::default().file(".", ""), "no name"),
-        (Maker::default().add(EntryType::Link, b"x", b"/etc/passwd", b""), "link target"),
-        (Maker::default().add(EntryType::Link, b"x", b"../y", b""), "link target"),
+        (
+            Maker::default().add(EntryType::Link, b"x", b"/etc/passwd", b""),
+            "link target",
+        ),
+        (
+            Maker::default().add(EntryType::Link, b"x", b"../y", b""),
+            "link target",
+        ),
         (Maker::default().symlink("x", ""), "link target"),
-        (Maker::default().symlink("l", "protected").file("l/x", ""), "symbolic link of the same archive"),
-        (Maker::default().symlink("./a//l", "protected").file("a/./l/deep/x", ""), "symbolic link of the same archive"),
-        (Maker::default().symlink("l", "protected").add(EntryType::Directory, b"l/", b"", b""), "symbolic link of the same archive"),
-        (Maker::default().symlink("l", "protected").add(EntryType::Link, b"x", b"l/y", b""), "symbolic link of the same archive"),
+        (
+            Maker::default().symlink("l", "protected").file("l/x", ""),
+            "symbolic link of the same archive",
+        ),
+        (
+            Maker::default()
+                .symlink("./a//l", "protected")
+                .file("a/./l/deep/x", ""),
+            "symbolic link of the same archive",
+        ),
+        (
+            Maker::default()
+                .symlink("l", "protected")
+                .add(EntryType::Directory, b"l/", b"", b""),
+            "symbolic link of the same archive",
+        ),
+        (
+            Maker::default()
+                .symlink("l", "protected")
+                .add(EntryType::Link, b"x", b"l/y", b""),
+            "symbolic link of the same archive",
+        ),
     ] {
         let said = refusal(&archive.end());
         assert!(said.contains(expected), "{expected}: {said}");
     }
     // A file takes the place of a link, and names that only begin alike are others.
-    let fine = Maker::default().symlink("l", "a").file("l", "x").symlink("m", "..").file("mm/x", "").add(EntryType::Fifo, b"p", b"", b"");
+    let fine = Maker::default()
+        .symlink("l", "a")
+        .file("l", "x")
+        .symlink("m", "..")
+        .file("mm/x", "")
+        .add(EntryType::Fifo, b"p", b"", b"");
     assert_eq!(names(&fine.end()), ["l", "l", "m", "mm/x", "p"]);
 }
 
@@ -237,20 +479,42 @@ fn paths_stay_below_and_out_of_the_archives_own_links() {
 fn every_bound_holds_from_both_sides() {
     let long = |length: usize| {
         let path = "p".repeat(length);
-        Maker::default().add(EntryType::GNULongName, b"L", b"", format!("{path}\0").as_bytes()).file("x", "").end()
+        Maker::default()
+            .add(
+                EntryType::GNULongName,
+                b"L",
+                b"",
+                format!("{path}\0").as_bytes(),
+            )
+            .file("x", "")
+            .end()
     };
     assert_eq!(names(&long(MAX_PATH_BYTES))[0].len(), MAX_PATH_BYTES);
     assert!(refusal(&long(MAX_PATH_BYTES + 1)).contains("4095"));
 
     let largest = usize::try_from(MAX_EXTENSION_BYTES).expect("small");
     // '1048576 comment=' and a newline are 17 bytes.
-    let extended = |value: usize| Maker::default().records(&record("comment", &"c".repeat(value))).file("x", "").end();
+    let extended = |value: usize| {
+        Maker::default()
+            .records(&record("comment", &"c".repeat(value)))
+            .file("x", "")
+            .end()
+    };
     assert_eq!(names(&extended(largest - 17)), ["x"]);
     assert!(refusal(&extended(largest - 16)).contains("1 MiB"));
 
     let links = |count: usize| {
         let path = |number: usize| format!("{number:0>MAX_PATH_BYTES$}");
-        let add = |archive: Maker, number: usize| archive.add(EntryType::GNULongName, b"L", b"", format!("{}\0", path(number)).as_bytes()).symlink("x", "t");
+        let add = |archive: Maker, number: usize| {
+            archive
+                .add(
+                    EntryType::GNULongName,
+                    b"L",
+                    b"",
+                    format!("{}\0", path(number)).as_bytes(),
+                )
+                .symlink("x", "t")
+        };
         (0..count).fold(Maker::default(), add).end()
     };
     let most = MAX_LINK_BYTES / MAX_PATH_BYTES;
@@ -274,12 +538,19 @@ fn an_archive_that_is_cut_off_says_where() {
 #[test]
 fn an_error_prints_no_control_characters() {
     let said = refusal(&Maker::default().file("/\u{1b}[2Jx\n", "").end());
-    assert!(!said.chars().any(char::is_control) && said.contains("\\x1b"), "{said}");
+    assert!(
+        !said.chars().any(char::is_control) && said.contains("\\x1b"),
+        "{said}"
+    );
 }
 
 fn honest() -> impl Strategy<Value = Vec<(String, Vec<u8>)>> {
-    let path = proptest::collection::vec("[a-zé \n=]{1,60}", 1..5).prop_map(|parts| parts.join("/"));
-    proptest::collection::vec((path, proptest::collection::vec(any::<u8>(), 0..1_500)), 0..6)
+    let path =
+        proptest::collection::vec("[a-zé \n=]{1,60}", 1..5).prop_map(|parts| parts.join("/"));
+    proptest::collection::vec(
+        (path, proptest::collection::vec(any::<u8>(), 0..1_500)),
+        0..6,
+    )
 }
 
 proptest! {

@@ -25,18 +25,21 @@ pub(crate) enum About {
 }
 
 fn words(action: &str) -> impl DoubleEndedIterator<Item = &str> {
-    action.split(|character: char| !character.is_alphanumeric()).filter(|word| !word.is_empty())
+    action
+        .split(|character: char| !character.is_alphanumeric())
+        .filter(|word| !word.is_empty())
 }
 
 pub(crate) fn verb(action: &str) -> Verb {
     words(action)
         .rev()
         .find_map(|word| match word {
-            "create" | "add" | "register" | "run" | "start" | "mkdir" | "exec" | "login" | "begin" => Some(Verb::Create),
-            "read" | "get" | "list" | "show" | "search" | "output" | "export" | "verify" | "stat" | "download" | "test" => Some(Verb::Read),
-            "update" | "patch" | "set" | "put" | "write" | "import" | "upload" | "extend" | "resume" | "drain" | "allow" | "deny" | "apply" | "rotate" => {
-                Some(Verb::Update)
-            }
+            "create" | "add" | "register" | "run" | "start" | "mkdir" | "exec" | "login"
+            | "begin" => Some(Verb::Create),
+            "read" | "get" | "list" | "show" | "search" | "output" | "export" | "verify"
+            | "stat" | "download" | "test" => Some(Verb::Read),
+            "update" | "patch" | "set" | "put" | "write" | "import" | "upload" | "extend"
+            | "resume" | "drain" | "allow" | "deny" | "apply" | "rotate" => Some(Verb::Update),
             "delete" | "revoke" | "end" | "destroy" | "stop" | "remove" => Some(Verb::Delete),
             "move" | "rename" => Some(Verb::Move),
             _ => None,
@@ -77,7 +80,14 @@ mod tests {
             ("weather", (About::Other, Verb::Other)),
             ("", (About::Other, Verb::Other)),
         ] {
-            assert_eq!((about(&AuditBody::new(AuditKind::Intent, action)), verb(action)), expected, "{action}");
+            assert_eq!(
+                (
+                    about(&AuditBody::new(AuditKind::Intent, action)),
+                    verb(action)
+                ),
+                expected,
+                "{action}"
+            );
         }
     }
 }

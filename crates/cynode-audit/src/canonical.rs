@@ -63,7 +63,11 @@ pub(crate) fn write(value: &Value, depth: usize, out: &mut Vec<u8>) -> Result<()
     Ok(())
 }
 
-fn write_members<'a>(members: impl Iterator<Item = (&'a String, &'a Value)>, depth: usize, out: &mut Vec<u8>) -> Result<(), NotChainable> {
+fn write_members<'a>(
+    members: impl Iterator<Item = (&'a String, &'a Value)>,
+    depth: usize,
+    out: &mut Vec<u8>,
+) -> Result<(), NotChainable> {
     for (index, (name, member)) in members.enumerate() {
         if index > 0 {
             out.push(b',');
@@ -76,7 +80,10 @@ fn write_members<'a>(members: impl Iterator<Item = (&'a String, &'a Value)>, dep
 }
 
 fn string(text: &str, out: &mut Vec<u8>) {
-    if text.bytes().all(|byte| byte >= b' ' && byte != b'"' && byte != b'\\') {
+    if text
+        .bytes()
+        .all(|byte| byte >= b' ' && byte != b'"' && byte != b'\\')
+    {
         out.push(b'"');
         out.extend_from_slice(text.as_bytes());
         out.push(b'"');
@@ -94,11 +101,23 @@ pub(crate) fn fit(value: Value) -> Value {
 
 fn fit_at(value: Value, depth: usize) -> Value {
     match value {
-        Value::Array(_) | Value::Object(_) if depth == MAX_DEPTH => Value::from("(nested too deeply)"),
-        Value::Number(number) if number.as_u64().is_none() && number.as_i64().is_none() => Value::from(number.to_string()),
+        Value::Array(_) | Value::Object(_) if depth == MAX_DEPTH => {
+            Value::from("(nested too deeply)")
+        }
+        Value::Number(number) if number.as_u64().is_none() && number.as_i64().is_none() => {
+            Value::from(number.to_string())
+        }
         Value::String(text) => Value::from(fit_text(text)),
-        Value::Array(items) => items.into_iter().map(|item| fit_at(item, depth + 1)).collect(),
-        Value::Object(members) => Value::Object(members.into_iter().map(|(name, member)| (fit_text(name), fit_at(member, depth + 1))).collect::<Map<_, _>>()),
+        Value::Array(items) => items
+            .into_iter()
+            .map(|item| fit_at(item, depth + 1))
+            .collect(),
+        Value::Object(members) => Value::Object(
+            members
+                .into_iter()
+                .map(|(name, member)| (fit_text(name), fit_at(member, depth + 1)))
+                .collect::<Map<_, _>>(),
+        ),
         other => other,
     }
 }
@@ -111,7 +130,11 @@ fn fit_text(text: String) -> String {
 }
 
 fn without_nul(text: &str) -> Cow<'_, str> {
-    if text.contains('\0') { Cow::Owned(text.replace('\0', "\u{2400}")) } else { Cow::Borrowed(text) }
+    if text.contains('\0') {
+        Cow::Owned(text.replace('\0', "\u{2400}"))
+    } else {
+        Cow::Borrowed(text)
+    }
 }
 
 #[cfg(test)]
@@ -125,14 +148,20 @@ mod tests {
     fn strings_are_written_as_serde_json_writes_them() {
         for code in 0..=0x3000 {
             let text = format!("a{}", char::from_u32(code).expect("no surrogate is below"));
-            assert_eq!(canonical(&Value::from(text.as_str())), Ok(serde_json::to_string(&text).expect("text serialises")));
+            assert_eq!(
+                canonical(&Value::from(text.as_str())),
+                Ok(serde_json::to_string(&text).expect("text serialises"))
+            );
         }
     }
 
     #[test]
     fn members_are_sorted_at_every_level_and_nothing_is_added() {
         let value = json!({"b": [1, {"z": null, "a": "ü\n\"\u{1}"}], "a": {"é": true, "e": -1}, "": u64::MAX});
-        assert_eq!(canonical(&value).expect("it is canonical"), r#"{"":18446744073709551615,"a":{"e":-1,"é":true},"b":[1,{"a":"ü\n\"\u0001","z":null}]}"#);
+        assert_eq!(
+            canonical(&value).expect("it is canonical"),
+            r#"{"":18446744073709551615,"a":{"e":-1,"é":true},"b":[1,{"a":"ü\n\"\u0001","z":null}]}"#
+        );
     }
 
     #[test]
@@ -150,9 +179,15 @@ mod tests {
         }
         assert_eq!(canonical(&json!({"a": deep})), Err(NotChainable::Depth));
         let fitting = fit(json!({"a\0": 1.5, "b": ["x\0y"], "c": deep}));
-        assert_eq!((&fitting["a\u{2400}"], &fitting["b"]), (&json!("1.5"), &json!(["x\u{2400}y"])));
+        assert_eq!(
+            (&fitting["a\u{2400}"], &fitting["b"]),
+            (&json!("1.5"), &json!(["x\u{2400}y"]))
+        );
         let text = canonical(&fitting).expect("it is canonical now");
-        assert_eq!(serde_json::from_str::<Value>(&text).expect("it can be read"), fitting);
+        assert_eq!(
+            serde_json::from_str::<Value>(&text).expect("it can be read"),
+            fitting
+        );
     }
 
     fn values() -> impl Strategy<Value = Value> {
@@ -166,7 +201,8 @@ mod tests {
         leaf.prop_recursive(4, 32, 6, |inner| {
             prop_oneof![
                 prop::collection::vec(inner.clone(), 0..6).prop_map(Value::from),
-                prop::collection::vec((".*", inner), 0..6).prop_map(|members| Value::Object(members.into_iter().collect())),
+                prop::collection::vec((".*", inner), 0..6)
+                    .prop_map(|members| Value::Object(members.into_iter().collect())),
             ]
         })
     }

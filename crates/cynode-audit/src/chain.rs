@@ -37,7 +37,11 @@ pub fn hash(prev: &Hash, stream: Uuid, seq: u64, at: OffsetDateTime, body: &Valu
 /// What the first record of a stream stands on.
 #[must_use]
 pub fn genesis(stream: Uuid) -> Hash {
-    Sha256::new().chain_update(GENESIS).chain_update(stream.as_bytes()).finalize().into()
+    Sha256::new()
+        .chain_update(GENESIS)
+        .chain_update(stream.as_bytes())
+        .finalize()
+        .into()
 }
 
 fn microseconds(at: OffsetDateTime) -> i128 {
@@ -80,17 +84,37 @@ impl Link {
 
     /// A record as the API shows it, with its cursor. All members that are not its place belong to the body, known or not.
     pub fn from_record(record: Value) -> Result<(i64, Self), MalformedRecord> {
-        let Value::Object(mut body) = record else { return Err(MalformedRecord::NotAnObject) };
-        let mut take = |name: &'static str| body.remove(name).ok_or(MalformedRecord::Member(name));
-        let (cursor, stream, seq, at, hash) = (take("cursor")?, take("stream")?, take("seq")?, take("at")?, take("hash")?);
-        let link = Self {
-            stream: stream.as_str().and_then(|text| Uuid::parse_str(text).ok()).ok_or(MalformedRecord::Member("stream"))?,
-            seq: seq.as_u64().ok_or(MalformedRecord::Member("seq"))?,
-            at: at.as_str().and_then(|text| OffsetDateTime::parse(text, &Rfc3339).ok()).ok_or(MalformedRecord::Member("at"))?,
-            body: Value::Object(body),
-            hash: hash.as_str().and_then(hex::decode).ok_or(MalformedRecord::Member("hash"))?,
+        let Value::Object(mut body) = record else {
+            return Err(MalformedRecord::NotAnObject);
         };
-        Ok((cursor.as_i64().ok_or(MalformedRecord::Member("cursor"))?, link))
+        let mut take = |name: &'static str| body.remove(name).ok_or(MalformedRecord::Member(name));
+        let (cursor, stream, seq, at, hash) = (
+            take("cursor")?,
+            take("stream")?,
+            take("seq")?,
+            take("at")?,
+            take("hash")?,
+        );
+        let link = Self {
+            stream: stream
+                .as_str()
+                .and_then(|text| Uuid::parse_str(text).ok())
+                .ok_or(MalformedRecord::Member("stream"))?,
+            seq: seq.as_u64().ok_or(MalformedRecord::Member("seq"))?,
+            at: at
+                .as_str()
+                .and_then(|text| OffsetDateTime::parse(text, &Rfc3339).ok())
+                .ok_or(MalformedRecord::Member("at"))?,
+            body: Value::Object(body),
+            hash: hash
+                .as_str()
+                .and_then(hex::decode)
+                .ok_or(MalformedRecord::Member("hash"))?,
+        };
+        Ok((
+            cursor.as_i64().ok_or(MalformedRecord::Member("cursor"))?,
+            link,
+        ))
     }
 }
 
@@ -113,7 +137,13 @@ pub struct Chain {
 impl Chain {
     #[must_use]
     pub fn new(stream: Uuid) -> Self {
-        Self { stream, head: Head { seq: 0, hash: genesis(stream) } }
+        Self {
+            stream,
+            head: Head {
+                seq: 0,
+                hash: genesis(stream),
+            },
+        }
     }
 
     /// A stream that goes on from where it stands.
@@ -125,12 +155,19 @@ impl Chain {
     /// The next record. What is to be stored is what comes back, not what went in: the time is rounded down to
     /// microseconds, and what a store could not hold in the body is replaced (a number that is not an integer by its text).
     pub fn append(&mut self, at: OffsetDateTime, body: Value) -> Link {
-        let at = OffsetDateTime::from_unix_timestamp_nanos(microseconds(at) * 1_000).expect("a time rounded down to microseconds is a time");
+        let at = OffsetDateTime::from_unix_timestamp_nanos(microseconds(at) * 1_000)
+            .expect("a time rounded down to microseconds is a time");
         let body = canonical::fit(body);
         let seq = self.head.seq + 1;
         let hash = hash(&self.head.hash, self.stream, seq, at, &body);
         self.head = Head { seq, hash };
-        Link { stream: self.stream, seq, at, body, hash }
+        Link {
+            stream: self.stream,
+            seq,
+            at,
+            body,
+            hash,
+        }
     }
 
     /// Its newest record; number 0 and the stream's [`genesis`] when there is none.
@@ -173,29 +210,66 @@ mod tests {
 
     #[test]
     fn a_hash_never_changes_its_meaning() {
-        let hash = hash(&genesis(Uuid::nil()), Uuid::nil(), 1, datetime!(2026-01-02 03:04:05.678901 UTC), &json!({"version": 1, "kind": "event"}));
-        assert_eq!(hex::encode(&hash), "53fde44a1370b984d07787e4671636b5daf8511035d02a872b48bd3517998a2e");
+        let hash = hash(
+            &genesis(Uuid::nil()),
+            Uuid::nil(),
+            1,
+            datetime!(2026-01-02 03:04:05.678901 UTC),
+            &json!({"version": 1, "kind": "event"}),
+        );
+        assert_eq!(
+            hex::encode(&hash),
+            "53fde44a1370b984d07787e4671636b5daf8511035d02a872b48bd3517998a2e"
+        );
     }
 
     #[test]
     fn a_chain_numbers_from_one_and_rounds_the_time_down() {
         let mut chain = Chain::new(Uuid::now_v7());
-        assert_eq!(chain.head(), Head { seq: 0, hash: genesis(chain.stream()) });
+        assert_eq!(
+            chain.head(),
+            Head {
+                seq: 0,
+                hash: genesis(chain.stream())
+            }
+        );
         let first = chain.append(AT, json!({"duration": 0.25}));
         let second = chain.append(datetime!(1969-12-31 23:59:59.9999999 UTC), json!({}));
         assert_eq!((first.seq, second.seq), (1, 2));
-        assert_eq!((first.at, second.at), (datetime!(2026-01-02 03:04:05.678901 UTC), datetime!(1969-12-31 23:59:59.999999 UTC)));
+        assert_eq!(
+            (first.at, second.at),
+            (
+                datetime!(2026-01-02 03:04:05.678901 UTC),
+                datetime!(1969-12-31 23:59:59.999999 UTC)
+            )
+        );
         assert_eq!(first.body, json!({"duration": "0.25"}));
-        assert_eq!(second.hash, hash(&first.hash, chain.stream(), 2, second.at, &json!({})));
-        assert_eq!(chain.head(), Head { seq: 2, hash: second.hash });
+        assert_eq!(
+            second.hash,
+            hash(&first.hash, chain.stream(), 2, second.at, &json!({}))
+        );
+        assert_eq!(
+            chain.head(),
+            Head {
+                seq: 2,
+                hash: second.hash
+            }
+        );
     }
 
     #[test]
     fn a_record_comes_back_from_the_wire_as_the_link_it_was_with_members_that_nobody_knows() {
         let mut chain = Chain::new(Uuid::now_v7());
-        let link = chain.append(AT, json!({"version": 1, "kind": "event", "action": "node.lost", "detail": {"n": 1}}));
-        let shown = serde_json::to_value(link.to_record(9).expect("it is a record")).expect("records serialise");
-        assert_eq!(Link::from_record(shown).expect("it is a record"), (9, link.clone()));
+        let link = chain.append(
+            AT,
+            json!({"version": 1, "kind": "event", "action": "node.lost", "detail": {"n": 1}}),
+        );
+        let shown = serde_json::to_value(link.to_record(9).expect("it is a record"))
+            .expect("records serialise");
+        assert_eq!(
+            Link::from_record(shown).expect("it is a record"),
+            (9, link.clone())
+        );
 
         let unknown = chain.append(AT, json!({"version": 2, "kind": "weather", "mood": [1]}));
         let mut value = unknown.body.clone();
@@ -205,7 +279,10 @@ mod tests {
         value["at"] = unknown.at.format(&Rfc3339).expect("a time").into();
         value["hash"] = hex::encode(&unknown.hash).into();
         let (_, read) = Link::from_record(value).expect("it is a record");
-        assert_eq!(hash(&link.hash, read.stream, read.seq, read.at, &read.body), unknown.hash);
+        assert_eq!(
+            hash(&link.hash, read.stream, read.seq, read.at, &read.body),
+            unknown.hash
+        );
     }
 
     #[test]
@@ -213,10 +290,21 @@ mod tests {
         for (value, expected) in [
             (json!([]), "it is not an object"),
             (json!({"cursor": 1}), "'stream' is missing or malformed"),
-            (json!({"cursor": 1, "stream": "x", "seq": 1, "at": "", "hash": ""}), "'stream' is missing or malformed"),
-            (json!({"cursor": 1, "stream": Uuid::nil(), "seq": -1, "at": "", "hash": ""}), "'seq' is missing or malformed"),
+            (
+                json!({"cursor": 1, "stream": "x", "seq": 1, "at": "", "hash": ""}),
+                "'stream' is missing or malformed",
+            ),
+            (
+                json!({"cursor": 1, "stream": Uuid::nil(), "seq": -1, "at": "", "hash": ""}),
+                "'seq' is missing or malformed",
+            ),
         ] {
-            assert_eq!(Link::from_record(value).expect_err("it is none").to_string(), expected);
+            assert_eq!(
+                Link::from_record(value)
+                    .expect_err("it is none")
+                    .to_string(),
+                expected
+            );
         }
     }
 }

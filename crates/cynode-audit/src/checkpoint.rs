@@ -45,7 +45,12 @@ impl Checkpoint {
     pub fn sign(self, key: &SigningKey) -> Signed {
         let text = serde_json::to_string(&self).expect("a checkpoint serialises");
         let message = message(&text);
-        Signed { checkpoint: self, hash: Sha256::digest(&message).into(), signature: key.sign(&message), text }
+        Signed {
+            checkpoint: self,
+            hash: Sha256::digest(&message).into(),
+            signature: key.sign(&message),
+            text,
+        }
     }
 }
 
@@ -85,23 +90,39 @@ impl Signed {
     /// One line of JSON, without an end of line.
     #[must_use]
     pub fn to_line(&self) -> String {
-        let line = Line { checkpoint: self.text.clone(), signature: URL_SAFE_NO_PAD.encode(&self.signature) };
+        let line = Line {
+            checkpoint: self.text.clone(),
+            signature: URL_SAFE_NO_PAD.encode(&self.signature),
+        };
         serde_json::to_string(&line).expect("a line serialises")
     }
 
     pub fn parse(line: &str) -> Result<Self, MalformedCheckpoint> {
         let line: Line = serde_json::from_str(line).map_err(MalformedCheckpoint::Line)?;
-        let checkpoint = serde_json::from_str(&line.checkpoint).map_err(MalformedCheckpoint::Checkpoint)?;
-        let signature = URL_SAFE_NO_PAD.decode(line.signature).map_err(|_| MalformedCheckpoint::Signature)?;
-        Ok(Self { checkpoint, hash: Sha256::digest(message(&line.checkpoint)).into(), signature, text: line.checkpoint })
+        let checkpoint =
+            serde_json::from_str(&line.checkpoint).map_err(MalformedCheckpoint::Checkpoint)?;
+        let signature = URL_SAFE_NO_PAD
+            .decode(line.signature)
+            .map_err(|_| MalformedCheckpoint::Signature)?;
+        Ok(Self {
+            checkpoint,
+            hash: Sha256::digest(message(&line.checkpoint)).into(),
+            signature,
+            text: line.checkpoint,
+        })
     }
 
     /// Whether the key signed exactly this.
     #[must_use]
     pub fn verify(&self, key: &PublicKey) -> bool {
         let message = message(&self.text);
-        let is_what_was_signed = || serde_json::from_str::<Checkpoint>(&self.text).is_ok_and(|signed| signed == self.checkpoint);
-        self.hash == Hash::from(Sha256::digest(&message)) && is_what_was_signed() && key.verify(&message, &self.signature)
+        let is_what_was_signed = || {
+            serde_json::from_str::<Checkpoint>(&self.text)
+                .is_ok_and(|signed| signed == self.checkpoint)
+        };
+        self.hash == Hash::from(Sha256::digest(&message))
+            && is_what_was_signed()
+            && key.verify(&message, &self.signature)
     }
 }
 
@@ -121,8 +142,29 @@ mod tests {
             prev: [9; 32],
             full: true,
             cursor: 40,
-            heads: BTreeMap::from([(stream, Head { seq: u64::MAX, hash: genesis(stream) }), (Uuid::nil(), Head { seq: 1, hash: [1; 32] })]),
-            cut: BTreeMap::from([(stream, Head { seq: 5, hash: [5; 32] })]),
+            heads: BTreeMap::from([
+                (
+                    stream,
+                    Head {
+                        seq: u64::MAX,
+                        hash: genesis(stream),
+                    },
+                ),
+                (
+                    Uuid::nil(),
+                    Head {
+                        seq: 1,
+                        hash: [1; 32],
+                    },
+                ),
+            ]),
+            cut: BTreeMap::from([(
+                stream,
+                Head {
+                    seq: 5,
+                    hash: [5; 32],
+                },
+            )]),
             truncated_records: 5,
         }
     }
@@ -135,7 +177,9 @@ mod tests {
         assert!(!line.contains('\n'));
         let read = Signed::parse(&line).expect("the line is a checkpoint");
         assert_eq!(read, signed);
-        assert!(read.verify(&key.public()) && !read.verify(&SigningKey::from_seed([2; 32]).public()));
+        assert!(
+            read.verify(&key.public()) && !read.verify(&SigningKey::from_seed([2; 32]).public())
+        );
     }
 
     #[test]

@@ -20,15 +20,25 @@ pub type Folded = (Checkpoint, (u64, Hash));
 /// of them. `None` when there are not two of them.
 ///
 /// Nothing comes from anywhere else than from what was signed: whoever changed a stream since is found as before.
-pub fn fold<'a>(lines: impl IntoIterator<Item = (u64, &'a str)>, key: &PublicKey) -> Result<Option<Folded>, NotWhole> {
+pub fn fold<'a>(
+    lines: impl IntoIterator<Item = (u64, &'a str)>,
+    key: &PublicKey,
+) -> Result<Option<Folded>, NotWhole> {
     let (mut heads, mut cut) = (BTreeMap::new(), BTreeMap::new());
     let mut newest: Option<Signed> = None;
     let mut count = 0;
     for (number, line) in lines {
-        let signed = Signed::parse(line).ok().filter(|signed| signed.checkpoint.number == number && signed.verify(key)).ok_or(NotWhole::Bad(number))?;
+        let signed = Signed::parse(line)
+            .ok()
+            .filter(|signed| signed.checkpoint.number == number && signed.verify(key))
+            .ok_or(NotWhole::Bad(number))?;
         let follows = match &newest {
-            Some(before) => before.checkpoint.number + 1 == number && before.hash == signed.checkpoint.prev,
-            None => signed.checkpoint.full || number == 1 && signed.checkpoint.prev == Checkpoint::FIRST,
+            Some(before) => {
+                before.checkpoint.number + 1 == number && before.hash == signed.checkpoint.prev
+            }
+            None => {
+                signed.checkpoint.full || number == 1 && signed.checkpoint.prev == Checkpoint::FIRST
+            }
         };
         if !follows {
             return Err(NotWhole::Gap(number));
@@ -42,9 +52,26 @@ pub fn fold<'a>(lines: impl IntoIterator<Item = (u64, &'a str)>, key: &PublicKey
         newest = Some(signed);
         count += 1;
     }
-    let Some(newest) = newest.filter(|_| count > 1) else { return Ok(None) };
-    let Checkpoint { number, at, cursor, truncated_records, .. } = newest.checkpoint;
-    let folded = Checkpoint { number: number + 1, at, prev: newest.hash, full: true, cursor, heads, cut, truncated_records };
+    let Some(newest) = newest.filter(|_| count > 1) else {
+        return Ok(None);
+    };
+    let Checkpoint {
+        number,
+        at,
+        cursor,
+        truncated_records,
+        ..
+    } = newest.checkpoint;
+    let folded = Checkpoint {
+        number: number + 1,
+        at,
+        prev: newest.hash,
+        full: true,
+        cursor,
+        heads,
+        cut,
+        truncated_records,
+    };
     Ok(Some((folded, (number, newest.hash))))
 }
 
@@ -57,14 +84,22 @@ mod tests {
     use crate::{Head, SigningKey};
 
     fn head(seq: u64) -> Head {
-        Head { seq, hash: [u8::try_from(seq).expect("small"); 32] }
+        Head {
+            seq,
+            hash: [u8::try_from(seq).expect("small"); 32],
+        }
     }
 
     /// Streams and their numbers.
     type Places<'a> = &'a [(u128, u64)];
 
     fn chain(key: &SigningKey, all: &[(bool, Places<'_>, Places<'_>)]) -> Vec<(u64, String)> {
-        let of = |pairs: Places<'_>| pairs.iter().map(|(stream, seq)| (Uuid::from_u128(*stream), head(*seq))).collect();
+        let of = |pairs: Places<'_>| {
+            pairs
+                .iter()
+                .map(|(stream, seq)| (Uuid::from_u128(*stream), head(*seq)))
+                .collect()
+        };
         let (mut prev, mut lines) = (Checkpoint::FIRST, Vec::new());
         for (number, (full, heads, cut)) in (1..).zip(all) {
             let checkpoint = Checkpoint {
@@ -85,41 +120,101 @@ mod tests {
     }
 
     fn folded(lines: &[(u64, String)], key: &SigningKey) -> Result<Option<Folded>, NotWhole> {
-        fold(lines.iter().map(|(number, line)| (*number, line.as_str())), &key.public())
+        fold(
+            lines.iter().map(|(number, line)| (*number, line.as_str())),
+            &key.public(),
+        )
     }
 
     #[test]
     fn one_says_what_all_said() {
         let key = SigningKey::from_seed([1; 32]);
-        let lines = chain(&key, &[(false, &[(1, 1), (2, 5)], &[]), (false, &[(1, 3)], &[]), (false, &[(3, 1)], &[])]);
+        let lines = chain(
+            &key,
+            &[
+                (false, &[(1, 1), (2, 5)], &[]),
+                (false, &[(1, 3)], &[]),
+                (false, &[(3, 1)], &[]),
+            ],
+        );
         let (checkpoint, (number, hash)) = folded(&lines, &key).expect("whole").expect("three");
-        assert_eq!((checkpoint.number, checkpoint.full, checkpoint.cursor, checkpoint.prev, number), (4, true, 30, hash, 3));
-        let expected = [(1, 3), (2, 5), (3, 1)].map(|(stream, seq)| (Uuid::from_u128(stream), head(seq)));
+        assert_eq!(
+            (
+                checkpoint.number,
+                checkpoint.full,
+                checkpoint.cursor,
+                checkpoint.prev,
+                number
+            ),
+            (4, true, 30, hash, 3)
+        );
+        let expected =
+            [(1, 3), (2, 5), (3, 1)].map(|(stream, seq)| (Uuid::from_u128(stream), head(seq)));
         assert_eq!(checkpoint.heads, BTreeMap::from(expected));
         // And again with what came after.
         let mut next = vec![(4, checkpoint.clone().sign(&key).to_line())];
         assert_eq!(folded(&next, &key), Ok(None));
         let signed = Signed::parse(&next[0].1).expect("a line");
-        let later = Checkpoint { number: 5, prev: signed.hash, full: false, heads: BTreeMap::from([(Uuid::from_u128(1), head(9))]), ..checkpoint };
+        let later = Checkpoint {
+            number: 5,
+            prev: signed.hash,
+            full: false,
+            heads: BTreeMap::from([(Uuid::from_u128(1), head(9))]),
+            ..checkpoint
+        };
         next.push((5, later.sign(&key).to_line()));
         let (again, _) = folded(&next, &key).expect("whole").expect("two");
-        assert_eq!((again.number, again.heads[&Uuid::from_u128(1)], again.heads.len()), (6, head(9), 3));
+        assert_eq!(
+            (
+                again.number,
+                again.heads[&Uuid::from_u128(1)],
+                again.heads.len()
+            ),
+            (6, head(9), 3)
+        );
     }
 
     #[test]
     fn what_retention_forgot_stays_forgotten_and_its_cuts_stay() {
         let key = SigningKey::from_seed([1; 32]);
-        let lines = chain(&key, &[(false, &[(1, 1), (2, 5)], &[]), (true, &[(2, 5)], &[(2, 3)]), (false, &[(2, 6)], &[])]);
+        let lines = chain(
+            &key,
+            &[
+                (false, &[(1, 1), (2, 5)], &[]),
+                (true, &[(2, 5)], &[(2, 3)]),
+                (false, &[(2, 6)], &[]),
+            ],
+        );
         let (checkpoint, _) = folded(&lines, &key).expect("whole").expect("three");
         let two = Uuid::from_u128(2);
-        assert_eq!((checkpoint.heads, checkpoint.cut), (BTreeMap::from([(two, head(6))]), BTreeMap::from([(two, head(3))])));
+        assert_eq!(
+            (checkpoint.heads, checkpoint.cut),
+            (
+                BTreeMap::from([(two, head(6))]),
+                BTreeMap::from([(two, head(3))])
+            )
+        );
     }
 
     #[test]
     fn nothing_is_folded_that_is_not_whole() {
         let key = SigningKey::from_seed([1; 32]);
-        let lines = chain(&key, &[(false, &[(1, 1)], &[]), (false, &[(1, 2)], &[]), (false, &[(1, 3)], &[])]);
-        let without = |left_out: usize| lines.iter().enumerate().filter(|(at, _)| *at != left_out).map(|(_, line)| line.clone()).collect::<Vec<_>>();
+        let lines = chain(
+            &key,
+            &[
+                (false, &[(1, 1)], &[]),
+                (false, &[(1, 2)], &[]),
+                (false, &[(1, 3)], &[]),
+            ],
+        );
+        let without = |left_out: usize| {
+            lines
+                .iter()
+                .enumerate()
+                .filter(|(at, _)| *at != left_out)
+                .map(|(_, line)| line.clone())
+                .collect::<Vec<_>>()
+        };
         assert_eq!(folded(&without(0), &key).err(), Some(NotWhole::Gap(2)));
         assert_eq!(folded(&without(1), &key).err(), Some(NotWhole::Gap(3)));
         let stranger = chain(&SigningKey::from_seed([2; 32]), &[(false, &[(1, 9)], &[])]);
@@ -130,7 +225,9 @@ mod tests {
         moved[1].1 = lines[0].1.clone();
         assert_eq!(folded(&moved, &key).err(), Some(NotWhole::Bad(2)));
         let mut other = lines;
-        other[1].1 = chain(&key, &[(false, &[(1, 7)], &[]), (false, &[(1, 8)], &[])])[1].1.clone();
+        other[1].1 = chain(&key, &[(false, &[(1, 7)], &[]), (false, &[(1, 8)], &[])])[1]
+            .1
+            .clone();
         assert_eq!(folded(&other, &key).err(), Some(NotWhole::Gap(2)));
     }
 }

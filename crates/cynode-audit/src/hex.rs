@@ -4,7 +4,15 @@ use crate::Hash;
 
 pub(crate) fn encode(hash: &Hash) -> String {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
-    hash.iter().flat_map(|byte| [DIGITS[usize::from(byte >> 4)], DIGITS[usize::from(byte & 15)]]).map(char::from).collect()
+    hash.iter()
+        .flat_map(|byte| {
+            [
+                DIGITS[usize::from(byte >> 4)],
+                DIGITS[usize::from(byte & 15)],
+            ]
+        })
+        .map(char::from)
+        .collect()
 }
 
 /// Only what [`encode`] writes: a hash has one spelling.
@@ -35,9 +43,12 @@ pub(crate) mod json {
         serializer.serialize_str(&super::encode(hash))
     }
 
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Hash, D::Error> {
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Hash, D::Error> {
         let text = std::borrow::Cow::<'de, str>::deserialize(deserializer)?;
-        super::decode(&text).ok_or_else(|| D::Error::custom("a hash must be 64 small hexadecimal digits"))
+        super::decode(&text)
+            .ok_or_else(|| D::Error::custom("a hash must be 64 small hexadecimal digits"))
     }
 }
 
@@ -50,7 +61,14 @@ mod tests {
         let hash: Hash = std::array::from_fn(|index| u8::try_from(index * 8).expect("below 256"));
         let text = encode(&hash);
         assert_eq!(decode(&text), Some(hash));
-        for other in [text.to_uppercase(), text[1..].to_owned(), format!("{text}0"), format!("{text}00"), text.replace('0', "g"), "ü".repeat(32)] {
+        for other in [
+            text.to_uppercase(),
+            text[1..].to_owned(),
+            format!("{text}0"),
+            format!("{text}00"),
+            text.replace('0', "g"),
+            "ü".repeat(32),
+        ] {
             assert_eq!(decode(&other), None, "{other}");
         }
     }

@@ -17,12 +17,20 @@ impl std::fmt::Debug for SigningKey {
 impl SigningKey {
     #[must_use]
     pub fn from_seed(seed: [u8; 32]) -> Self {
-        Self(Ed25519KeyPair::from_seed_unchecked(&seed).expect("any 32 bytes are the seed of a key"))
+        Self(
+            Ed25519KeyPair::from_seed_unchecked(&seed).expect("any 32 bytes are the seed of a key"),
+        )
     }
 
     #[must_use]
     pub fn public(&self) -> PublicKey {
-        PublicKey(self.0.public_key().as_ref().try_into().expect("a public key has 32 bytes"))
+        PublicKey(
+            self.0
+                .public_key()
+                .as_ref()
+                .try_into()
+                .expect("a public key has 32 bytes"),
+        )
     }
 
     pub(crate) fn sign(&self, message: &[u8]) -> Vec<u8> {
@@ -44,12 +52,18 @@ impl PublicKey {
     }
 
     pub fn from_text(text: &str) -> Result<Self, MalformedKey> {
-        let bytes = text.trim().strip_prefix(PREFIX).and_then(|text| URL_SAFE_NO_PAD.decode(text).ok()).ok_or(MalformedKey)?;
+        let bytes = text
+            .trim()
+            .strip_prefix(PREFIX)
+            .and_then(|text| URL_SAFE_NO_PAD.decode(text).ok())
+            .ok_or(MalformedKey)?;
         bytes.try_into().map(Self).map_err(|_| MalformedKey)
     }
 
     pub(crate) fn verify(&self, message: &[u8], signature: &[u8]) -> bool {
-        UnparsedPublicKey::new(&ED25519, &self.0).verify(message, signature).is_ok()
+        UnparsedPublicKey::new(&ED25519, &self.0)
+            .verify(message, signature)
+            .is_ok()
     }
 }
 
@@ -73,24 +87,42 @@ mod tests {
 
     #[test]
     fn a_key_verifies_what_it_signed_and_nothing_else() {
-        let (key, other) = (SigningKey::from_seed([1; 32]), SigningKey::from_seed([2; 32]));
+        let (key, other) = (
+            SigningKey::from_seed([1; 32]),
+            SigningKey::from_seed([2; 32]),
+        );
         let signature = key.sign(b"word");
         assert!(key.public().verify(b"word", &signature));
-        assert!(!key.public().verify(b"wort", &signature) && !other.public().verify(b"word", &signature));
-        assert!(!key.public().verify(b"word", &signature[1..]) && !key.public().verify(b"word", b""));
+        assert!(
+            !key.public().verify(b"wort", &signature)
+                && !other.public().verify(b"word", &signature)
+        );
+        assert!(
+            !key.public().verify(b"word", &signature[1..]) && !key.public().verify(b"word", b"")
+        );
     }
 
     #[test]
     fn a_public_key_survives_as_text() {
         let key = SigningKey::from_seed([3; 32]).public();
         assert_eq!(PublicKey::from_text(&key.to_text()), Ok(key));
-        for text in ["", "ed25519:", "ed25519:AAAA", "rsa:AAAA", &key.to_text()[8..], &format!("{key}A")] {
+        for text in [
+            "",
+            "ed25519:",
+            "ed25519:AAAA",
+            "rsa:AAAA",
+            &key.to_text()[8..],
+            &format!("{key}A"),
+        ] {
             assert_eq!(PublicKey::from_text(text), Err(MalformedKey), "{text}");
         }
     }
 
     #[test]
     fn a_signing_key_does_not_show_itself() {
-        assert_eq!(format!("{:?}", SigningKey::from_seed([65; 32])), "SigningKey(…)");
+        assert_eq!(
+            format!("{:?}", SigningKey::from_seed([65; 32])),
+            "SigningKey(…)"
+        );
     }
 }

@@ -71,7 +71,12 @@ pub fn ocsf(record: &AuditRecord) -> Value {
             put("service", json!({"name": "cynode"}));
             put("is_remote", true.into());
             // A network is none.
-            if let Some(address) = body.detail.get("address").and_then(Value::as_str).filter(|address| !address.contains('/')) {
+            if let Some(address) = body
+                .detail
+                .get("address")
+                .and_then(Value::as_str)
+                .filter(|address| !address.contains('/'))
+            {
                 put("src_endpoint", json!({"ip": address}));
             }
         }
@@ -98,7 +103,12 @@ fn class(body: &AuditBody) -> (u64, u64) {
         About::Exec if body.kind == AuditKind::Outcome && has_ended(body) => (PROCESS, 2),
         About::Exec => (PROCESS, 1),
         About::File => {
-            let change = |name: &str| body.detail.get("changes").and_then(|changes| changes.get(0)).map(|change| change.get(name).is_some());
+            let change = |name: &str| {
+                body.detail
+                    .get("changes")
+                    .and_then(|changes| changes.get(0))
+                    .map(|change| change.get(name).is_some())
+            };
             let activity = match (verb, change("sha256_before"), change("sha256_after")) {
                 (Verb::Move, ..) => 5,
                 (Verb::Read, ..) => 2,
@@ -123,7 +133,9 @@ fn class(body: &AuditBody) -> (u64, u64) {
 }
 
 fn has_ended(body: &AuditBody) -> bool {
-    ["exit_code", "signal"].iter().any(|name| body.detail.get(*name).is_some_and(|value| !value.is_null()))
+    ["exit_code", "signal"]
+        .iter()
+        .any(|name| body.detail.get(*name).is_some_and(|value| !value.is_null()))
 }
 
 /// Informational, low or medium: who collects knows better what alarms them.
@@ -137,9 +149,14 @@ fn severity(body: &AuditBody) -> u64 {
 
 fn status(body: &AuditBody) -> (u64, &'static str) {
     match (body.decision, body.result) {
-        (Some(AuditDecision::Deny), _) | (_, Some(AuditResult::Failed | AuditResult::Refused | AuditResult::NotStarted)) => (2, "Failure"),
+        (Some(AuditDecision::Deny), _)
+        | (_, Some(AuditResult::Failed | AuditResult::Refused | AuditResult::NotStarted)) => {
+            (2, "Failure")
+        }
         (_, Some(AuditResult::Done)) => (1, "Success"),
-        (Some(AuditDecision::Allow), None) if body.kind == AuditKind::Authentication => (1, "Success"),
+        (Some(AuditDecision::Allow), None) if body.kind == AuditKind::Authentication => {
+            (1, "Success")
+        }
         (_, None) if body.kind == AuditKind::Intent => (OTHER, "Intended"),
         (_, Some(AuditResult::Unknown) | None) => (0, "Unknown"),
     }
@@ -156,7 +173,9 @@ fn message(body: &AuditBody) -> String {
         (Some(AuditDecision::Allow), None) => "allow",
         (None, None) => "",
     };
-    format!("{} {} {word}", body.kind.as_str(), body.action).trim_end().to_owned()
+    format!("{} {} {word}", body.kind.as_str(), body.action)
+        .trim_end()
+        .to_owned()
 }
 
 fn metadata(record: &AuditRecord) -> Value {
@@ -178,7 +197,9 @@ fn metadata(record: &AuditRecord) -> Value {
 }
 
 fn user(subject: Option<&AuditSubject>) -> Value {
-    let Some(subject) = subject else { return json!({"name": "system", "type": "system", "type_id": 3}) };
+    let Some(subject) = subject else {
+        return json!({"name": "system", "type": "system", "type_id": 3});
+    };
     let type_id = match subject.kind.as_str() {
         "user" => 1,
         "node" | "system" => 3,
@@ -186,7 +207,11 @@ fn user(subject: Option<&AuditSubject>) -> Value {
         _ => OTHER,
     };
     let mut user = json!({"name": subject.name.as_ref().unwrap_or(&subject.kind), "type": subject.kind, "type_id": type_id});
-    if let Some(id) = subject.user_id.map(|id| id.to_string()).or_else(|| subject.node_id.map(|id| id.to_string())) {
+    if let Some(id) = subject
+        .user_id
+        .map(|id| id.to_string())
+        .or_else(|| subject.node_id.map(|id| id.to_string()))
+    {
         user["uid"] = id.into();
     }
     if let Some(token) = subject.token_id {
@@ -198,29 +223,50 @@ fn user(subject: Option<&AuditSubject>) -> Value {
 fn actor(body: &AuditBody) -> Value {
     let mut actor = json!({"user": user(body.subject.as_ref())});
     if let Some(decision) = body.decision {
-        let authorization = |rule: &String| json!({"decision": decision.as_str(), "policy": {"name": rule}});
+        let authorization =
+            |rule: &String| json!({"decision": decision.as_str(), "policy": {"name": rule}});
         let authorizations: Vec<Value> = body.rules.iter().map(authorization).collect();
-        actor["authorizations"] = if authorizations.is_empty() { json!([{"decision": decision.as_str()}]) } else { authorizations.into() };
+        actor["authorizations"] = if authorizations.is_empty() {
+            json!([{"decision": decision.as_str()}])
+        } else {
+            authorizations.into()
+        };
     }
     actor
 }
 
 /// From where: the audit knows the token or the node that spoke, not the address.
 fn source(subject: Option<&AuditSubject>) -> Value {
-    let Some(subject) = subject else { return json!({"svc_name": "cynode"}) };
-    let id = subject.token_id.map(|id| id.to_string()).or_else(|| subject.node_id.map(|id| id.to_string()));
-    id.map_or_else(|| json!({"name": subject.kind}), |id| json!({"name": subject.kind, "uid": id}))
+    let Some(subject) = subject else {
+        return json!({"svc_name": "cynode"});
+    };
+    let id = subject
+        .token_id
+        .map(|id| id.to_string())
+        .or_else(|| subject.node_id.map(|id| id.to_string()));
+    id.map_or_else(
+        || json!({"name": subject.kind}),
+        |id| json!({"name": subject.kind, "uid": id}),
+    )
 }
 
 fn api(body: &AuditBody) -> Value {
     let mut api = json!({"operation": body.action, "service": {"name": "cynode"}});
-    if let Some(uid) = body.request_id.clone().or_else(|| body.call_id.map(|call| call.to_string())) {
+    if let Some(uid) = body
+        .request_id
+        .clone()
+        .or_else(|| body.call_id.map(|call| call.to_string()))
+    {
         api["request"] = json!({"uid": uid});
     }
     if body.status.is_some() || body.code.is_some() {
         let mut response = Map::new();
         response.extend(body.status.map(|status| ("code".to_owned(), status.into())));
-        response.extend(body.code.as_ref().map(|code| ("error".to_owned(), code.clone().into())));
+        response.extend(
+            body.code
+                .as_ref()
+                .map(|code| ("error".to_owned(), code.clone().into())),
+        );
         api["response"] = response.into();
     }
     api
@@ -240,32 +286,64 @@ fn ids(body: &AuditBody) -> impl Iterator<Item = (&'static str, String)> {
 }
 
 fn resources(body: &AuditBody) -> Vec<Value> {
-    let named = body.resource.as_deref().map(|resource| resource.split_once(':').unwrap_or(("other", resource)));
+    let named = body
+        .resource
+        .as_deref()
+        .map(|resource| resource.split_once(':').unwrap_or(("other", resource)));
     let named = named.map(|(kind, id)| json!({"type": kind, "uid": id}));
-    named.into_iter().chain(ids(body).map(|(kind, id)| json!({"type": kind, "uid": id}))).collect()
+    named
+        .into_iter()
+        .chain(ids(body).map(|(kind, id)| json!({"type": kind, "uid": id})))
+        .collect()
 }
 
 /// The sandbox.
 fn device(body: &AuditBody) -> Value {
-    let id = body.session_id.map(|id| id.to_string()).or_else(|| body.job_id.map(|id| id.to_string()));
-    id.map_or_else(|| json!({"type_id": 6, "type": "Virtual", "name": "sandbox"}), |id| json!({"type_id": 6, "type": "Virtual", "name": "sandbox", "uid": id}))
+    let id = body
+        .session_id
+        .map(|id| id.to_string())
+        .or_else(|| body.job_id.map(|id| id.to_string()));
+    id.map_or_else(
+        || json!({"type_id": 6, "type": "Virtual", "name": "sandbox"}),
+        |id| json!({"type_id": 6, "type": "Virtual", "name": "sandbox", "uid": id}),
+    )
 }
 
 fn process(body: &AuditBody) -> Value {
     let mut process = json!({});
-    if let Some(uid) = body.exec_id.map(|id| id.to_string()).or_else(|| body.call_id.map(|call| call.to_string())) {
+    if let Some(uid) = body
+        .exec_id
+        .map(|id| id.to_string())
+        .or_else(|| body.call_id.map(|call| call.to_string()))
+    {
         process["uid"] = uid.into();
     }
-    let argv: Vec<&str> = body.detail.get("argv").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str).collect();
+    let argv: Vec<&str> = body
+        .detail
+        .get("argv")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .filter_map(Value::as_str)
+        .collect();
     if let Some(program) = argv.first() {
         process["name"] = name_of(program).into();
-        process["cmd_line"] = argv.iter().map(|word| crate::story::quoted(word)).collect::<Vec<_>>().join(" ").into();
+        process["cmd_line"] = argv
+            .iter()
+            .map(|word| crate::story::quoted(word))
+            .collect::<Vec<_>>()
+            .join(" ")
+            .into();
     }
     process
 }
 
 fn name_of(path: &str) -> &str {
-    path.trim_end_matches('/').rsplit('/').next().filter(|name| !name.is_empty()).unwrap_or(path)
+    path.trim_end_matches('/')
+        .rsplit('/')
+        .next()
+        .filter(|name| !name.is_empty())
+        .unwrap_or(path)
 }
 
 fn file_object(path: &str, sha256: Option<&Value>) -> Value {
@@ -278,14 +356,32 @@ fn file_object(path: &str, sha256: Option<&Value>) -> Value {
 
 /// The file, and what it became. Of several the first: the others are in the detail.
 fn file(body: &AuditBody) -> (Value, Option<Value>) {
-    let text = |value: &Value, name: &str| value.get(name).and_then(Value::as_str).map(ToOwned::to_owned);
-    if let Some(change) = body.detail.get("changes").and_then(|changes| changes.get(0)) {
+    let text = |value: &Value, name: &str| {
+        value
+            .get(name)
+            .and_then(Value::as_str)
+            .map(ToOwned::to_owned)
+    };
+    if let Some(change) = body
+        .detail
+        .get("changes")
+        .and_then(|changes| changes.get(0))
+    {
         let path = text(change, "path").unwrap_or_default();
-        let after = change.get("sha256_after").map(|hash| file_object(&path, Some(hash)));
+        let after = change
+            .get("sha256_after")
+            .map(|hash| file_object(&path, Some(hash)));
         return (file_object(&path, change.get("sha256_before")), after);
     }
-    let path = ["path", "from"].iter().find_map(|name| body.detail.get(*name).and_then(Value::as_str)).unwrap_or_default();
-    let to = body.detail.get("to").and_then(Value::as_str).map(|to| file_object(to, None));
+    let path = ["path", "from"]
+        .iter()
+        .find_map(|name| body.detail.get(*name).and_then(Value::as_str))
+        .unwrap_or_default();
+    let to = body
+        .detail
+        .get("to")
+        .and_then(Value::as_str)
+        .map(|to| file_object(to, None));
     (file_object(path, body.detail.get("sha256")), to)
 }
 
@@ -295,7 +391,11 @@ fn unmapped(record: &AuditRecord) -> Value {
     for (kind, id) in ids(body) {
         unmapped[format!("{kind}_id")] = id.into();
     }
-    for (name, value) in [("stage", &body.stage), ("resource", &body.resource), ("request_id", &body.request_id)] {
+    for (name, value) in [
+        ("stage", &body.stage),
+        ("resource", &body.resource),
+        ("request_id", &body.request_id),
+    ] {
         if let Some(value) = value {
             unmapped[name] = value.clone().into();
         }

@@ -56,7 +56,15 @@ fn a_read_that_was_denied() {
 
 #[test]
 fn a_token_that_was_made() {
-    let body = AuditBody { resource: Some("token:9".to_owned()), ..outcome("token.create", 4, AuditResult::Done, json!({"kind": "sandbox"})) };
+    let body = AuditBody {
+        resource: Some("token:9".to_owned()),
+        ..outcome(
+            "token.create",
+            4,
+            AuditResult::Done,
+            json!({"kind": "sandbox"}),
+        )
+    };
     snapshot!(of(body));
 }
 
@@ -64,10 +72,17 @@ fn a_token_that_was_made() {
 fn a_caller_who_was_not_known() {
     let body = AuditBody {
         decision: Some(AuditDecision::Deny),
-        subject: Some(cynode_api::AuditSubject { kind: "nobody".to_owned(), ..cynode_api::AuditSubject::default() }),
+        subject: Some(cynode_api::AuditSubject {
+            kind: "nobody".to_owned(),
+            ..cynode_api::AuditSubject::default()
+        }),
         code: Some("unauthorized".to_owned()),
         status: Some(401),
-        ..event(AuditKind::Authentication, "authenticate", json!({"address": "192.0.2.1", "count": 1, "route": "user_api", "token": "00000007"}))
+        ..event(
+            AuditKind::Authentication,
+            "authenticate",
+            json!({"address": "192.0.2.1", "count": 1, "route": "user_api", "token": "00000007"}),
+        )
     };
     snapshot!(of(body));
 }
@@ -88,26 +103,57 @@ fn an_event_that_a_node_told() {
 
 #[test]
 fn the_beginning_of_a_stream() {
-    snapshot!(of(event(AuditKind::Stream, "stream.begin", json!({"version": "0.1.0"}))));
+    snapshot!(of(event(
+        AuditKind::Stream,
+        "stream.begin",
+        json!({"version": "0.1.0"})
+    )));
 }
 
 #[test]
 fn every_event_has_what_the_schema_requires_of_all() {
     let bodies = [
         intent("session.exec", 1, json!({})),
-        outcome("files:patch", 2, AuditResult::Failed, json!({"changes": []})),
+        outcome(
+            "files:patch",
+            2,
+            AuditResult::Failed,
+            json!({"changes": []}),
+        ),
         intent("file.move", 3, json!({"from": "/a", "to": "/b/"})),
         intent("weather", 4, json!({"changes": "not a list"})),
-        event(AuditKind::Event, "", json!({"argv": "not a list", "path": 7})),
+        event(
+            AuditKind::Event,
+            "",
+            json!({"argv": "not a list", "path": 7}),
+        ),
     ];
     for body in bodies {
         let event = of(body);
-        for name in ["activity_id", "category_uid", "class_uid", "type_uid", "severity_id", "time", "status_id"] {
+        for name in [
+            "activity_id",
+            "category_uid",
+            "class_uid",
+            "type_uid",
+            "severity_id",
+            "time",
+            "status_id",
+        ] {
             assert!(event[name].is_i64(), "{name} in {event}");
         }
-        assert_eq!(event["type_uid"], event["class_uid"].as_u64().expect("a number") * 100 + event["activity_id"].as_u64().expect("a number"));
-        assert_eq!(event["category_uid"], event["class_uid"].as_u64().expect("a number") / 1000);
-        assert!(event["metadata"]["version"].is_string() && event["metadata"]["product"]["vendor_name"].is_string());
+        assert_eq!(
+            event["type_uid"],
+            event["class_uid"].as_u64().expect("a number") * 100
+                + event["activity_id"].as_u64().expect("a number")
+        );
+        assert_eq!(
+            event["category_uid"],
+            event["class_uid"].as_u64().expect("a number") / 1000
+        );
+        assert!(
+            event["metadata"]["version"].is_string()
+                && event["metadata"]["product"]["vendor_name"].is_string()
+        );
         assert!(event["actor"]["user"]["type_id"].is_i64());
         let own: &[&str] = match event["class_uid"].as_u64() {
             Some(1001) => &["file", "device"],

@@ -18,23 +18,53 @@ fn denied(action: &str, call: u128, rules: &[&str], detail: Value) -> AuditBody 
 }
 
 fn whats(bodies: Vec<AuditBody>) -> Vec<String> {
-    story(&records(bodies)).lines.into_iter().map(|line| line.what).collect()
+    story(&records(bodies))
+        .lines
+        .into_iter()
+        .map(|line| line.what)
+        .collect()
 }
 
 #[test]
 fn a_session_is_told_in_order_with_what_it_came_to() {
-    let agent =
-        AuditBody { subject: Some(subject("project_manager", "ada")), ..intent("session.exec", 2, json!({"argv": ["sleep", "99"], "timeout_ms": 5000})) };
+    let agent = AuditBody {
+        subject: Some(subject("project_manager", "ada")),
+        ..intent(
+            "session.exec",
+            2,
+            json!({"argv": ["sleep", "99"], "timeout_ms": 5000}),
+        )
+    };
     let bodies = vec![
         intent("session.create", 1, json!({})),
         outcome("session.create", 1, AuditResult::Done, json!({})),
         agent,
         intent("session.exec", 3, json!({"argv": ["make", "test"]})),
-        outcome("session.exec", 3, AuditResult::Done, json!({"exit_code": 2, "duration_ms": 1200, "bytes": {"stdout": 4000, "stderr": 100}})),
-        outcome("session.exec", 2, AuditResult::Done, json!({"timed_out": true, "signal": "KILL", "duration_ms": 5000})),
+        outcome(
+            "session.exec",
+            3,
+            AuditResult::Done,
+            json!({"exit_code": 2, "duration_ms": 1200, "bytes": {"stdout": 4000, "stderr": 100}}),
+        ),
+        outcome(
+            "session.exec",
+            2,
+            AuditResult::Done,
+            json!({"timed_out": true, "signal": "KILL", "duration_ms": 5000}),
+        ),
         intent("file.write", 4, json!({"path": "/workspace/a.py"})),
-        outcome("file.write", 4, AuditResult::Done, json!({"changes": [{"path": "/workspace/a.py", "sha256_before": "ab12ffff", "sha256_after": "cd34ffff"}]})),
-        denied("file.read", 5, &["default/no-etc"], json!({"path": "/etc/x"})),
+        outcome(
+            "file.write",
+            4,
+            AuditResult::Done,
+            json!({"changes": [{"path": "/workspace/a.py", "sha256_before": "ab12ffff", "sha256_after": "cd34ffff"}]}),
+        ),
+        denied(
+            "file.read",
+            5,
+            &["default/no-etc"],
+            json!({"path": "/etc/x"}),
+        ),
         event(AuditKind::Event, "session.state", json!({"state": "ended"})),
         intent("artifact.put", 6, json!({"path": "out.tar"})),
         outcome("artifact.put", 6, AuditResult::Done, json!({})),
@@ -46,43 +76,139 @@ fn a_session_is_told_in_order_with_what_it_came_to() {
 #[test]
 fn the_ends_of_commands_are_told_apart() {
     let end = |result: AuditResult, code: Option<&str>, detail: Value| {
-        let outcome = AuditBody { code: code.map(ToOwned::to_owned), ..outcome("session.exec", 1, result, detail) };
-        whats(vec![intent("session.exec", 1, json!({"argv": ["x"], "background": true})), outcome]).remove(0)
+        let outcome = AuditBody {
+            code: code.map(ToOwned::to_owned),
+            ..outcome("session.exec", 1, result, detail)
+        };
+        whats(vec![
+            intent(
+                "session.exec",
+                1,
+                json!({"argv": ["x"], "background": true}),
+            ),
+            outcome,
+        ])
+        .remove(0)
     };
-    assert_eq!(end(AuditResult::Done, None, json!({"exit_code": 0, "duration_ms": 7})), "exec  x → exit 0 (7 ms)");
-    assert_eq!(end(AuditResult::Done, None, json!({"signal": "KILL"})), "exec  x → killed by KILL");
-    assert_eq!(end(AuditResult::Done, None, json!({"oom_killed": true, "signal": "KILL"})), "exec  x → out of memory");
-    assert_eq!(end(AuditResult::Done, None, json!({})), "exec  x → in the background");
-    assert_eq!(end(AuditResult::Failed, Some("exec_failed"), json!({})), "exec  x → failed: exec_failed");
-    assert_eq!(end(AuditResult::NotStarted, None, json!({})), "exec  x → not started");
-    assert_eq!(end(AuditResult::Unknown, None, json!({})), "exec  x → nobody knows what came of it");
+    assert_eq!(
+        end(
+            AuditResult::Done,
+            None,
+            json!({"exit_code": 0, "duration_ms": 7})
+        ),
+        "exec  x → exit 0 (7 ms)"
+    );
+    assert_eq!(
+        end(AuditResult::Done, None, json!({"signal": "KILL"})),
+        "exec  x → killed by KILL"
+    );
+    assert_eq!(
+        end(
+            AuditResult::Done,
+            None,
+            json!({"oom_killed": true, "signal": "KILL"})
+        ),
+        "exec  x → out of memory"
+    );
+    assert_eq!(
+        end(AuditResult::Done, None, json!({})),
+        "exec  x → in the background"
+    );
+    assert_eq!(
+        end(AuditResult::Failed, Some("exec_failed"), json!({})),
+        "exec  x → failed: exec_failed"
+    );
+    assert_eq!(
+        end(AuditResult::NotStarted, None, json!({})),
+        "exec  x → not started"
+    );
+    assert_eq!(
+        end(AuditResult::Unknown, None, json!({})),
+        "exec  x → nobody knows what came of it"
+    );
 }
 
 #[test]
 fn changes_of_files_say_what_they_were_before_and_after() {
-    let write = |changes: Value| whats(vec![outcome("file.write", 1, AuditResult::Done, json!({"changes": changes}))]).remove(0);
-    assert_eq!(write(json!([{"path": "a", "sha256_after": "0123456"}])), "write a (new, sha256 0123…)");
-    assert_eq!(write(json!([{"path": "a", "sha256_before": "0123456"}])), "write a (sha256 0123… → gone)");
-    assert_eq!(write(json!([{"path": "a b"}, {"path": "c"}])), "write 2 files: 'a b', c");
+    let write = |changes: Value| {
+        whats(vec![outcome(
+            "file.write",
+            1,
+            AuditResult::Done,
+            json!({"changes": changes}),
+        )])
+        .remove(0)
+    };
+    assert_eq!(
+        write(json!([{"path": "a", "sha256_after": "0123456"}])),
+        "write a (new, sha256 0123…)"
+    );
+    assert_eq!(
+        write(json!([{"path": "a", "sha256_before": "0123456"}])),
+        "write a (sha256 0123… → gone)"
+    );
+    assert_eq!(
+        write(json!([{"path": "a b"}, {"path": "c"}])),
+        "write 2 files: 'a b', c"
+    );
     let many: Vec<Value> = (0..9).map(|n| json!({"path": format!("f{n}")})).collect();
-    assert_eq!(write(json!(many)), "write 9 files: f0, f1, f2, f3, f4, and 4 more");
-    assert_eq!(whats(vec![intent("file.move", 1, json!({"from": "/a", "to": "/b"}))]), ["move /a → /b → no outcome yet"]);
+    assert_eq!(
+        write(json!(many)),
+        "write 9 files: f0, f1, f2, f3, f4, and 4 more"
+    );
+    assert_eq!(
+        whats(vec![intent(
+            "file.move",
+            1,
+            json!({"from": "/a", "to": "/b"})
+        )]),
+        ["move /a → /b → no outcome yet"]
+    );
 }
 
 #[test]
 fn a_denial_names_its_rules_or_its_stage() {
-    assert_eq!(whats(vec![denied("file.read", 1, &["default/no-etc"], json!({"path": "/etc/x"}))]), ["denied file.read /etc/x by rule default/no-etc"]);
-    assert_eq!(whats(vec![denied("session.exec", 1, &["a", "b"], json!({"argv": ["rm", "-rf", "/ x"]}))]), ["denied session.exec rm -rf '/ x' by rules a, b"]);
-    assert_eq!(whats(vec![denied("token.create", 1, &[], json!({}))]), ["denied token.create at stage policy"]);
+    assert_eq!(
+        whats(vec![denied(
+            "file.read",
+            1,
+            &["default/no-etc"],
+            json!({"path": "/etc/x"})
+        )]),
+        ["denied file.read /etc/x by rule default/no-etc"]
+    );
+    assert_eq!(
+        whats(vec![denied(
+            "session.exec",
+            1,
+            &["a", "b"],
+            json!({"argv": ["rm", "-rf", "/ x"]})
+        )]),
+        ["denied session.exec rm -rf '/ x' by rules a, b"]
+    );
+    assert_eq!(
+        whats(vec![denied("token.create", 1, &[], json!({}))]),
+        ["denied token.create at stage policy"]
+    );
 }
 
 #[test]
 fn a_record_by_itself_has_its_headline() {
     let lines: Vec<String> = records(vec![
         intent("session.exec", 1, json!({"argv": ["make", "test"]})),
-        outcome("session.exec", 1, AuditResult::Done, json!({"exit_code": 2})),
+        outcome(
+            "session.exec",
+            1,
+            AuditResult::Done,
+            json!({"exit_code": 2}),
+        ),
         denied("file.read", 2, &[], json!({"path": "/etc/x"})),
-        outcome("file.write", 3, AuditResult::Failed, json!({"changes": [{"path": "a", "sha256_after": "0123456"}]})),
+        outcome(
+            "file.write",
+            3,
+            AuditResult::Failed,
+            json!({"changes": [{"path": "a", "sha256_after": "0123456"}]}),
+        ),
         event(AuditKind::Event, "session.state", json!({"state": "lost"})),
     ])
     .iter()
@@ -103,21 +229,44 @@ fn a_record_by_itself_has_its_headline() {
 #[test]
 fn commands_are_counted_by_how_they_ended() {
     let mut bodies = Vec::new();
-    for (call, detail) in
-        [(1, json!({"exit_code": 0})), (2, json!({"exit_code": 1})), (3, json!({"signal": "TERM"})), (4, json!({"timed_out": true, "signal": "KILL"}))]
-    {
-        bodies.extend([intent("session.exec", call, json!({"argv": ["x"]})), outcome("session.exec", call, AuditResult::Done, detail)]);
+    for (call, detail) in [
+        (1, json!({"exit_code": 0})),
+        (2, json!({"exit_code": 1})),
+        (3, json!({"signal": "TERM"})),
+        (4, json!({"timed_out": true, "signal": "KILL"})),
+    ] {
+        bodies.extend([
+            intent("session.exec", call, json!({"argv": ["x"]})),
+            outcome("session.exec", call, AuditResult::Done, detail),
+        ]);
     }
     bodies.push(denied("session.exec", 5, &[], json!({"argv": ["x"]})));
     bodies.push(intent("session.exec", 6, json!({"argv": ["x"]})));
     let summary = story(&records(bodies)).summary;
-    assert_eq!(summary.commands, StoryCommands { count: 5, failed: 2, timed_out: 1 });
-    assert_eq!((summary.denials, summary.open, summary.actors), (1, 1, vec!["ada".to_owned()]));
+    assert_eq!(
+        summary.commands,
+        StoryCommands {
+            count: 5,
+            failed: 2,
+            timed_out: 1
+        }
+    );
+    assert_eq!(
+        (summary.denials, summary.open, summary.actors),
+        (1, 1, vec!["ada".to_owned()])
+    );
 }
 
 #[test]
 fn a_long_list_of_files_is_capped_and_each_is_named_once() {
-    let touch = |n: u32| outcome("file.write", u128::from(n), AuditResult::Done, json!({"changes": [{"path": format!("f{}", n % 150)}]}));
+    let touch = |n: u32| {
+        outcome(
+            "file.write",
+            u128::from(n),
+            AuditResult::Done,
+            json!({"changes": [{"path": format!("f{}", n % 150)}]}),
+        )
+    };
     let summary = story(&records((0..300).map(touch).collect())).summary;
     assert_eq!((summary.files.len(), summary.more_files), (100, 50));
 }
@@ -129,7 +278,15 @@ fn nothing_recorded_is_said_to_be_nothing() {
 
 #[test]
 fn an_outcome_without_its_intent_still_has_its_line() {
-    assert_eq!(whats(vec![outcome("session.exec", 1, AuditResult::Done, json!({"exit_code": 1}))]), ["exec  (unknown command) → exit 1"]);
+    assert_eq!(
+        whats(vec![outcome(
+            "session.exec",
+            1,
+            AuditResult::Done,
+            json!({"exit_code": 1})
+        )]),
+        ["exec  (unknown command) → exit 1"]
+    );
 }
 
 #[test]
@@ -141,19 +298,31 @@ fn hostile_words_do_not_drive_a_terminal() {
         resource: Some(evil.to_owned()),
         rules: vec![evil.to_owned()],
         stage: Some(evil.to_owned()),
-        ..intent(evil, 1, json!({"argv": [evil], "path": evil, "changes": [{"path": evil, "sha256_after": evil}], "state": evil, "signal": evil}))
+        ..intent(
+            evil,
+            1,
+            json!({"argv": [evil], "path": evil, "changes": [{"path": evil, "sha256_after": evil}], "state": evil, "signal": evil}),
+        )
     };
     let mut bodies = vec![body.clone()];
     for action in ["session.exec", "file.write", "artifact.put", evil] {
         for kind in [AuditKind::Intent, AuditKind::Outcome, AuditKind::Event] {
             for decision in [None, Some(AuditDecision::Deny)] {
-                bodies.push(AuditBody { kind, decision, action: action.to_owned(), result: Some(AuditResult::Failed), ..body.clone() });
+                bodies.push(AuditBody {
+                    kind,
+                    decision,
+                    action: action.to_owned(),
+                    result: Some(AuditResult::Failed),
+                    ..body.clone()
+                });
             }
         }
     }
     let records = records(bodies);
     let text = story(&records).to_text() + &records.iter().map(headline).collect::<String>();
-    let harmless = |character: char| character == '\n' || !(character.is_control() || "\u{202e}\u{200b}".contains(character));
+    let harmless = |character: char| {
+        character == '\n' || !(character.is_control() || "\u{202e}\u{200b}".contains(character))
+    };
     assert!(text.chars().all(harmless), "{text:?}");
     assert!(text.contains("\\x1b]0;owned"));
 }

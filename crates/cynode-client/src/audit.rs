@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use bytes::BytesMut;
-use cynode_api::{AuditCheckpoints, AuditDecision, AuditPage, AuditVerifyLine, JobId, SessionId, TaskId, event_limits};
+use cynode_api::{
+    AuditCheckpoints, AuditDecision, AuditPage, AuditVerifyLine, JobId, SessionId, TaskId,
+    event_limits,
+};
 use http::Method;
 use reqwest::Response;
 use serde::{Deserialize, de::DeserializeOwned};
@@ -69,11 +72,24 @@ impl AuditVerification {
                 return self.parse(&line).map(Some);
             }
             if self.pending.len() > MAX_LINE {
-                return Err(Error::answer(&self.url, format!("a line is longer than {MAX_LINE} bytes")));
+                return Err(Error::answer(
+                    &self.url,
+                    format!("a line is longer than {MAX_LINE} bytes"),
+                ));
             }
-            match self.response.chunk().await.map_err(|error| Error::broken(&self.url, error))? {
+            match self
+                .response
+                .chunk()
+                .await
+                .map_err(|error| Error::broken(&self.url, error))?
+            {
                 Some(chunk) => self.pending.extend_from_slice(&chunk),
-                None if self.pending.trim_ascii().is_empty() => return Err(Error::Broken { url: self.url.clone(), source: None }),
+                None if self.pending.trim_ascii().is_empty() => {
+                    return Err(Error::Broken {
+                        url: self.url.clone(),
+                        source: None,
+                    });
+                }
                 None => {
                     let line = self.pending.split();
                     return self.parse(&line).map(Some);
@@ -90,22 +106,41 @@ impl AuditVerification {
 }
 
 fn rfc3339(at: Option<OffsetDateTime>) -> Result<Option<String>> {
-    at.map(|at| at.format(&Rfc3339)).transpose().map_err(|error| Error::Setup(format!("that time can't be sent: {error}")))
+    at.map(|at| at.format(&Rfc3339))
+        .transpose()
+        .map_err(|error| Error::Setup(format!("that time can't be sent: {error}")))
 }
 
 impl UserClient {
     /// The records after a cursor, in order; waits for news up to `wait`.
-    pub async fn audit(&self, after: i64, filter: &AuditFilter, wait: Duration) -> Result<AuditPage> {
+    pub async fn audit(
+        &self,
+        after: i64,
+        filter: &AuditFilter,
+        wait: Duration,
+    ) -> Result<AuditPage> {
         self.audit_page(after, filter, wait).await
     }
 
     /// The same, as it was sent.
-    pub async fn raw_audit(&self, after: i64, filter: &AuditFilter, wait: Duration) -> Result<RawAuditPage> {
+    pub async fn raw_audit(
+        &self,
+        after: i64,
+        filter: &AuditFilter,
+        wait: Duration,
+    ) -> Result<RawAuditPage> {
         self.audit_page(after, filter, wait).await
     }
 
-    async fn audit_page<T: DeserializeOwned>(&self, after: i64, filter: &AuditFilter, wait: Duration) -> Result<T> {
-        let wait_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).min(event_limits::MAX_WAIT_MS);
+    async fn audit_page<T: DeserializeOwned>(
+        &self,
+        after: i64,
+        filter: &AuditFilter,
+        wait: Duration,
+    ) -> Result<T> {
+        let wait_ms = u64::try_from(wait.as_millis())
+            .unwrap_or(u64::MAX)
+            .min(event_limits::MAX_WAIT_MS);
         let query = query([
             ("after", Some(after.to_string())),
             ("limit", Some(event_limits::MAX_PAGE.to_string())),
@@ -114,7 +149,10 @@ impl UserClient {
             ("job_id", filter.job.map(|id| id.to_string())),
             ("call_id", filter.call.clone()),
             ("subject", filter.subject.clone()),
-            ("decision", filter.decision.map(|decision| decision.as_str().to_owned())),
+            (
+                "decision",
+                filter.decision.map(|decision| decision.as_str().to_owned()),
+            ),
             ("action", filter.action.clone()),
             ("since", rfc3339(filter.since)?),
             ("until", rfc3339(filter.until)?),
@@ -131,6 +169,11 @@ impl UserClient {
     /// Has the server verify the whole trail. It has no limit of time.
     pub async fn verify_audit(&self) -> Result<AuditVerification> {
         let response = accept(send(self.0.request(Method::GET, "/v1/audit/verify")).await?).await?;
-        Ok(AuditVerification { url: shown(response.url()), response, pending: BytesMut::new(), has_ended: false })
+        Ok(AuditVerification {
+            url: shown(response.url()),
+            response,
+            pending: BytesMut::new(),
+            has_ended: false,
+        })
     }
 }

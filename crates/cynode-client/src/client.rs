@@ -112,21 +112,38 @@ impl WorkerClient {
         builder = match trust {
             Trust::Only(path) => builder.tls_certs_only(certificates(path)?),
             Trust::Also(path) => builder.tls_certs_merge(certificates(path)?),
-            Trust::Environment => match std::env::var_os("CYNODE_CA_FILE").filter(|path| !path.is_empty()) {
-                Some(path) => builder.tls_certs_merge(certificates(&PathBuf::from(path))?),
-                None => builder,
-            },
+            Trust::Environment => {
+                match std::env::var_os("CYNODE_CA_FILE").filter(|path| !path.is_empty()) {
+                    Some(path) => builder.tls_certs_merge(certificates(&PathBuf::from(path))?),
+                    None => builder,
+                }
+            }
         };
-        let http = builder.build().map_err(|error| Error::Setup(format!("can't set up the HTTP client: {error}")))?;
-        Ok(Self { http, base, surface })
+        let http = builder
+            .build()
+            .map_err(|error| Error::Setup(format!("can't set up the HTTP client: {error}")))?;
+        Ok(Self {
+            http,
+            base,
+            surface,
+        })
     }
 
     /// Which side of CyNode answers at an address that is known to be one of the two.
     pub async fn find_surface(base: &str, token: &str, trust: Trust<'_>) -> Result<Surface> {
         let client = Self::trusting(base, token, Surface::Worker, trust)?;
         // Only a worker has this path. Who is refused for another reason finds out by the call itself.
-        let answer = send(client.request(Method::GET, "/v1/worker/sessions?limit=1").timeout(CALL)).await?;
-        Ok(if answer.status().as_u16() == 404 { Surface::User } else { Surface::Worker })
+        let answer = send(
+            client
+                .request(Method::GET, "/v1/worker/sessions?limit=1")
+                .timeout(CALL),
+        )
+        .await?;
+        Ok(if answer.status().as_u16() == 404 {
+            Surface::User
+        } else {
+            Surface::Worker
+        })
     }
 
     /// What answers at an address. No token is sent.
@@ -140,11 +157,19 @@ impl WorkerClient {
             title: String,
         }
         let client = Self::trusting(base, "", Surface::User, trust)?;
-        let response = send(client.request(Method::GET, "/openapi.json").timeout(IDENTIFY)).await?;
+        let response = send(
+            client
+                .request(Method::GET, "/openapi.json")
+                .timeout(IDENTIFY),
+        )
+        .await?;
         let status = response.status();
         let body = read_bounded(response, MAX_DESCRIPTION).await?;
         if status.is_success() {
-            let title = serde_json::from_slice(&body).map_or_else(|_| String::new(), |description: Description| description.info.title);
+            let title = serde_json::from_slice(&body).map_or_else(
+                |_| String::new(),
+                |description: Description| description.info.title,
+            );
             return Ok(match title.as_str() {
                 "CyNode user API" => Peer::Orchestrator,
                 "CyNode Worker API" => Peer::Worker,
@@ -152,7 +177,8 @@ impl WorkerClient {
             });
         }
         // Only the port for nodes has no description, and refuses as every role does.
-        let is_ours = serde_json::from_slice::<Problem>(&body).is_ok_and(|problem| problem.kind.starts_with("urn:cynode:error:"));
+        let is_ours = serde_json::from_slice::<Problem>(&body)
+            .is_ok_and(|problem| problem.kind.starts_with("urn:cynode:error:"));
         Ok(if is_ours { Peer::Control } else { Peer::Other })
     }
 
@@ -168,7 +194,11 @@ impl WorkerClient {
     }
 
     pub async fn readyz(&self) -> Result<Readiness> {
-        let response = send(self.request(Method::GET, "/readyz").timeout(Duration::from_secs(10))).await?;
+        let response = send(
+            self.request(Method::GET, "/readyz")
+                .timeout(Duration::from_secs(10)),
+        )
+        .await?;
         if response.status().is_success() {
             return Ok(Readiness::Ready);
         }
@@ -183,12 +213,23 @@ impl WorkerClient {
 
     /// Whether it can be called at all.
     pub async fn reach(&self) -> Result<()> {
-        accept(send(self.request(Method::GET, "/healthz").timeout(Duration::from_secs(10))).await?).await.map(drop)
+        accept(
+            send(
+                self.request(Method::GET, "/healthz")
+                    .timeout(Duration::from_secs(10)),
+            )
+            .await?,
+        )
+        .await
+        .map(drop)
     }
 
     /// The images in the worker's store.
     pub async fn local_images(&self) -> Result<Vec<LocalImage>> {
-        Ok(self.get::<LocalImages>("/v1/worker/images", &()).await?.items)
+        Ok(self
+            .get::<LocalImages>("/v1/worker/images", &())
+            .await?
+            .items)
     }
 
     /// Asks the worker to end its process. It answers at once and goes on in the background.
@@ -198,7 +239,15 @@ impl WorkerClient {
             version: u32,
             sandboxes: Sandboxes,
         }
-        self.call_empty(Method::POST, "/v1/worker/shutdown", &Shutdown { version: API_VERSION, sandboxes }).await
+        self.call_empty(
+            Method::POST,
+            "/v1/worker/shutdown",
+            &Shutdown {
+                version: API_VERSION,
+                sandboxes,
+            },
+        )
+        .await
     }
 
     pub(crate) fn sessions(&self) -> &'static str {
@@ -218,24 +267,43 @@ impl WorkerClient {
     }
 
     /// Sends a JSON body and reads a JSON answer.
-    pub(crate) async fn call<T: DeserializeOwned>(&self, method: Method, path: &str, body: &(impl Serialize + Sync)) -> Result<T> {
+    pub(crate) async fn call<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<T> {
         json(send(self.request(method, path).timeout(CALL).json(body)).await?).await
     }
 
     /// Sends a JSON body; whatever a success answers is dropped.
-    pub(crate) async fn call_empty(&self, method: Method, path: &str, body: &(impl Serialize + Sync)) -> Result<()> {
-        accept(send(self.request(method, path).timeout(CALL).json(body)).await?).await.map(drop)
+    pub(crate) async fn call_empty(
+        &self,
+        method: Method,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<()> {
+        accept(send(self.request(method, path).timeout(CALL).json(body)).await?)
+            .await
+            .map(drop)
     }
 
-    pub(crate) async fn get<T: DeserializeOwned>(&self, path: &str, query: &(impl Serialize + Sync)) -> Result<T> {
+    pub(crate) async fn get<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        query: &(impl Serialize + Sync),
+    ) -> Result<T> {
         json(send(self.request(Method::GET, path).timeout(CALL).query(query)).await?).await
     }
 }
 
 /// The certificates of those who are trusted.
 fn certificates(path: &Path) -> Result<Vec<reqwest::Certificate>> {
-    let pem = fs_err::read(path).map_err(|error| Error::Setup(format!("can't read the trusted certificates: {error}")))?;
-    let found = reqwest::Certificate::from_pem_bundle(&pem).ok().filter(|found| !found.is_empty());
+    let pem = fs_err::read(path)
+        .map_err(|error| Error::Setup(format!("can't read the trusted certificates: {error}")))?;
+    let found = reqwest::Certificate::from_pem_bundle(&pem)
+        .ok()
+        .filter(|found| !found.is_empty());
     found.ok_or_else(|| Error::Setup(format!("'{}' holds no PEM certificates", path.display())))
 }
 
@@ -245,14 +313,21 @@ pub fn check_base(text: &str) -> Result<()> {
 }
 
 fn parse_base(text: &str) -> Result<Url> {
-    let bad = |why: &str| Error::Setup(format!("'{text}' is not a usable address: {why}; it looks like http://127.0.0.1:12090"));
+    let bad = |why: &str| {
+        Error::Setup(format!(
+            "'{text}' is not a usable address: {why}; it looks like http://127.0.0.1:12090"
+        ))
+    };
     let url = Url::parse(text).map_err(|error| bad(&error.to_string()))?;
     if !matches!(url.scheme(), "http" | "https") {
         return Err(bad("it must begin with http:// or https://"));
     }
     if !url.username().is_empty() || url.password().is_some() {
         // Not repeated: it holds a password.
-        return Err(Error::Setup("the address must not hold a name or password; give the token by CYNODE_TOKEN".to_owned()));
+        return Err(Error::Setup(
+            "the address must not hold a name or password; give the token by CYNODE_TOKEN"
+                .to_owned(),
+        ));
     }
     if url.host_str().is_none() || url.query().is_some() || url.fragment().is_some() {
         return Err(bad("only scheme, host, port and path belong in it"));
@@ -263,7 +338,10 @@ fn parse_base(text: &str) -> Result<Url> {
 fn is_loopback(url: &Url) -> bool {
     match url.host_str() {
         Some("localhost") => true,
-        Some(host) => host.trim_matches(['[', ']']).parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback()),
+        Some(host) => host
+            .trim_matches(['[', ']'])
+            .parse::<std::net::IpAddr>()
+            .is_ok_and(|address| address.is_loopback()),
         None => false,
     }
 }
@@ -277,9 +355,13 @@ pub(crate) fn shown(url: &Url) -> String {
 
 pub(crate) async fn send(request: RequestBuilder) -> Result<Response> {
     let (client, request) = request.build_split();
-    let request = request.map_err(|error| Error::Setup(format!("can't make the request: {error}")))?;
+    let request =
+        request.map_err(|error| Error::Setup(format!("can't make the request: {error}")))?;
     let url = shown(request.url());
-    client.execute(request).await.map_err(|error| Error::transport(&url, error))
+    client
+        .execute(request)
+        .await
+        .map_err(|error| Error::transport(&url, error))
 }
 
 /// The answer when it is a success, else the refusal as an error.
@@ -289,7 +371,9 @@ pub(crate) async fn accept(response: Response) -> Result<Response> {
     }
     let status = response.status().as_u16();
     let url = shown(response.url());
-    let body = read_bounded(response, MAX_PROBLEM).await.unwrap_or_default();
+    let body = read_bounded(response, MAX_PROBLEM)
+        .await
+        .unwrap_or_default();
     Err(refusal(url, status, &body))
 }
 
@@ -303,7 +387,15 @@ pub(crate) async fn json<T: DeserializeOwned>(response: Response) -> Result<T> {
 fn refusal(url: String, status: u16, body: &[u8]) -> Error {
     match serde_json::from_slice::<Problem>(body) {
         Ok(problem) => Error::Problem(Box::new(problem)),
-        Err(_) => Error::Status { url, status, body: String::from_utf8_lossy(body).trim().chars().take(300).collect() },
+        Err(_) => Error::Status {
+            url,
+            status,
+            body: String::from_utf8_lossy(body)
+                .trim()
+                .chars()
+                .take(300)
+                .collect(),
+        },
     }
 }
 
@@ -317,16 +409,31 @@ fn reason(body: &[u8]) -> String {
     if let Ok(Reason { reason }) = serde_json::from_slice(body) {
         return reason;
     }
-    let text: String = String::from_utf8_lossy(body).trim().chars().take(1000).collect();
-    if text.is_empty() { "it gave no reason".to_owned() } else { text }
+    let text: String = String::from_utf8_lossy(body)
+        .trim()
+        .chars()
+        .take(1000)
+        .collect();
+    if text.is_empty() {
+        "it gave no reason".to_owned()
+    } else {
+        text
+    }
 }
 
 async fn read_bounded(mut response: Response, limit: usize) -> Result<Bytes> {
     let url = shown(response.url());
     let mut body = BytesMut::new();
-    while let Some(chunk) = response.chunk().await.map_err(|error| Error::broken(&url, error))? {
+    while let Some(chunk) = response
+        .chunk()
+        .await
+        .map_err(|error| Error::broken(&url, error))?
+    {
         if body.len() + chunk.len() > limit {
-            return Err(Error::answer(&url, format!("the answer is longer than {limit} bytes")));
+            return Err(Error::answer(
+                &url,
+                format!("the answer is longer than {limit} bytes"),
+            ));
         }
         body.extend_from_slice(&chunk);
     }
@@ -343,7 +450,12 @@ mod tests {
         assert!(!error.to_string().contains("secret"), "{error}");
         assert!(parse_base("ftp://host").is_err());
         assert!(parse_base("127.0.0.1:12090").is_err());
-        assert_eq!(parse_base("http://127.0.0.1:12090/").expect("good").as_str(), "http://127.0.0.1:12090/");
+        assert_eq!(
+            parse_base("http://127.0.0.1:12090/")
+                .expect("good")
+                .as_str(),
+            "http://127.0.0.1:12090/"
+        );
     }
 
     #[test]
@@ -355,14 +467,24 @@ mod tests {
             ("http://10.0.0.1", false),
             ("http://127.0.0.1.example", false),
         ] {
-            assert_eq!(is_loopback(&parse_base(address).expect("good")), expected, "{address}");
+            assert_eq!(
+                is_loopback(&parse_base(address).expect("good")),
+                expected,
+                "{address}"
+            );
         }
     }
 
     #[test]
     fn the_reason_of_an_unready_worker_is_found_in_every_form() {
-        assert_eq!(reason(br#"{"ready":false,"reason":"no podman"}"#), "no podman");
-        assert_eq!(reason(br#"{"type":"x","detail":"disk is full"}"#), "disk is full");
+        assert_eq!(
+            reason(br#"{"ready":false,"reason":"no podman"}"#),
+            "no podman"
+        );
+        assert_eq!(
+            reason(br#"{"type":"x","detail":"disk is full"}"#),
+            "disk is full"
+        );
         assert_eq!(reason(b" starting\n"), "starting");
         assert_eq!(reason(b""), "it gave no reason");
     }

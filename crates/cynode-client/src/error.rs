@@ -14,7 +14,11 @@ pub enum Error {
     Problem(Box<Problem>),
     /// The other side refused with something that is not a problem document.
     #[error("{url} answered {status}{}", note(.body))]
-    Status { url: String, status: u16, body: String },
+    Status {
+        url: String,
+        status: u16,
+        body: String,
+    },
     /// No answer came.
     #[error("can't reach {url}")]
     Unreachable {
@@ -65,9 +69,14 @@ impl Error {
     pub fn is_passing(&self) -> bool {
         match self {
             Self::Unreachable { .. } | Self::Broken { .. } => true,
-            Self::Problem(problem) => [ErrorCode::ShuttingDown, ErrorCode::AgentUnavailable, ErrorCode::RuntimeUnavailable, ErrorCode::NodeUnreachable]
-                .iter()
-                .any(|code| problem.is(*code)),
+            Self::Problem(problem) => [
+                ErrorCode::ShuttingDown,
+                ErrorCode::AgentUnavailable,
+                ErrorCode::RuntimeUnavailable,
+                ErrorCode::NodeUnreachable,
+            ]
+            .iter()
+            .any(|code| problem.is(*code)),
             Self::Status { status, .. } => matches!(status, 502..=504),
             Self::Answer { .. } | Self::Setup(_) => false,
         }
@@ -87,18 +96,32 @@ impl Error {
 
     pub(crate) fn transport(url: &str, source: reqwest::Error) -> Self {
         let never_sent = source.is_connect();
-        Self::Unreachable { url: url.to_owned(), never_sent, source: source.without_url().into() }
+        Self::Unreachable {
+            url: url.to_owned(),
+            never_sent,
+            source: source.without_url().into(),
+        }
     }
 
     pub(crate) fn broken(url: &str, source: reqwest::Error) -> Self {
-        Self::Broken { url: url.to_owned(), source: Some(source.without_url().into()) }
+        Self::Broken {
+            url: url.to_owned(),
+            source: Some(source.without_url().into()),
+        }
     }
 
     pub(crate) fn answer(url: &str, source: impl Into<Source>) -> Self {
-        Self::Answer { url: url.to_owned(), source: source.into() }
+        Self::Answer {
+            url: url.to_owned(),
+            source: source.into(),
+        }
     }
 }
 
 fn note(body: &str) -> String {
-    if body.is_empty() { String::new() } else { format!(": {body}") }
+    if body.is_empty() {
+        String::new()
+    } else {
+        format!(": {body}")
+    }
 }

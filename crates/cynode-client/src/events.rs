@@ -51,7 +51,14 @@ pub struct ExecEvents {
 impl ExecEvents {
     pub(crate) fn new(response: Response, last_seq: u64) -> Self {
         let url = shown(response.url());
-        Self { response, url, parser: Parser::default(), parsed: VecDeque::new(), last_seq, finished: false }
+        Self {
+            response,
+            url,
+            parser: Parser::default(),
+            parsed: VecDeque::new(),
+            last_seq,
+            finished: false,
+        }
     }
 
     /// The last piece of output that was yielded.
@@ -64,7 +71,9 @@ impl ExecEvents {
     pub async fn next(&mut self) -> Result<Option<ExecEvent>> {
         while !self.finished {
             if let Some(event) = self.parsed.pop_front() {
-                let Some(event) = typed(&event).map_err(|error| error.at(&self.url))? else { continue };
+                let Some(event) = typed(&event).map_err(|error| error.at(&self.url))? else {
+                    continue;
+                };
                 match &event {
                     // A resumed stream may repeat what was already yielded.
                     ExecEvent::Output { seq, .. } if *seq <= self.last_seq => continue,
@@ -76,12 +85,24 @@ impl ExecEvents {
             }
             let chunk = match tokio::time::timeout(SILENCE, self.response.chunk()).await {
                 Ok(Ok(Some(chunk))) => chunk,
-                Ok(Ok(None)) => return Err(Error::Broken { url: self.url.clone(), source: None }),
+                Ok(Ok(None)) => {
+                    return Err(Error::Broken {
+                        url: self.url.clone(),
+                        source: None,
+                    });
+                }
                 Ok(Err(error)) => return Err(Error::broken(&self.url, error)),
-                Err(silence) => return Err(Error::Broken { url: self.url.clone(), source: Some(silence.into()) }),
+                Err(silence) => {
+                    return Err(Error::Broken {
+                        url: self.url.clone(),
+                        source: Some(silence.into()),
+                    });
+                }
             };
             let mut events = Vec::new();
-            self.parser.push(&chunk, &mut events).map_err(|error| Error::answer(&self.url, error))?;
+            self.parser
+                .push(&chunk, &mut events)
+                .map_err(|error| Error::answer(&self.url, error))?;
             self.parsed.extend(events);
         }
         Ok(None)
@@ -113,7 +134,9 @@ fn problem(data: &str) -> Result<Problem, Malformed> {
         detail: String,
     }
     serde_json::from_str::<Problem>(data)
-        .or_else(|_| serde_json::from_str::<Late>(data).map(|late| Problem::new(late.code, late.detail)))
+        .or_else(|_| {
+            serde_json::from_str::<Late>(data).map(|late| Problem::new(late.code, late.detail))
+        })
         .map_err(Malformed::Json)
 }
 
@@ -122,23 +145,46 @@ fn typed(event: &sse::Event) -> Result<Option<ExecEvent>, Malformed> {
     let parse = || serde_json::from_str::<StreamEvent>(&event.data).map_err(Malformed::Json);
     let stream = match event.event.as_str() {
         "start" => {
-            let StreamEvent { exec_id, lost_before_seq, .. } = parse()?;
+            let StreamEvent {
+                exec_id,
+                lost_before_seq,
+                ..
+            } = parse()?;
             let exec_id = exec_id.ok_or(Malformed::Lacks("a start event without exec_id"))?;
-            return Ok(Some(ExecEvent::Start { exec_id, lost_before_seq }));
+            return Ok(Some(ExecEvent::Start {
+                exec_id,
+                lost_before_seq,
+            }));
         }
-        "exit" => return parse()?.exit.map(|exit| Some(ExecEvent::Exit(exit))).ok_or(Malformed::Lacks("an exit event without exit")),
+        "exit" => {
+            return parse()?
+                .exit
+                .map(|exit| Some(ExecEvent::Exit(exit)))
+                .ok_or(Malformed::Lacks("an exit event without exit"));
+        }
         "error" => return Err(Malformed::Problem(Box::new(problem(&event.data)?))),
         "stdout" => Stream::Stdout,
         "stderr" => Stream::Stderr,
         _ => return Ok(None),
     };
-    let StreamEvent { seq, data, data_b64, lost_before_seq, .. } = parse()?;
+    let StreamEvent {
+        seq,
+        data,
+        data_b64,
+        lost_before_seq,
+        ..
+    } = parse()?;
     let data = match (data, data_b64) {
         (Some(text), None) => Bytes::from(text),
         (None, Some(bytes)) => Bytes::from(bytes.0),
         _ => return Err(Malformed::Lacks("an output event needs data or data_b64")),
     };
-    Ok(Some(ExecEvent::Output { seq, stream, data, lost_before_seq }))
+    Ok(Some(ExecEvent::Output {
+        seq,
+        stream,
+        data,
+        lost_before_seq,
+    }))
 }
 
 #[cfg(test)]
@@ -146,15 +192,26 @@ mod tests {
     use super::*;
 
     fn of(event: &str, data: &str) -> Result<Option<ExecEvent>, Malformed> {
-        typed(&sse::Event { event: event.into(), data: data.into(), id: None })
+        typed(&sse::Event {
+            event: event.into(),
+            data: data.into(),
+            id: None,
+        })
     }
 
     #[test]
     fn output_is_bytes_whether_it_came_as_text_or_base64() {
         let at = "2030-01-01T00:00:00Z";
         for (field, value) in [("data", "hi"), ("data_b64", "aGk=")] {
-            let Ok(Some(ExecEvent::Output { seq: 4, stream: Stream::Stderr, data, .. })) =
-                of("stderr", &format!(r#"{{"seq":4,"at":"{at}","{field}":"{value}"}}"#))
+            let Ok(Some(ExecEvent::Output {
+                seq: 4,
+                stream: Stream::Stderr,
+                data,
+                ..
+            })) = of(
+                "stderr",
+                &format!(r#"{{"seq":4,"at":"{at}","{field}":"{value}"}}"#),
+            )
             else {
                 panic!("{field} was not understood")
             };
@@ -174,6 +231,9 @@ mod tests {
     fn unknown_events_are_passed_over_and_broken_ones_are_not() {
         assert!(matches!(of("weather", "sunny"), Ok(None)));
         assert!(matches!(of("stdout", "sunny"), Err(Malformed::Json(_))));
-        assert!(matches!(of("exit", r#"{"seq":1,"at":"2030-01-01T00:00:00Z"}"#), Err(Malformed::Lacks(_))));
+        assert!(matches!(
+            of("exit", r#"{"seq":1,"at":"2030-01-01T00:00:00Z"}"#),
+            Err(Malformed::Lacks(_))
+        ));
     }
 }

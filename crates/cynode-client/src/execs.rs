@@ -4,7 +4,8 @@ use std::{io, time::Duration};
 
 use bytes::Bytes;
 use cynode_api::{
-    API_VERSION, Exec, ExecAccepted, ExecId, ExecRequest, ExecResult, OutputPage, Page, SessionId, SignalExec, SignalName, SignalScope, StdinWrite, exec_form,
+    API_VERSION, Exec, ExecAccepted, ExecId, ExecRequest, ExecResult, OutputPage, Page, SessionId,
+    SignalExec, SignalName, SignalScope, StdinWrite, exec_form,
 };
 use futures_util::{Stream, StreamExt as _, stream};
 use http::{Method, header};
@@ -38,17 +39,37 @@ impl WorkerClient {
     pub async fn exec(&self, session: SessionId, request: &ExecRequest) -> Result<ExecResult> {
         // The server's deadline decides; ours only stops us from hanging on a dead connection.
         let patience = Duration::from_millis(request.timeout_ms) + CALL;
-        json(send(self.request(Method::POST, &self.session(session, "/exec")).timeout(patience).json(request)).await?).await
+        json(
+            send(
+                self.request(Method::POST, &self.session(session, "/exec"))
+                    .timeout(patience)
+                    .json(request),
+            )
+            .await?,
+        )
+        .await
     }
 
     /// Starts a command that outlives the call. `request.background` must be set.
-    pub async fn exec_background(&self, session: SessionId, request: &ExecRequest) -> Result<ExecAccepted> {
-        self.call(Method::POST, &self.session(session, "/exec"), request).await
+    pub async fn exec_background(
+        &self,
+        session: SessionId,
+        request: &ExecRequest,
+    ) -> Result<ExecAccepted> {
+        self.call(Method::POST, &self.session(session, "/exec"), request)
+            .await
     }
 
     /// Runs a command and yields its output as it comes. With an `exec_id` of the caller's the same request attaches again.
-    pub async fn exec_stream(&self, session: SessionId, request: &ExecRequest) -> Result<ExecEvents> {
-        let request = self.request(Method::POST, &self.session(session, "/exec")).header(header::ACCEPT, EVENT_STREAM).json(request);
+    pub async fn exec_stream(
+        &self,
+        session: SessionId,
+        request: &ExecRequest,
+    ) -> Result<ExecEvents> {
+        let request = self
+            .request(Method::POST, &self.session(session, "/exec"))
+            .header(header::ACCEPT, EVENT_STREAM)
+            .json(request);
         Ok(ExecEvents::new(accept(send(request).await?).await?, 0))
     }
 
@@ -69,16 +90,26 @@ impl WorkerClient {
         request: &ExecRequest,
         input: impl Stream<Item = io::Result<Bytes>> + Send + 'static,
     ) -> Result<ExecEvents> {
-        let request = self.exec_form(session, request, input).header(header::ACCEPT, EVENT_STREAM);
+        let request = self
+            .exec_form(session, request, input)
+            .header(header::ACCEPT, EVENT_STREAM);
         Ok(ExecEvents::new(accept(send(request).await?).await?, 0))
     }
 
-    fn exec_form(&self, session: SessionId, request: &ExecRequest, input: impl Stream<Item = io::Result<Bytes>> + Send + 'static) -> RequestBuilder {
+    fn exec_form(
+        &self,
+        session: SessionId,
+        request: &ExecRequest,
+        input: impl Stream<Item = io::Result<Bytes>> + Send + 'static,
+    ) -> RequestBuilder {
         let boundary = format!("cynode-{}", ExecId::generate());
         let (head, tail) = exec_form(&boundary, &serde_json::to_vec(request).unwrap_or_default());
         let ends = |bytes: Vec<u8>| stream::iter([Ok::<_, io::Error>(Bytes::from(bytes))]);
         self.request(Method::POST, &self.session(session, "/exec"))
-            .header(header::CONTENT_TYPE, format!("multipart/form-data; boundary={boundary}"))
+            .header(
+                header::CONTENT_TYPE,
+                format!("multipart/form-data; boundary={boundary}"),
+            )
             .body(Body::wrap_stream(ends(head).chain(input).chain(ends(tail))))
     }
 
@@ -88,33 +119,84 @@ impl WorkerClient {
     }
 
     pub async fn get_exec(&self, session: SessionId, exec: ExecId) -> Result<Exec> {
-        self.get(&self.session(session, &format!("/execs/{exec}")), &()).await
+        self.get(&self.session(session, &format!("/execs/{exec}")), &())
+            .await
     }
 
-    pub async fn exec_output(&self, session: SessionId, exec: ExecId, query: &OutputQuery) -> Result<OutputPage> {
-        self.get(&self.session(session, &format!("/execs/{exec}/output")), query).await
+    pub async fn exec_output(
+        &self,
+        session: SessionId,
+        exec: ExecId,
+        query: &OutputQuery,
+    ) -> Result<OutputPage> {
+        self.get(
+            &self.session(session, &format!("/execs/{exec}/output")),
+            query,
+        )
+        .await
     }
 
     /// Follows a command's output from after `last_seq`; 0 is from the start.
-    pub async fn exec_output_stream(&self, session: SessionId, exec: ExecId, last_seq: u64) -> Result<ExecEvents> {
+    pub async fn exec_output_stream(
+        &self,
+        session: SessionId,
+        exec: ExecId,
+        last_seq: u64,
+    ) -> Result<ExecEvents> {
         let request = self
-            .request(Method::GET, &self.session(session, &format!("/execs/{exec}/output")))
+            .request(
+                Method::GET,
+                &self.session(session, &format!("/execs/{exec}/output")),
+            )
             .header(header::ACCEPT, EVENT_STREAM)
             .header("Last-Event-ID", last_seq.to_string());
-        Ok(ExecEvents::new(accept(send(request).await?).await?, last_seq))
+        Ok(ExecEvents::new(
+            accept(send(request).await?).await?,
+            last_seq,
+        ))
     }
 
-    pub async fn signal_exec(&self, session: SessionId, exec: ExecId, signal: SignalName, scope: SignalScope) -> Result<()> {
-        let body = SignalExec { version: Some(API_VERSION), signal, scope };
-        self.call_empty(Method::POST, &self.session(session, &format!("/execs/{exec}/signal")), &body).await
+    pub async fn signal_exec(
+        &self,
+        session: SessionId,
+        exec: ExecId,
+        signal: SignalName,
+        scope: SignalScope,
+    ) -> Result<()> {
+        let body = SignalExec {
+            version: Some(API_VERSION),
+            signal,
+            scope,
+        };
+        self.call_empty(
+            Method::POST,
+            &self.session(session, &format!("/execs/{exec}/signal")),
+            &body,
+        )
+        .await
     }
 
     /// Writes to a command that was started with `stdin_open`. Returns when the command's side has taken it, which a slow
     /// reader can make long: there is no timeout.
-    pub async fn write_stdin(&self, session: SessionId, exec: ExecId, data: Vec<u8>, eof: bool) -> Result<()> {
+    pub async fn write_stdin(
+        &self,
+        session: SessionId,
+        exec: ExecId,
+        data: Vec<u8>,
+        eof: bool,
+    ) -> Result<()> {
         let data_b64 = (!data.is_empty()).then_some(cynode_api::Base64Bytes(data));
-        let body = StdinWrite { version: Some(API_VERSION), data_b64, eof };
-        let request = self.request(Method::POST, &self.session(session, &format!("/execs/{exec}/stdin"))).json(&body);
+        let body = StdinWrite {
+            version: Some(API_VERSION),
+            data_b64,
+            eof,
+        };
+        let request = self
+            .request(
+                Method::POST,
+                &self.session(session, &format!("/execs/{exec}/stdin")),
+            )
+            .json(&body);
         accept(send(request).await?).await.map(drop)
     }
 }

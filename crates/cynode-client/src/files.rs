@@ -4,8 +4,8 @@ use std::{os::unix::ffi::OsStrExt, path::Path};
 
 use bytes::Bytes;
 use cynode_api::{
-    Base64Bytes, ExportRequest, FileType, ImportResult, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchRequest, PatchResult, SearchRequest,
-    SearchResult, SessionId,
+    Base64Bytes, ExportRequest, FileType, ImportResult, ListRequest, ListResult, MkdirRequest,
+    MoveRequest, PatchRequest, PatchResult, SearchRequest, SearchResult, SessionId,
 };
 use http::{HeaderMap, Method, StatusCode, header};
 use reqwest::{Body, Response};
@@ -33,7 +33,9 @@ impl FileInfo {
         let text = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
         Self {
             kind: text("x-type").and_then(|kind| serde_json::from_value(kind.into()).ok()),
-            mode: text("x-mode").and_then(|mode| u32::from_str_radix(mode, 8).ok()).map(|mode| mode & 0o7777),
+            mode: text("x-mode")
+                .and_then(|mode| u32::from_str_radix(mode, 8).ok())
+                .map(|mode| mode & 0o7777),
             size: text("content-length").and_then(|size| size.parse().ok()),
             sha256: text("x-content-sha256").map(ToOwned::to_owned),
             etag: text("etag").map(ToOwned::to_owned),
@@ -51,12 +53,19 @@ pub struct FileBody {
 
 impl FileBody {
     fn new(response: Response) -> Self {
-        Self { info: FileInfo::of(response.headers()), url: shown(response.url()), response }
+        Self {
+            info: FileInfo::of(response.headers()),
+            url: shown(response.url()),
+            response,
+        }
     }
 
     /// The next piece; `None` at the end. A body that stops too early is an error.
     pub async fn chunk(&mut self) -> Result<Option<Bytes>> {
-        self.response.chunk().await.map_err(|error| Error::broken(&self.url, error))
+        self.response
+            .chunk()
+            .await
+            .map_err(|error| Error::broken(&self.url, error))
     }
 }
 
@@ -84,25 +93,45 @@ struct PathQuery<'a> {
 impl<'a> PathQuery<'a> {
     fn new(path: &'a Path) -> Self {
         let text = path.to_str();
-        let path_b64 = text.is_none().then(|| Base64Bytes(path.as_os_str().as_bytes().to_vec()));
-        Self { path: text, path_b64, recursive: None }
+        let path_b64 = text
+            .is_none()
+            .then(|| Base64Bytes(path.as_os_str().as_bytes().to_vec()));
+        Self {
+            path: text,
+            path_b64,
+            recursive: None,
+        }
     }
 }
 
 impl WorkerClient {
     pub async fn get_file(&self, session: SessionId, path: &Path) -> Result<FileBody> {
-        let request = self.request(Method::GET, &self.session(session, "/files")).query(&PathQuery::new(path));
+        let request = self
+            .request(Method::GET, &self.session(session, "/files"))
+            .query(&PathQuery::new(path));
         Ok(FileBody::new(accept(send(request).await?).await?))
     }
 
     /// Stat. A refusal carries no body, so it is [`Error::Status`].
     pub async fn head_file(&self, session: SessionId, path: &Path) -> Result<FileInfo> {
-        let request = self.request(Method::HEAD, &self.session(session, "/files")).timeout(CALL).query(&PathQuery::new(path));
+        let request = self
+            .request(Method::HEAD, &self.session(session, "/files"))
+            .timeout(CALL)
+            .query(&PathQuery::new(path));
         Ok(FileInfo::of(accept(send(request).await?).await?.headers()))
     }
 
-    pub async fn put_file(&self, session: SessionId, path: &Path, body: impl Into<Body>, options: &PutOptions) -> Result<FileInfo> {
-        let mut request = self.request(Method::PUT, &self.session(session, "/files")).query(&PathQuery::new(path)).body(body);
+    pub async fn put_file(
+        &self,
+        session: SessionId,
+        path: &Path,
+        body: impl Into<Body>,
+        options: &PutOptions,
+    ) -> Result<FileInfo> {
+        let mut request = self
+            .request(Method::PUT, &self.session(session, "/files"))
+            .query(&PathQuery::new(path))
+            .body(body);
         if let Some(mode) = options.mode {
             request = request.header("X-Mode", format!("{mode:04o}"));
         }
@@ -115,46 +144,104 @@ impl WorkerClient {
         Ok(FileInfo::of(accept(send(request).await?).await?.headers()))
     }
 
-    pub async fn delete_file(&self, session: SessionId, path: &Path, recursive: bool) -> Result<()> {
-        let query = PathQuery { recursive: recursive.then_some(true), ..PathQuery::new(path) };
-        accept(send(self.request(Method::DELETE, &self.session(session, "/files")).timeout(CALL).query(&query)).await?).await.map(drop)
+    pub async fn delete_file(
+        &self,
+        session: SessionId,
+        path: &Path,
+        recursive: bool,
+    ) -> Result<()> {
+        let query = PathQuery {
+            recursive: recursive.then_some(true),
+            ..PathQuery::new(path)
+        };
+        accept(
+            send(
+                self.request(Method::DELETE, &self.session(session, "/files"))
+                    .timeout(CALL)
+                    .query(&query),
+            )
+            .await?,
+        )
+        .await
+        .map(drop)
     }
 
-    pub async fn list_files(&self, session: SessionId, request: &ListRequest) -> Result<ListResult> {
-        self.call(Method::POST, &self.session(session, "/files:list"), request).await
+    pub async fn list_files(
+        &self,
+        session: SessionId,
+        request: &ListRequest,
+    ) -> Result<ListResult> {
+        self.call(Method::POST, &self.session(session, "/files:list"), request)
+            .await
     }
 
-    pub async fn search_files(&self, session: SessionId, request: &SearchRequest) -> Result<SearchResult> {
-        self.call(Method::POST, &self.session(session, "/files:search"), request).await
+    pub async fn search_files(
+        &self,
+        session: SessionId,
+        request: &SearchRequest,
+    ) -> Result<SearchResult> {
+        self.call(
+            Method::POST,
+            &self.session(session, "/files:search"),
+            request,
+        )
+        .await
     }
 
-    pub async fn patch_files(&self, session: SessionId, request: &PatchRequest) -> Result<PatchResult> {
-        self.call(Method::POST, &self.session(session, "/files:patch"), request).await
+    pub async fn patch_files(
+        &self,
+        session: SessionId,
+        request: &PatchRequest,
+    ) -> Result<PatchResult> {
+        self.call(
+            Method::POST,
+            &self.session(session, "/files:patch"),
+            request,
+        )
+        .await
     }
 
     pub async fn move_file(&self, session: SessionId, request: &MoveRequest) -> Result<()> {
-        self.call_empty(Method::POST, &self.session(session, "/files:move"), request).await
+        self.call_empty(Method::POST, &self.session(session, "/files:move"), request)
+            .await
     }
 
     pub async fn make_dir(&self, session: SessionId, request: &MkdirRequest) -> Result<()> {
-        self.call_empty(Method::POST, &self.session(session, "/files:mkdir"), request).await
+        self.call_empty(
+            Method::POST,
+            &self.session(session, "/files:mkdir"),
+            request,
+        )
+        .await
     }
 
     pub async fn export(&self, session: SessionId, request: &ExportRequest) -> Result<FileBody> {
         // On the user API an export is an artifact, unless its bytes are asked for.
-        let request = self.request(Method::POST, &self.session(session, "/export")).header(header::ACCEPT, "application/octet-stream").json(request);
+        let request = self
+            .request(Method::POST, &self.session(session, "/export"))
+            .header(header::ACCEPT, "application/octet-stream")
+            .json(request);
         Ok(FileBody::new(accept(send(request).await?).await?))
     }
 
     /// Unpacks a tar archive below `path`.
-    pub async fn import(&self, session: SessionId, path: &Path, tar: impl Into<Body>) -> Result<ImportResult> {
+    pub async fn import(
+        &self,
+        session: SessionId,
+        path: &Path,
+        tar: impl Into<Body>,
+    ) -> Result<ImportResult> {
         let request = self
             .request(Method::POST, &self.session(session, "/import"))
             .query(&PathQuery::new(path))
             .header(header::CONTENT_TYPE, "application/x-tar")
             .body(tar);
         let answer = accept(send(request).await?).await?;
-        if answer.status() == StatusCode::NO_CONTENT { Ok(ImportResult::default()) } else { json(answer).await }
+        if answer.status() == StatusCode::NO_CONTENT {
+            Ok(ImportResult::default())
+        } else {
+            json(answer).await
+        }
     }
 }
 
@@ -167,14 +254,32 @@ mod tests {
     #[test]
     fn a_path_that_is_not_utf8_travels_as_base64() {
         let client = WorkerClient::new("http://127.0.0.1:1", "t").expect("client");
-        let query = |path: &Path| client.request(Method::GET, "/x").query(&PathQuery::new(path)).build().expect("request").url().query().map(ToOwned::to_owned);
-        assert_eq!(query(Path::new("a b/ü&+")).as_deref(), Some("path=a+b%2F%C3%BC%26%2B"));
-        assert_eq!(query(Path::new(OsStr::from_bytes(b"\xff\xfe\xff"))).as_deref(), Some("path_b64=%2F%2F7%2F"));
+        let query = |path: &Path| {
+            client
+                .request(Method::GET, "/x")
+                .query(&PathQuery::new(path))
+                .build()
+                .expect("request")
+                .url()
+                .query()
+                .map(ToOwned::to_owned)
+        };
+        assert_eq!(
+            query(Path::new("a b/ü&+")).as_deref(),
+            Some("path=a+b%2F%C3%BC%26%2B")
+        );
+        assert_eq!(
+            query(Path::new(OsStr::from_bytes(b"\xff\xfe\xff"))).as_deref(),
+            Some("path_b64=%2F%2F7%2F")
+        );
     }
 
     #[test]
     fn the_mode_is_octal() {
-        let headers = HeaderMap::from_iter([(header::HeaderName::from_static("x-mode"), header::HeaderValue::from_static("0755"))]);
+        let headers = HeaderMap::from_iter([(
+            header::HeaderName::from_static("x-mode"),
+            header::HeaderValue::from_static("0755"),
+        )]);
         assert_eq!(FileInfo::of(&headers).mode, Some(0o755));
     }
 }

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use cynode_api::{
-    API_VERSION, Artifact, ArtifactId, EventPage, Image, ImageCreate, ImageId, ImagePatch, Job, JobCreate, JobId, JobState, Node, NodeDrain, NodeId,
-    NodeKeyCreate, NodeKeyCreated, OutputPage, Page, Preference, PreferenceScope, ProjectId, Setting, Task, TaskCreate, TaskId, Token, TokenCreate,
-    TokenCreated, TokenId, ValuePut, event_limits,
+    API_VERSION, Artifact, ArtifactId, EventPage, Image, ImageCreate, ImageId, ImagePatch, Job,
+    JobCreate, JobId, JobState, Node, NodeDrain, NodeId, NodeKeyCreate, NodeKeyCreated, OutputPage,
+    Page, Preference, PreferenceScope, ProjectId, Setting, Task, TaskCreate, TaskId, Token,
+    TokenCreate, TokenCreated, TokenId, ValuePut, event_limits,
 };
 use http::{Method, header};
 use reqwest::{Body, Response};
@@ -36,31 +37,57 @@ pub struct ArtifactBody {
 
 impl ArtifactBody {
     fn new(response: Response) -> Self {
-        let sha256 = response.headers().get("x-content-sha256").and_then(|value| value.to_str().ok()).map(ToOwned::to_owned);
-        Self { sha256, url: shown(response.url()), response }
+        let sha256 = response
+            .headers()
+            .get("x-content-sha256")
+            .and_then(|value| value.to_str().ok())
+            .map(ToOwned::to_owned);
+        Self {
+            sha256,
+            url: shown(response.url()),
+            response,
+        }
     }
 
     /// The next piece; `None` at the end. A body that stops too early is an error.
     pub async fn chunk(&mut self) -> Result<Option<Bytes>> {
-        self.response.chunk().await.map_err(|error| Error::broken(&self.url, error))
+        self.response
+            .chunk()
+            .await
+            .map_err(|error| Error::broken(&self.url, error))
     }
 }
 
 /// Pairs for a query, without what is absent.
-pub(crate) fn query<const N: usize>(pairs: [(&'static str, Option<String>); N]) -> Vec<(&'static str, String)> {
-    pairs.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+pub(crate) fn query<const N: usize>(
+    pairs: [(&'static str, Option<String>); N],
+) -> Vec<(&'static str, String)> {
+    pairs
+        .into_iter()
+        .filter_map(|(name, value)| Some((name, value?)))
+        .collect()
 }
 
 /// One part of a path: whatever it holds, it stays one part.
 pub(crate) fn part(text: &str) -> String {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte);
-    text.bytes().map(|byte| if plain(byte) { char::from(byte).to_string() } else { format!("%{byte:02X}") }).collect()
+    text.bytes()
+        .map(|byte| {
+            if plain(byte) {
+                char::from(byte).to_string()
+            } else {
+                format!("%{byte:02X}")
+            }
+        })
+        .collect()
 }
 
 /// A path whose slashes stay. Steps would be taken by whoever reads the address, however they are written.
 fn parts(path: &str) -> Result<String> {
     if path.split('/').any(|part| matches!(part, "" | "." | "..")) {
-        return Err(Error::Setup(format!("'{path}' is not a path within a task: it must be relative, without '.' and '..'")));
+        return Err(Error::Setup(format!(
+            "'{path}' is not a path within a task: it must be relative, without '.' and '..'"
+        )));
     }
     Ok(path.split('/').map(part).collect::<Vec<_>>().join("/"))
 }
@@ -91,21 +118,35 @@ impl UserClient {
     }
 
     /// A whole list, page after page.
-    pub(crate) async fn all<T: DeserializeOwned>(&self, path: &str, mut query: Vec<(&'static str, String)>) -> Result<Vec<T>> {
+    pub(crate) async fn all<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        mut query: Vec<(&'static str, String)>,
+    ) -> Result<Vec<T>> {
         let mut items = Vec::new();
         query.push(("limit", "1000".to_owned()));
         let filters = query.len();
         for _ in 0..MAX_PAGES {
             let page: Page<T> = self.0.get(path, &query).await?;
             items.extend(page.items);
-            let Some(cursor) = page.next_cursor else { return Ok(items) };
+            let Some(cursor) = page.next_cursor else {
+                return Ok(items);
+            };
             query.truncate(filters);
             query.push(("cursor", cursor));
         }
-        Err(Error::answer(self.base(), format!("the list has more than {MAX_PAGES} pages")))
+        Err(Error::answer(
+            self.base(),
+            format!("the list has more than {MAX_PAGES} pages"),
+        ))
     }
 
-    async fn send<T: DeserializeOwned>(&self, method: Method, path: &str, body: &(impl Serialize + Sync)) -> Result<T> {
+    async fn send<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: &(impl Serialize + Sync),
+    ) -> Result<T> {
         self.0.call(method, path, body).await
     }
 
@@ -114,7 +155,11 @@ impl UserClient {
     }
 
     pub async fn tasks(&self, project: Option<ProjectId>) -> Result<Vec<Task>> {
-        self.all("/v1/tasks", query([("project_id", project.map(|id| id.to_string()))])).await
+        self.all(
+            "/v1/tasks",
+            query([("project_id", project.map(|id| id.to_string()))]),
+        )
+        .await
     }
 
     pub async fn task(&self, id: TaskId) -> Result<Task> {
@@ -127,7 +172,14 @@ impl UserClient {
     }
 
     pub async fn jobs(&self, state: Option<JobState>, task: Option<TaskId>) -> Result<Vec<Job>> {
-        self.all("/v1/jobs", query([("state", state.map(|state| state.to_string())), ("task_id", task.map(|id| id.to_string()))])).await
+        self.all(
+            "/v1/jobs",
+            query([
+                ("state", state.map(|state| state.to_string())),
+                ("task_id", task.map(|id| id.to_string())),
+            ]),
+        )
+        .await
     }
 
     pub async fn job(&self, id: JobId) -> Result<Job> {
@@ -140,7 +192,12 @@ impl UserClient {
 
     /// Answers when the job has ended, or after a while with how far it is.
     pub async fn stop_job(&self, id: JobId) -> Result<Job> {
-        self.send(Method::POST, &format!("/v1/jobs/{id}/stop"), &serde_json::json!({ "version": API_VERSION })).await
+        self.send(
+            Method::POST,
+            &format!("/v1/jobs/{id}/stop"),
+            &serde_json::json!({ "version": API_VERSION }),
+        )
+        .await
     }
 
     pub async fn create_image(&self, request: &ImageCreate) -> Result<Image> {
@@ -152,7 +209,8 @@ impl UserClient {
     }
 
     pub async fn patch_image(&self, id: ImageId, patch: &ImagePatch) -> Result<Image> {
-        self.send(Method::PATCH, &format!("/v1/images/{id}"), patch).await
+        self.send(Method::PATCH, &format!("/v1/images/{id}"), patch)
+            .await
     }
 
     pub async fn nodes(&self) -> Result<Vec<Node>> {
@@ -160,7 +218,15 @@ impl UserClient {
     }
 
     pub async fn drain_node(&self, id: NodeId, drain: bool) -> Result<Node> {
-        self.send(Method::POST, &format!("/v1/nodes/{id}/drain"), &NodeDrain { version: Some(API_VERSION), drain: Some(drain) }).await
+        self.send(
+            Method::POST,
+            &format!("/v1/nodes/{id}/drain"),
+            &NodeDrain {
+                version: Some(API_VERSION),
+                drain: Some(drain),
+            },
+        )
+        .await
     }
 
     pub async fn create_node_key(&self, request: &NodeKeyCreate) -> Result<NodeKeyCreated> {
@@ -176,7 +242,16 @@ impl UserClient {
     }
 
     pub async fn revoke_token(&self, id: TokenId) -> Result<()> {
-        accept(send(self.0.request(Method::DELETE, &format!("/v1/tokens/{id}")).timeout(CALL)).await?).await.map(drop)
+        accept(
+            send(
+                self.0
+                    .request(Method::DELETE, &format!("/v1/tokens/{id}"))
+                    .timeout(CALL),
+            )
+            .await?,
+        )
+        .await
+        .map(drop)
     }
 
     pub async fn settings(&self) -> Result<Vec<Setting>> {
@@ -184,56 +259,130 @@ impl UserClient {
     }
 
     pub async fn setting(&self, key: &str) -> Result<Setting> {
-        self.0.get(&format!("/v1/settings/{}", part(key)), &()).await
+        self.0
+            .get(&format!("/v1/settings/{}", part(key)), &())
+            .await
     }
 
     pub async fn put_setting(&self, key: &str, value: Value) -> Result<Setting> {
-        self.send(Method::PUT, &format!("/v1/settings/{}", part(key)), &put(value)).await
+        self.send(
+            Method::PUT,
+            &format!("/v1/settings/{}", part(key)),
+            &put(value),
+        )
+        .await
     }
 
     /// The preferences that count for somebody.
-    pub async fn effective_preferences(&self, task: Option<TaskId>, project: Option<ProjectId>) -> Result<Vec<Preference>> {
-        let query = query([("task_id", task.map(|id| id.to_string())), ("project_id", project.map(|id| id.to_string()))]);
+    pub async fn effective_preferences(
+        &self,
+        task: Option<TaskId>,
+        project: Option<ProjectId>,
+    ) -> Result<Vec<Preference>> {
+        let query = query([
+            ("task_id", task.map(|id| id.to_string())),
+            ("project_id", project.map(|id| id.to_string())),
+        ]);
         self.all("/v1/preferences", query).await
     }
 
     /// Those of one scope; the system has no id, and whatever stands there means it.
     pub async fn preferences(&self, scope: PreferenceScope, id: &str) -> Result<Vec<Preference>> {
-        self.all(&format!("/v1/preferences/{}/{}", scope.as_str(), part(id)), Vec::new()).await
+        self.all(
+            &format!("/v1/preferences/{}/{}", scope.as_str(), part(id)),
+            Vec::new(),
+        )
+        .await
     }
 
-    pub async fn put_preference(&self, scope: PreferenceScope, id: &str, key: &str, value: Value) -> Result<Preference> {
-        self.send(Method::PUT, &format!("/v1/preferences/{}/{}/{}", scope.as_str(), part(id), part(key)), &put(value)).await
+    pub async fn put_preference(
+        &self,
+        scope: PreferenceScope,
+        id: &str,
+        key: &str,
+        value: Value,
+    ) -> Result<Preference> {
+        self.send(
+            Method::PUT,
+            &format!(
+                "/v1/preferences/{}/{}/{}",
+                scope.as_str(),
+                part(id),
+                part(key)
+            ),
+            &put(value),
+        )
+        .await
     }
 
     pub async fn artifacts(&self, task: TaskId) -> Result<Vec<Artifact>> {
-        self.all("/v1/artifacts", vec![("task_id", task.to_string())]).await
+        self.all("/v1/artifacts", vec![("task_id", task.to_string())])
+            .await
     }
 
     /// Stores a new version of a path. The body streams; it has no limit of time.
-    pub async fn put_artifact(&self, task: TaskId, path: &str, media_type: Option<&str>, body: impl Into<Body>) -> Result<Artifact> {
+    pub async fn put_artifact(
+        &self,
+        task: TaskId,
+        path: &str,
+        media_type: Option<&str>,
+        body: impl Into<Body>,
+    ) -> Result<Artifact> {
         let request = self
             .0
-            .request(Method::PUT, &format!("/v1/tasks/{task}/artifacts/{}", parts(path)?))
-            .header(header::CONTENT_TYPE, media_type.unwrap_or("application/octet-stream"))
+            .request(
+                Method::PUT,
+                &format!("/v1/tasks/{task}/artifacts/{}", parts(path)?),
+            )
+            .header(
+                header::CONTENT_TYPE,
+                media_type.unwrap_or("application/octet-stream"),
+            )
             .body(body);
         json(send(request).await?).await
     }
 
     /// The bytes of a path's newest version, or of the one that is asked for.
-    pub async fn get_artifact(&self, task: TaskId, path: &str, version: Option<i64>) -> Result<ArtifactBody> {
-        let request = self.0.request(Method::GET, &format!("/v1/tasks/{task}/artifacts/{}", parts(path)?));
-        let request = request.query(&query([("version", version.map(|version| version.to_string()))]));
+    pub async fn get_artifact(
+        &self,
+        task: TaskId,
+        path: &str,
+        version: Option<i64>,
+    ) -> Result<ArtifactBody> {
+        let request = self.0.request(
+            Method::GET,
+            &format!("/v1/tasks/{task}/artifacts/{}", parts(path)?),
+        );
+        let request = request.query(&query([(
+            "version",
+            version.map(|version| version.to_string()),
+        )]));
         Ok(ArtifactBody::new(accept(send(request).await?).await?))
     }
 
     pub async fn artifact_content(&self, id: ArtifactId) -> Result<ArtifactBody> {
-        Ok(ArtifactBody::new(accept(send(self.0.request(Method::GET, &format!("/v1/artifacts/{id}/content"))).await?).await?))
+        Ok(ArtifactBody::new(
+            accept(
+                send(
+                    self.0
+                        .request(Method::GET, &format!("/v1/artifacts/{id}/content")),
+                )
+                .await?,
+            )
+            .await?,
+        ))
     }
 
     /// What happened after a cursor; waits for news up to `wait`.
-    pub async fn events(&self, after: i64, task: Option<TaskId>, wait: Duration) -> Result<EventPage> {
-        let wait_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX).min(event_limits::MAX_WAIT_MS);
+    pub async fn events(
+        &self,
+        after: i64,
+        task: Option<TaskId>,
+        wait: Duration,
+    ) -> Result<EventPage> {
+        let wait_ms = u64::try_from(wait.as_millis())
+            .unwrap_or(u64::MAX)
+            .min(event_limits::MAX_WAIT_MS);
         let query = query([
             ("after", Some(after.to_string())),
             ("task_id", task.map(|id| id.to_string())),
@@ -245,7 +394,11 @@ impl UserClient {
 }
 
 fn put(value: Value) -> ValuePut {
-    ValuePut { version: Some(API_VERSION), value, if_revision: None }
+    ValuePut {
+        version: Some(API_VERSION),
+        value,
+        if_revision: None,
+    }
 }
 
 #[cfg(test)]

@@ -19,11 +19,22 @@ impl UserClient {
     }
 
     pub async fn put_policy(&self, id: &str, policy: &PolicyPut) -> Result<Policy> {
-        self.0.call(Method::PUT, &format!("/v1/policies/{}", part(id)), policy).await
+        self.0
+            .call(Method::PUT, &format!("/v1/policies/{}", part(id)), policy)
+            .await
     }
 
     pub async fn delete_policy(&self, id: &str) -> Result<()> {
-        accept(send(self.0.request(Method::DELETE, &format!("/v1/policies/{}", part(id))).timeout(CALL)).await?).await.map(drop)
+        accept(
+            send(
+                self.0
+                    .request(Method::DELETE, &format!("/v1/policies/{}", part(id)))
+                    .timeout(CALL),
+            )
+            .await?,
+        )
+        .await
+        .map(drop)
     }
 
     /// What would be decided. Nothing is done.

@@ -39,8 +39,14 @@ pub struct PtyOpen {
 pub enum PtyMessage {
     Ready,
     Data(Bytes),
-    Exit { exit_code: Option<i32>, signal: Option<String> },
-    Error { code: String, detail: String },
+    Exit {
+        exit_code: Option<i32>,
+        signal: Option<String>,
+    },
+    Error {
+        code: String,
+        detail: String,
+    },
 }
 
 #[derive(Deserialize)]
@@ -76,7 +82,10 @@ pub struct Pty {
 
 impl WorkerClient {
     pub async fn open_pty(&self, session: SessionId, open: &PtyOpen) -> Result<Pty> {
-        let mut query = vec![("cols", open.cols.to_string()), ("rows", open.rows.to_string())];
+        let mut query = vec![
+            ("cols", open.cols.to_string()),
+            ("rows", open.rows.to_string()),
+        ];
         query.extend(open.argv.iter().map(|argument| ("argv", argument.clone())));
         let key = generate_key();
         let request = self
@@ -90,14 +99,33 @@ impl WorkerClient {
         let url = shown(response.url());
         if response.status() != StatusCode::SWITCHING_PROTOCOLS {
             let status = accept(response).await?.status();
-            return Err(Error::answer(&url, format!("expected 101 Switching Protocols, not {status}")));
+            return Err(Error::answer(
+                &url,
+                format!("expected 101 Switching Protocols, not {status}"),
+            ));
         }
-        if response.headers().get(header::SEC_WEBSOCKET_ACCEPT).map(header::HeaderValue::as_bytes) != Some(derive_accept_key(key.as_bytes()).as_bytes()) {
-            return Err(Error::answer(&url, "the WebSocket handshake does not match"));
+        if response
+            .headers()
+            .get(header::SEC_WEBSOCKET_ACCEPT)
+            .map(header::HeaderValue::as_bytes)
+            != Some(derive_accept_key(key.as_bytes()).as_bytes())
+        {
+            return Err(Error::answer(
+                &url,
+                "the WebSocket handshake does not match",
+            ));
         }
-        let upgraded = response.upgrade().await.map_err(|error| Error::broken(&url, error))?;
-        let config = WebSocketConfig::default().max_message_size(Some(MAX_MESSAGE)).max_frame_size(Some(MAX_MESSAGE));
-        Ok(Pty { socket: WebSocketStream::from_raw_socket(upgraded, Role::Client, Some(config)).await, url })
+        let upgraded = response
+            .upgrade()
+            .await
+            .map_err(|error| Error::broken(&url, error))?;
+        let config = WebSocketConfig::default()
+            .max_message_size(Some(MAX_MESSAGE))
+            .max_frame_size(Some(MAX_MESSAGE));
+        Ok(Pty {
+            socket: WebSocketStream::from_raw_socket(upgraded, Role::Client, Some(config)).await,
+            url,
+        })
     }
 }
 
@@ -105,7 +133,10 @@ impl Pty {
     /// The next message; `None` when the other side has closed. Safe to drop and call again.
     pub async fn next(&mut self) -> Result<Option<PtyMessage>> {
         while let Some(message) = self.socket.next().await {
-            let message = message.map_err(|error| Error::Broken { url: self.url.clone(), source: Some(error.into()) })?;
+            let message = message.map_err(|error| Error::Broken {
+                url: self.url.clone(),
+                source: Some(error.into()),
+            })?;
             let text = match message {
                 Message::Binary(data) => return Ok(Some(PtyMessage::Data(data))),
                 Message::Text(text) => text,
@@ -114,8 +145,12 @@ impl Pty {
             };
             match serde_json::from_str(&text).map_err(|error| Error::answer(&self.url, error))? {
                 TextFrame::Ready => return Ok(Some(PtyMessage::Ready)),
-                TextFrame::Exit { exit_code, signal } => return Ok(Some(PtyMessage::Exit { exit_code, signal })),
-                TextFrame::Error { code, detail } => return Ok(Some(PtyMessage::Error { code, detail })),
+                TextFrame::Exit { exit_code, signal } => {
+                    return Ok(Some(PtyMessage::Exit { exit_code, signal }));
+                }
+                TextFrame::Error { code, detail } => {
+                    return Ok(Some(PtyMessage::Error { code, detail }));
+                }
                 TextFrame::Unknown => {}
             }
         }
@@ -127,16 +162,29 @@ impl Pty {
     }
 
     pub async fn resize(&mut self, cols: u16, rows: u16) -> Result<()> {
-        let text = serde_json::to_string(&Control::Resize { cols, rows }).map_err(|error| Error::answer(&self.url, error))?;
+        let text = serde_json::to_string(&Control::Resize { cols, rows })
+            .map_err(|error| Error::answer(&self.url, error))?;
         self.send(Message::text(text)).await
     }
 
     /// Says goodbye; the other side ends the terminal.
     pub async fn close(mut self) -> Result<()> {
-        self.socket.close(None).await.map_err(|error| Error::Broken { url: self.url.clone(), source: Some(error.into()) })
+        self.socket
+            .close(None)
+            .await
+            .map_err(|error| Error::Broken {
+                url: self.url.clone(),
+                source: Some(error.into()),
+            })
     }
 
     async fn send(&mut self, message: Message) -> Result<()> {
-        self.socket.send(message).await.map_err(|error| Error::Broken { url: self.url.clone(), source: Some(error.into()) })
+        self.socket
+            .send(message)
+            .await
+            .map_err(|error| Error::Broken {
+                url: self.url.clone(),
+                source: Some(error.into()),
+            })
     }
 }

@@ -1,6 +1,9 @@
 //! Sessions: create, find, extend, end, resume.
 
-use cynode_api::{Page, Session, SessionCreate, SessionEnd, SessionId, SessionPatch, SessionState, SignalName, SignalSession, TaskId, UserSessionCreate};
+use cynode_api::{
+    Page, Session, SessionCreate, SessionEnd, SessionId, SessionPatch, SessionState, SignalName,
+    SignalSession, TaskId, UserSessionCreate,
+};
 use http::Method;
 
 use crate::{Error, Result, WorkerClient};
@@ -23,13 +26,19 @@ impl SessionFilter {
         query.extend(self.state.map(|state| ("state", state.to_string())));
         query.extend(self.task_id.map(|task| ("task_id", task.to_string())));
         // The API takes one; the others are looked at here.
-        query.extend(self.labels.first().map(|(key, value)| ("label", format!("{key}={value}"))));
+        query.extend(
+            self.labels
+                .first()
+                .map(|(key, value)| ("label", format!("{key}={value}"))),
+        );
         query.extend(cursor.map(|cursor| ("cursor", cursor)));
         query
     }
 
     fn has_labels(&self, session: &Session) -> bool {
-        self.labels.iter().all(|(key, value)| session.labels.get(key) == Some(value))
+        self.labels
+            .iter()
+            .all(|(key, value)| session.labels.get(key) == Some(value))
     }
 }
 
@@ -48,7 +57,11 @@ impl WorkerClient {
         self.get(&self.session(id, ""), &()).await
     }
 
-    pub async fn list_sessions_page(&self, filter: &SessionFilter, cursor: Option<String>) -> Result<Page<Session>> {
+    pub async fn list_sessions_page(
+        &self,
+        filter: &SessionFilter,
+        cursor: Option<String>,
+    ) -> Result<Page<Session>> {
         let mut page: Page<Session> = self.get(self.sessions(), &filter.query(cursor)).await?;
         page.items.retain(|session| filter.has_labels(session));
         Ok(page)
@@ -66,7 +79,10 @@ impl WorkerClient {
                 return Ok(sessions);
             }
         }
-        Err(Error::answer(self.base(), format!("the list has more than {MAX_PAGES} pages")))
+        Err(Error::answer(
+            self.base(),
+            format!("the list has more than {MAX_PAGES} pages"),
+        ))
     }
 
     pub async fn patch_session(&self, id: SessionId, patch: &SessionPatch) -> Result<Session> {
@@ -74,16 +90,30 @@ impl WorkerClient {
     }
 
     pub async fn end_session(&self, id: SessionId, end: &SessionEnd) -> Result<Session> {
-        self.call(Method::POST, &self.session(id, "/end"), end).await
+        self.call(Method::POST, &self.session(id, "/end"), end)
+            .await
     }
 
     /// Gives a lost or ended session a new container over its kept workspace.
     pub async fn resume_session(&self, id: SessionId) -> Result<Session> {
-        self.call(Method::POST, &self.session(id, "/resume"), &serde_json::json!({ "version": cynode_api::API_VERSION })).await
+        self.call(
+            Method::POST,
+            &self.session(id, "/resume"),
+            &serde_json::json!({ "version": cynode_api::API_VERSION }),
+        )
+        .await
     }
 
     /// Signals everything in the sandbox but process 1.
     pub async fn signal_session(&self, id: SessionId, signal: SignalName) -> Result<()> {
-        self.call_empty(Method::POST, &self.session(id, "/signal"), &SignalSession { version: Some(cynode_api::API_VERSION), signal }).await
+        self.call_empty(
+            Method::POST,
+            &self.session(id, "/signal"),
+            &SignalSession {
+                version: Some(cynode_api::API_VERSION),
+                signal,
+            },
+        )
+        .await
     }
 }

@@ -44,7 +44,16 @@ impl Default for Parser {
 impl Parser {
     #[must_use]
     pub fn with_limit(limit: usize) -> Self {
-        Self { line: Vec::new(), data: Vec::new(), has_data: false, event: Vec::new(), id: None, after_cr: false, first_line: true, limit }
+        Self {
+            line: Vec::new(),
+            data: Vec::new(),
+            has_data: false,
+            event: Vec::new(),
+            id: None,
+            after_cr: false,
+            first_line: true,
+            limit,
+        }
     }
 
     /// Takes the next bytes and appends the events that they complete.
@@ -96,7 +105,9 @@ impl Parser {
                 self.has_data = true;
             }
             b"event" => self.event = value.to_vec(),
-            b"id" if !value.contains(&0) => self.id = Some(String::from_utf8_lossy(value).into_owned()),
+            b"id" if !value.contains(&0) => {
+                self.id = Some(String::from_utf8_lossy(value).into_owned())
+            }
             // Comments have an empty field name; `retry` is not for us.
             _ => {}
         }
@@ -106,8 +117,16 @@ impl Parser {
         let event = std::mem::take(&mut self.event);
         let data = std::mem::take(&mut self.data);
         if std::mem::take(&mut self.has_data) {
-            let event = if event.is_empty() { "message".to_owned() } else { String::from_utf8_lossy(&event).into_owned() };
-            events.push(Event { event, data: String::from_utf8_lossy(&data).into_owned(), id: self.id.clone() });
+            let event = if event.is_empty() {
+                "message".to_owned()
+            } else {
+                String::from_utf8_lossy(&event).into_owned()
+            };
+            events.push(Event {
+                event,
+                data: String::from_utf8_lossy(&data).into_owned(),
+                id: self.id.clone(),
+            });
         }
     }
 }
@@ -128,19 +147,35 @@ mod tests {
     }
 
     fn event(event: &str, data: &str, id: Option<&str>) -> Event {
-        Event { event: event.into(), data: data.into(), id: id.map(Into::into) }
+        Event {
+            event: event.into(),
+            data: data.into(),
+            id: id.map(Into::into),
+        }
     }
 
     #[test]
     fn events_have_names_ids_and_data_of_several_lines() {
-        let text = b": hello\nid: 3\nevent: stdout\ndata: {\"a\":1}\n\n:keepalive\n\ndata:x\ndata: y\n\n";
-        assert_eq!(parse(&[text]), [event("stdout", "{\"a\":1}", Some("3")), event("message", "x\ny", Some("3"))]);
+        let text =
+            b": hello\nid: 3\nevent: stdout\ndata: {\"a\":1}\n\n:keepalive\n\ndata:x\ndata: y\n\n";
+        assert_eq!(
+            parse(&[text]),
+            [
+                event("stdout", "{\"a\":1}", Some("3")),
+                event("message", "x\ny", Some("3"))
+            ]
+        );
     }
 
     #[test]
     fn every_line_ending_counts_once() {
         let expected = [event("message", "a", None), event("message", "b", None)];
-        for text in ["data: a\n\ndata: b\n\n", "data: a\r\n\r\ndata: b\r\n\r\n", "data: a\r\rdata: b\r\r", "\u{feff}data: a\r\n\ndata: b\n\r\n"] {
+        for text in [
+            "data: a\n\ndata: b\n\n",
+            "data: a\r\n\r\ndata: b\r\n\r\n",
+            "data: a\r\rdata: b\r\r",
+            "\u{feff}data: a\r\n\ndata: b\n\r\n",
+        ] {
             assert_eq!(parse(&[text.as_bytes()]), expected, "{text:?}");
         }
     }
@@ -154,7 +189,10 @@ mod tests {
     #[test]
     fn an_endless_line_is_refused() {
         let mut parser = Parser::with_limit(16);
-        assert_eq!(parser.push(b"data: 0123456789012345", &mut Vec::new()), Err(TooLong { limit: 16 }));
+        assert_eq!(
+            parser.push(b"data: 0123456789012345", &mut Vec::new()),
+            Err(TooLong { limit: 16 })
+        );
         let mut parser = Parser::with_limit(16);
         let mut out = Vec::new();
         assert!((0..10).any(|_| parser.push(b"data: 01\n", &mut out).is_err()));
@@ -165,7 +203,9 @@ mod tests {
         at.sort_unstable();
         at.insert(0, 0);
         at.push(text.len());
-        at.windows(2).map(|pair| text[pair[0]..pair[1]].to_vec()).collect()
+        at.windows(2)
+            .map(|pair| text[pair[0]..pair[1]].to_vec())
+            .collect()
     }
 
     proptest! {

@@ -11,9 +11,15 @@ use tokio::{
 };
 
 /// Answers each connection with the next body and yields the first lines of the requests, and what they carried.
-async fn server(answers: Vec<(&'static str, String)>) -> (UserClient, tokio::task::JoinHandle<Vec<String>>) {
+async fn server(
+    answers: Vec<(&'static str, String)>,
+) -> (UserClient, tokio::task::JoinHandle<Vec<String>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
-    let client = UserClient::new(&format!("http://{}", listener.local_addr().expect("address")), "secret").expect("client");
+    let client = UserClient::new(
+        &format!("http://{}", listener.local_addr().expect("address")),
+        "secret",
+    )
+    .expect("client");
     let served = tokio::spawn(async move {
         let mut requests = Vec::new();
         for (status, body) in answers {
@@ -27,7 +33,9 @@ async fn server(answers: Vec<(&'static str, String)>) -> (UserClient, tokio::tas
             }
             requests.push(String::from_utf8(request).expect("text"));
             // Until the connection closes, so that a body can stop anywhere.
-            let answer = format!("HTTP/1.1 {status}\r\nconnection: close\r\ncontent-type: application/json\r\n\r\n{body}");
+            let answer = format!(
+                "HTTP/1.1 {status}\r\nconnection: close\r\ncontent-type: application/json\r\n\r\n{body}"
+            );
             socket.write_all(answer.as_bytes()).await.expect("written");
         }
         requests
@@ -37,8 +45,13 @@ async fn server(answers: Vec<(&'static str, String)>) -> (UserClient, tokio::tas
 
 fn is_whole(request: &[u8]) -> bool {
     let text = String::from_utf8_lossy(request);
-    let Some((head, body)) = text.split_once("\r\n\r\n") else { return false };
-    let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")).map_or(0, |length| length.parse().expect("length"));
+    let Some((head, body)) = text.split_once("\r\n\r\n") else {
+        return false;
+    };
+    let length = head
+        .lines()
+        .find_map(|line| line.strip_prefix("content-length: "))
+        .map_or(0, |length| length.parse().expect("length"));
     body.len() >= length
 }
 
@@ -55,19 +68,33 @@ async fn what_is_asked_for_is_in_the_query_and_what_is_not_known_survives_in_a_r
         since: Some(datetime!(2026-01-02 03:04:05 UTC)),
         ..AuditFilter::default()
     };
-    let typed = client.audit(7, &filter, Duration::from_secs(900)).await.expect("a page");
-    assert_eq!((typed.items[0].body.action.as_str(), typed.next_cursor), ("node.lost", 9));
-    let raw = client.raw_audit(7, &AuditFilter::default(), Duration::ZERO).await.expect("a page");
+    let typed = client
+        .audit(7, &filter, Duration::from_secs(900))
+        .await
+        .expect("a page");
+    assert_eq!(
+        (typed.items[0].body.action.as_str(), typed.next_cursor),
+        ("node.lost", 9)
+    );
+    let raw = client
+        .raw_audit(7, &AuditFilter::default(), Duration::ZERO)
+        .await
+        .expect("a page");
     assert_eq!(raw.items[0]["weather"], "rain");
     let requests = served.await.expect("served");
-    for part in ["GET /v1/audit?after=7&limit=1000", "subject=ada+%26+co", "decision=deny", "since=2026-01-02T03%3A04%3A05Z", "wait_ms=60000"] {
+    for part in [
+        "GET /v1/audit?after=7&limit=1000",
+        "subject=ada+%26+co",
+        "decision=deny",
+        "since=2026-01-02T03%3A04%3A05Z",
+        "wait_ms=60000",
+    ] {
         assert!(requests[0].contains(part), "{part} in {}", requests[0]);
     }
     assert!(!requests[0].contains("until") && !requests[1].contains("subject"));
 }
 
-const VERDICT: &str =
-    r#"{"verdict":{"intact":true,"records":2,"streams":1,"checkpoints":1,"truncated":0,"open":0,"key":"k","problems":[],"more_problems":false}}"#;
+const VERDICT: &str = r#"{"verdict":{"intact":true,"records":2,"streams":1,"checkpoints":1,"truncated":0,"open":0,"key":"k","problems":[],"more_problems":false}}"#;
 
 #[tokio::test]
 async fn a_verification_tells_its_progress_and_ends_with_its_verdict() {
@@ -75,8 +102,13 @@ async fn a_verification_tells_its_progress_and_ends_with_its_verdict() {
     for body in [lines.clone(), lines.trim_end().to_owned()] {
         let (client, _served) = server(vec![("200 OK", body)]).await;
         let mut verification = client.verify_audit().await.expect("begun");
-        assert_eq!(verification.next().await.expect("a line"), Some(AuditVerifyLine::Progress { checked: 1, of: 2 }));
-        assert!(matches!(verification.next().await.expect("a line"), Some(AuditVerifyLine::Verdict { verdict }) if verdict.intact));
+        assert_eq!(
+            verification.next().await.expect("a line"),
+            Some(AuditVerifyLine::Progress { checked: 1, of: 2 })
+        );
+        assert!(
+            matches!(verification.next().await.expect("a line"), Some(AuditVerifyLine::Verdict { verdict }) if verdict.intact)
+        );
         assert_eq!(verification.next().await.expect("the end"), None);
     }
 }
@@ -94,8 +126,12 @@ async fn a_verification_without_a_verdict_is_an_error() {
         };
         assert!(matches!(end, Err(Error::Broken { .. })), "{end:?}");
     }
-    let (client, _served) = server(vec![("200 OK", "{\"verdict\":{\"intact\":tr".to_owned())]).await;
-    assert!(matches!(client.verify_audit().await.expect("begun").next().await, Err(Error::Answer { .. })));
+    let (client, _served) =
+        server(vec![("200 OK", "{\"verdict\":{\"intact\":tr".to_owned())]).await;
+    assert!(matches!(
+        client.verify_audit().await.expect("begun").next().await,
+        Err(Error::Answer { .. })
+    ));
 }
 
 #[tokio::test]
@@ -110,17 +146,41 @@ async fn policies_go_where_they_belong_whatever_their_names() {
         ("200 OK", format!(r#"{{"items":[{policy}]}}"#)),
     ])
     .await;
-    let put = PolicyPut { text: "permit".into(), if_revision: Some(1), ..PolicyPut::default() };
-    assert_eq!(client.put_policy("a/b", &put).await.expect("put").rules[0].effect, "permit");
-    assert!(client.put_policy("a/b", &put).await.expect_err("refused").is(ErrorCode::PolicyInvalid));
+    let put = PolicyPut {
+        text: "permit".into(),
+        if_revision: Some(1),
+        ..PolicyPut::default()
+    };
+    assert_eq!(
+        client.put_policy("a/b", &put).await.expect("put").rules[0].effect,
+        "permit"
+    );
+    assert!(
+        client
+            .put_policy("a/b", &put)
+            .await
+            .expect_err("refused")
+            .is(ErrorCode::PolicyInvalid)
+    );
     client.delete_policy("a/b").await.expect("deleted");
-    let test = PolicyTest { user: Some("ada".into()), action: "file.read".into(), ..PolicyTest::default() };
+    let test = PolicyTest {
+        user: Some("ada".into()),
+        action: "file.read".into(),
+        ..PolicyTest::default()
+    };
     assert!(!client.test_policy(&test).await.expect("answered").allowed);
     assert_eq!(client.policies().await.expect("listed").len(), 1);
     let requests = served.await.expect("served");
-    let begins: Vec<&str> = requests.iter().map(|request| request.lines().next().unwrap_or_default()).collect();
+    let begins: Vec<&str> = requests
+        .iter()
+        .map(|request| request.lines().next().unwrap_or_default())
+        .collect();
     assert_eq!(begins[0], "PUT /v1/policies/a%2Fb HTTP/1.1");
     assert_eq!(begins[2], "DELETE /v1/policies/a%2Fb HTTP/1.1");
     assert_eq!(begins[3], "POST /v1/policies:test HTTP/1.1");
-    assert!(requests[0].ends_with(r#"{"text":"permit","if_revision":1}"#), "{}", requests[0]);
+    assert!(
+        requests[0].ends_with(r#"{"text":"permit","if_revision":1}"#),
+        "{}",
+        requests[0]
+    );
 }

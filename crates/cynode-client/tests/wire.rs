@@ -3,7 +3,10 @@
 use std::path::Path;
 
 use cynode_api::{ErrorCode, ExecRequest, SessionId, Stream};
-use cynode_client::{Error, ExecEvent, FileBody, Peer, PtyMessage, PtyOpen, PutOptions, Readiness, Trust, WorkerClient};
+use cynode_client::{
+    Error, ExecEvent, FileBody, Peer, PtyMessage, PtyOpen, PutOptions, Readiness, Trust,
+    WorkerClient,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -11,9 +14,15 @@ use tokio::{
 use tokio_tungstenite::tungstenite::{Message, handshake::derive_accept_key, protocol::Role};
 
 /// Answers each connection with the next script and yields the heads (and small bodies) that it was sent.
-async fn server(answers: Vec<&'static str>) -> (WorkerClient, tokio::task::JoinHandle<Vec<String>>) {
+async fn server(
+    answers: Vec<&'static str>,
+) -> (WorkerClient, tokio::task::JoinHandle<Vec<String>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
-    let client = WorkerClient::new(&format!("http://{}", listener.local_addr().expect("address")), "secret").expect("client");
+    let client = WorkerClient::new(
+        &format!("http://{}", listener.local_addr().expect("address")),
+        "secret",
+    )
+    .expect("client");
     let served = tokio::spawn(async move {
         let mut requests = Vec::new();
         for answer in answers {
@@ -32,7 +41,10 @@ async fn head(socket: &mut TcpStream) -> String {
     loop {
         if let Some(end) = text.windows(4).position(|window| window == b"\r\n\r\n") {
             let head = String::from_utf8_lossy(&text[..end]);
-            let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")).map_or(0, |length| length.parse().expect("length"));
+            let length = head
+                .lines()
+                .find_map(|line| line.strip_prefix("content-length: "))
+                .map_or(0, |length| length.parse().expect("length"));
             if text.len() >= end + 4 + length {
                 break;
             }
@@ -49,7 +61,11 @@ fn id() -> SessionId {
 }
 
 fn exec() -> ExecRequest {
-    ExecRequest { argv: vec!["true".into()], timeout_ms: 1000, ..ExecRequest::default() }
+    ExecRequest {
+        argv: vec!["true".into()],
+        timeout_ms: 1000,
+        ..ExecRequest::default()
+    }
 }
 
 #[tokio::test]
@@ -60,28 +76,57 @@ async fn a_problem_document_becomes_a_problem_and_other_refusals_keep_their_stat
         "HTTP/1.1 302 Found\r\nconnection: close\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n",
     ])
     .await;
-    assert!(client.get_session(id()).await.expect_err("refused").is(ErrorCode::SessionNotFound));
-    assert!(matches!(client.get_session(id()).await, Err(Error::Status { status: 502, body, .. }) if body == "nope"));
+    assert!(
+        client
+            .get_session(id())
+            .await
+            .expect_err("refused")
+            .is(ErrorCode::SessionNotFound)
+    );
+    assert!(
+        matches!(client.get_session(id()).await, Err(Error::Status { status: 502, body, .. }) if body == "nope")
+    );
     // A redirect is not followed: the token would go along.
-    assert!(matches!(client.get_session(id()).await, Err(Error::Status { status: 302, .. })));
+    assert!(matches!(
+        client.get_session(id()).await,
+        Err(Error::Status { status: 302, .. })
+    ));
     let requests = served.await.expect("served");
-    assert!(requests.iter().all(|request| request.to_lowercase().contains("authorization: bearer secret")), "{requests:?}");
+    assert!(
+        requests.iter().all(|request| request
+            .to_lowercase()
+            .contains("authorization: bearer secret")),
+        "{requests:?}"
+    );
 }
 
 #[tokio::test]
 async fn nobody_there_is_unreachable_and_surely_not_sent() {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
-    let client = WorkerClient::new(&format!("http://{}", listener.local_addr().expect("address")), "t").expect("client");
+    let client = WorkerClient::new(
+        &format!("http://{}", listener.local_addr().expect("address")),
+        "t",
+    )
+    .expect("client");
     drop(listener);
     let error = client.get_session(id()).await.expect_err("nobody");
-    assert!(matches!(&error, Error::Unreachable { never_sent: true, url, .. } if url.contains("/v1/worker/sessions/")), "{error:?}");
+    assert!(
+        matches!(&error, Error::Unreachable { never_sent: true, url, .. } if url.contains("/v1/worker/sessions/")),
+        "{error:?}"
+    );
     assert!(error.is_passing());
 }
 
 #[tokio::test]
 async fn a_connection_that_closes_without_an_answer_may_have_been_sent() {
     let (client, _served) = server(vec![""]).await;
-    assert!(matches!(client.get_session(id()).await, Err(Error::Unreachable { never_sent: false, .. })));
+    assert!(matches!(
+        client.get_session(id()).await,
+        Err(Error::Unreachable {
+            never_sent: false,
+            ..
+        })
+    ));
 }
 
 #[tokio::test]
@@ -98,20 +143,39 @@ async fn events_are_typed_and_a_stream_that_stops_is_broken() {
     ])
     .await;
     let mut events = client.exec_stream(id(), &exec()).await.expect("stream");
-    let Some(ExecEvent::Start { exec_id, .. }) = events.next().await.expect("start") else { panic!("no start") };
-    assert!(matches!(events.next().await, Ok(Some(ExecEvent::Output { seq: 1, stream: Stream::Stdout, data, .. })) if data == "hi"));
+    let Some(ExecEvent::Start { exec_id, .. }) = events.next().await.expect("start") else {
+        panic!("no start")
+    };
+    assert!(
+        matches!(events.next().await, Ok(Some(ExecEvent::Output { seq: 1, stream: Stream::Stdout, data, .. })) if data == "hi")
+    );
     assert!(matches!(events.next().await, Err(error @ Error::Broken { .. }) if error.is_passing()));
 
-    let mut events = client.exec_output_stream(id(), exec_id, events.last_seq()).await.expect("resumed");
+    let mut events = client
+        .exec_output_stream(id(), exec_id, events.last_seq())
+        .await
+        .expect("resumed");
     assert!(
         matches!(events.next().await, Ok(Some(ExecEvent::Output { seq: 2, stream: Stream::Stderr, data, .. })) if data == b"\xff"[..]),
         "a repeated piece is passed over"
     );
-    assert!(matches!(events.next().await, Ok(Some(ExecEvent::Exit(exit))) if exit.exit_code == Some(7)));
+    assert!(
+        matches!(events.next().await, Ok(Some(ExecEvent::Exit(exit))) if exit.exit_code == Some(7))
+    );
     assert!(matches!(events.next().await, Ok(None)));
     let requests = served.await.expect("served");
-    assert!(requests[0].to_lowercase().contains("accept: text/event-stream"), "{}", requests[0]);
-    assert!(requests[1].to_lowercase().contains("last-event-id: 1"), "{}", requests[1]);
+    assert!(
+        requests[0]
+            .to_lowercase()
+            .contains("accept: text/event-stream"),
+        "{}",
+        requests[0]
+    );
+    assert!(
+        requests[1].to_lowercase().contains("last-event-id: 1"),
+        "{}",
+        requests[1]
+    );
 }
 
 async fn read(mut body: FileBody) -> Result<Vec<u8>, Error> {
@@ -135,10 +199,34 @@ async fn files_carry_their_mode_and_a_body_cut_short_is_an_error() {
     assert_eq!(read(file).await.expect("body"), b"hi");
     let cut = client.get_file(id(), Path::new("x")).await.expect("head");
     assert!(matches!(read(cut).await, Err(Error::Broken { .. })));
-    client.put_file(id(), Path::new("x"), "data", &PutOptions { mode: Some(0o644), create_new: true, ..PutOptions::default() }).await.expect("put");
+    client
+        .put_file(
+            id(),
+            Path::new("x"),
+            "data",
+            &PutOptions {
+                mode: Some(0o644),
+                create_new: true,
+                ..PutOptions::default()
+            },
+        )
+        .await
+        .expect("put");
     let requests = served.await.expect("served");
-    assert!(requests[0].starts_with("GET /v1/worker/sessions/01890000-0000-7000-8000-000000000001/files?path=a+b "), "{}", requests[0]);
-    assert!(requests[2].contains("x-mode: 0644") && requests[2].contains("if-none-match: *") && requests[2].ends_with("data"), "{}", requests[2]);
+    assert!(
+        requests[0].starts_with(
+            "GET /v1/worker/sessions/01890000-0000-7000-8000-000000000001/files?path=a+b "
+        ),
+        "{}",
+        requests[0]
+    );
+    assert!(
+        requests[2].contains("x-mode: 0644")
+            && requests[2].contains("if-none-match: *")
+            && requests[2].ends_with("data"),
+        "{}",
+        requests[2]
+    );
 }
 
 #[tokio::test]
@@ -148,7 +236,10 @@ async fn an_unready_worker_says_why() {
         "HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 6\r\n\r\nready\n",
     ])
     .await;
-    assert_eq!(client.readyz().await.expect("answer"), Readiness::NotReady("no podman".into()));
+    assert_eq!(
+        client.readyz().await.expect("answer"),
+        Readiness::NotReady("no podman".into())
+    );
     assert_eq!(client.readyz().await.expect("answer"), Readiness::Ready);
 }
 
@@ -156,15 +247,32 @@ async fn an_unready_worker_says_why() {
 async fn what_answers_at_an_address_is_identified() {
     let problem = r#"{"type":"urn:cynode:error:not_found","title":"t","status":404,"detail":"d","code":"not_found","remedy":"r"}"#;
     for (status, body, expected) in [
-        ("200 OK", r#"{"info":{"title":"CyNode user API"}}"#, Peer::Orchestrator),
-        ("200 OK", r#"{"info":{"title":"CyNode Worker API"}}"#, Peer::Worker),
+        (
+            "200 OK",
+            r#"{"info":{"title":"CyNode user API"}}"#,
+            Peer::Orchestrator,
+        ),
+        (
+            "200 OK",
+            r#"{"info":{"title":"CyNode Worker API"}}"#,
+            Peer::Worker,
+        ),
         ("200 OK", "<html>", Peer::Other),
         ("404 Not Found", problem, Peer::Control),
         ("404 Not Found", "nothing here", Peer::Other),
     ] {
-        let answer = format!("HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}", body.len());
+        let answer = format!(
+            "HTTP/1.1 {status}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        );
         let (client, served) = server(vec![answer.leak()]).await;
-        assert_eq!(WorkerClient::identify(client.base(), Trust::Environment).await.expect("an answer"), expected, "{status} {body}");
+        assert_eq!(
+            WorkerClient::identify(client.base(), Trust::Environment)
+                .await
+                .expect("an answer"),
+            expected,
+            "{status} {body}"
+        );
         assert!(!served.await.expect("served")[0].contains("secret"));
     }
     // A server that is no HTTP server, as PostgreSQL on a foreign greeting.
@@ -174,41 +282,101 @@ async fn what_answers_at_an_address_is_identified() {
         let (mut socket, _) = listener.accept().await.expect("accepted");
         head(&mut socket).await;
     });
-    let error = WorkerClient::identify(&url, Trust::Environment).await.expect_err("no HTTP");
-    assert!(matches!(error, Error::Unreachable { never_sent: false, .. }), "{error:?}");
+    let error = WorkerClient::identify(&url, Trust::Environment)
+        .await
+        .expect_err("no HTTP");
+    assert!(
+        matches!(
+            error,
+            Error::Unreachable {
+                never_sent: false,
+                ..
+            }
+        ),
+        "{error:?}"
+    );
 }
 
 #[tokio::test]
 async fn a_terminal_speaks_bytes_and_small_messages() {
     use futures_util::{SinkExt, StreamExt};
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bound");
-    let client = WorkerClient::new(&format!("http://{}", listener.local_addr().expect("address")), "t").expect("client");
+    let client = WorkerClient::new(
+        &format!("http://{}", listener.local_addr().expect("address")),
+        "t",
+    )
+    .expect("client");
     let served = tokio::spawn(async move {
         let (mut socket, _) = listener.accept().await.expect("accepted");
         let request = head(&mut socket).await;
-        let key = request.lines().find_map(|line| line.strip_prefix("sec-websocket-key: ")).expect("key").trim().to_owned();
+        let key = request
+            .lines()
+            .find_map(|line| line.strip_prefix("sec-websocket-key: "))
+            .expect("key")
+            .trim()
+            .to_owned();
         let answer = format!(
             "HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: websocket\r\nsec-websocket-accept: {}\r\n\r\n",
             derive_accept_key(key.as_bytes())
         );
         socket.write_all(answer.as_bytes()).await.expect("written");
-        let mut socket = tokio_tungstenite::WebSocketStream::from_raw_socket(socket, Role::Server, None).await;
-        socket.send(Message::text(r#"{"type":"ready"}"#)).await.expect("sent");
-        socket.send(Message::text(r#"{"type":"novelty","x":1}"#)).await.expect("sent");
+        let mut socket =
+            tokio_tungstenite::WebSocketStream::from_raw_socket(socket, Role::Server, None).await;
+        socket
+            .send(Message::text(r#"{"type":"ready"}"#))
+            .await
+            .expect("sent");
+        socket
+            .send(Message::text(r#"{"type":"novelty","x":1}"#))
+            .await
+            .expect("sent");
         let echoed = socket.next().await.expect("input").expect("input");
         socket.send(echoed).await.expect("sent");
-        let resize = socket.next().await.expect("resize").expect("resize").into_text().expect("text");
-        socket.send(Message::text(r#"{"type":"exit","exit_code":3,"signal":null}"#)).await.expect("sent");
+        let resize = socket
+            .next()
+            .await
+            .expect("resize")
+            .expect("resize")
+            .into_text()
+            .expect("text");
+        socket
+            .send(Message::text(
+                r#"{"type":"exit","exit_code":3,"signal":null}"#,
+            ))
+            .await
+            .expect("sent");
         (request, resize.to_string())
     });
-    let mut pty = client.open_pty(id(), &PtyOpen { cols: 80, rows: 24, argv: vec!["sh".into(), "-c".into(), "a b".into()] }).await.expect("open");
+    let mut pty = client
+        .open_pty(
+            id(),
+            &PtyOpen {
+                cols: 80,
+                rows: 24,
+                argv: vec!["sh".into(), "-c".into(), "a b".into()],
+            },
+        )
+        .await
+        .expect("open");
     assert_eq!(pty.next().await.expect("message"), Some(PtyMessage::Ready));
     pty.write(&b"\x03\xff"[..]).await.expect("written");
-    assert_eq!(pty.next().await.expect("message"), Some(PtyMessage::Data(b"\x03\xff"[..].into())));
+    assert_eq!(
+        pty.next().await.expect("message"),
+        Some(PtyMessage::Data(b"\x03\xff"[..].into()))
+    );
     pty.resize(100, 40).await.expect("resized");
-    assert_eq!(pty.next().await.expect("message"), Some(PtyMessage::Exit { exit_code: Some(3), signal: None }));
+    assert_eq!(
+        pty.next().await.expect("message"),
+        Some(PtyMessage::Exit {
+            exit_code: Some(3),
+            signal: None
+        })
+    );
     let (request, resize) = served.await.expect("served");
-    assert!(request.contains("/pty?cols=80&rows=24&argv=sh&argv=-c&argv=a+b "), "{request}");
+    assert!(
+        request.contains("/pty?cols=80&rows=24&argv=sh&argv=-c&argv=a+b "),
+        "{request}"
+    );
     assert_eq!(resize, r#"{"type":"resize","cols":100,"rows":40}"#);
 }
 
@@ -218,6 +386,16 @@ async fn a_terminal_that_is_refused_says_why() {
         "HTTP/1.1 403 Forbidden\r\nconnection: close\r\ncontent-length: 111\r\n\r\n{\"type\":\"urn:x\",\"title\":\"t\",\"status\":403,\"detail\":\"no terminal here\",\"code\":\"pty_not_allowed\",\"remedy\":\"r\"}      ",
     ])
     .await;
-    let error = client.open_pty(id(), &PtyOpen { cols: 80, rows: 24, argv: Vec::new() }).await.expect_err("refused");
+    let error = client
+        .open_pty(
+            id(),
+            &PtyOpen {
+                cols: 80,
+                rows: 24,
+                argv: Vec::new(),
+            },
+        )
+        .await
+        .expect_err("refused");
     assert!(error.is(ErrorCode::PtyNotAllowed), "{error:?}");
 }

@@ -44,12 +44,21 @@ impl Budget {
     }
 
     const fn with(limit: u64, patience: Duration) -> Self {
-        Self { limit, patience, used: Mutex::new(BTreeMap::new()), freed: Notify::const_new() }
+        Self {
+            limit,
+            patience,
+            used: Mutex::new(BTreeMap::new()),
+            freed: Notify::const_new(),
+        }
     }
 
     /// Nothing yet; it grows.
     pub(crate) const fn reservation(&'static self, caller: CallerId) -> Reservation {
-        Reservation { budget: self, caller: caller.share(), bytes: 0 }
+        Reservation {
+            budget: self,
+            caller: caller.share(),
+            bytes: 0,
+        }
     }
 
     fn add(&self, caller: CallerId, bytes: u64) -> bool {
@@ -87,7 +96,10 @@ impl Reservation {
                 return Ok(());
             }
             if tokio::time::timeout_at(deadline, freed).await.is_err() {
-                let detail = format!("the bodies that this caller sends at once would exceed {} bytes", self.budget.limit);
+                let detail = format!(
+                    "the bodies that this caller sends at once would exceed {} bytes",
+                    self.budget.limit
+                );
                 return Err(ApiError::new(ErrorCode::TooManyRequests, detail));
             }
         }
@@ -112,22 +124,35 @@ impl Drop for Reservation {
 }
 
 /// The pieces of a body, each of which is let through when it is reserved. `target` says how much to reserve when so much has come.
-fn metered(reserved: Reservation, body: Body, target: impl Fn(u64) -> u64 + Send + 'static) -> Body {
+fn metered(
+    reserved: Reservation,
+    body: Body,
+    target: impl Fn(u64) -> u64 + Send + 'static,
+) -> Body {
     let state = (body.into_data_stream(), reserved, 0_u64, target);
-    Body::from_stream(stream::unfold(state, move |(mut pieces, mut reserved, mut read, target)| async move {
-        let mut piece = pieces.next().await?;
-        read += piece.as_ref().map_or(0, |piece: &Bytes| piece.len() as u64);
-        if !reserved.covers(target(read).min(read)) {
-            piece = reserved.grow_to(target(read)).await.map_err(|error| axum::Error::new(Refusal(error))).and(piece);
-        }
-        Some((piece, (pieces, reserved, read, target)))
-    }))
+    Body::from_stream(stream::unfold(
+        state,
+        move |(mut pieces, mut reserved, mut read, target)| async move {
+            let mut piece = pieces.next().await?;
+            read += piece.as_ref().map_or(0, |piece: &Bytes| piece.len() as u64);
+            if !reserved.covers(target(read).min(read)) {
+                piece = reserved
+                    .grow_to(target(read))
+                    .await
+                    .map_err(|error| axum::Error::new(Refusal(error)))
+                    .and(piece);
+            }
+            Some((piece, (pieces, reserved, read, target)))
+        },
+    ))
 }
 
 /// The bytes of an artifact that is being stored.
 pub(crate) fn staged(caller: CallerId, body: Body) -> Body {
     let (size, largest) = (body.size_hint().exact(), artifact_limits::MAX_BYTES);
-    metered(STAGED.reservation(caller), body, move |read| size.unwrap_or(read + STEP).min(largest))
+    metered(STAGED.reservation(caller), body, move |read| {
+        size.unwrap_or(read + STEP).min(largest)
+    })
 }
 
 /// Memory for one artifact that is being stored.
@@ -173,7 +198,11 @@ mod tests {
         Box::leak(Box::new(Budget::with(limit, Duration::from_millis(50))))
     }
 
-    async fn grown(budget: &'static Budget, caller: CallerId, bytes: u64) -> Result<Reservation, ApiError> {
+    async fn grown(
+        budget: &'static Budget,
+        caller: CallerId,
+        bytes: u64,
+    ) -> Result<Reservation, ApiError> {
         let mut reservation = budget.reservation(caller);
         reservation.grow_to(bytes).await?;
         Ok(reservation)
@@ -190,7 +219,10 @@ mod tests {
         assert!(first.covers(100) && !first.covers(101) && first.grow_to(101).await.is_err());
         // What waits gets in when there is room.
         let budget: &'static Budget = Box::leak(Box::new(Budget::with(100, PATIENCE)));
-        let (_others, first) = (grown(budget, user(2), 100).await, grown(budget, user(1), 1).await);
+        let (_others, first) = (
+            grown(budget, user(2), 100).await,
+            grown(budget, user(1), 1).await,
+        );
         let waiting = tokio::spawn(grown(budget, user(1), 100));
         for _ in 0..100 {
             tokio::task::yield_now().await;
@@ -198,13 +230,19 @@ mod tests {
         assert!(!waiting.is_finished());
         drop(first);
         drop(waiting.await.expect("ran").expect("there is room"));
-        assert_eq!(budget.used.lock().keys().copied().collect::<Vec<_>>(), [user(2)]);
+        assert_eq!(
+            budget.used.lock().keys().copied().collect::<Vec<_>>(),
+            [user(2)]
+        );
     }
 
     #[tokio::test]
     async fn agents_of_a_user_share_a_budget() {
         let budget = budget(100);
-        let agent = |token| CallerId::Agent { user: Uuid::from_u128(1), token: Uuid::from_u128(token) };
+        let agent = |token| CallerId::Agent {
+            user: Uuid::from_u128(1),
+            token: Uuid::from_u128(token),
+        };
         let _one = grown(budget, agent(1), 60).await.expect("there is room");
         assert!(!budget.add(agent(2).share(), 41) && budget.add(user(1), 100));
     }
@@ -213,8 +251,14 @@ mod tests {
     async fn bodies_that_stall_hold_up_their_own_caller_only() {
         let budget = budget(3 << 20);
         let stalled = |caller| {
-            let pieces = stream::iter([(), ()]).map(|()| Ok::<_, std::io::Error>(Bytes::from(vec![b'x'; 1 << 20])));
-            metered(budget.reservation(caller), Body::from_stream(pieces.chain(stream::pending())), |read| read).into_data_stream()
+            let pieces = stream::iter([(), ()])
+                .map(|()| Ok::<_, std::io::Error>(Bytes::from(vec![b'x'; 1 << 20])));
+            metered(
+                budget.reservation(caller),
+                Body::from_stream(pieces.chain(stream::pending())),
+                |read| read,
+            )
+            .into_data_stream()
         };
         let mut held = Vec::new();
         for _ in 0..3 {
@@ -222,10 +266,24 @@ mod tests {
             assert!(body.next().await.is_some_and(|piece| piece.is_ok()));
             held.push(body);
         }
-        let refused = stalled(user(1)).next().await.expect("a piece").expect_err("too many");
+        let refused = stalled(user(1))
+            .next()
+            .await
+            .expect("a piece")
+            .expect_err("too many");
         assert!(problem(&refused).0.is(ErrorCode::TooManyRequests));
-        assert!(stalled(user(2)).next().await.is_some_and(|piece| piece.is_ok()));
+        assert!(
+            stalled(user(2))
+                .next()
+                .await
+                .is_some_and(|piece| piece.is_ok())
+        );
         drop(held);
-        assert!(stalled(user(1)).next().await.is_some_and(|piece| piece.is_ok()));
+        assert!(
+            stalled(user(1))
+                .next()
+                .await
+                .is_some_and(|piece| piece.is_ok())
+        );
     }
 }

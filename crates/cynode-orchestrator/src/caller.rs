@@ -10,7 +10,9 @@ use axum::{
     middleware::Next,
     response::{IntoResponse as _, Response},
 };
-use cynode_api::{AuditSubject, ErrorCode, NodeId, ProjectId, SessionId, Task, TaskId, TokenId, TokenKind, UserId};
+use cynode_api::{
+    AuditSubject, ErrorCode, NodeId, ProjectId, SessionId, Task, TaskId, TokenId, TokenKind, UserId,
+};
 use cynode_policy::{Principal, Role};
 use cynode_service::{
     ApiError, admin,
@@ -66,14 +68,24 @@ impl Caller {
             user_name: found.user_name,
             project_id: found.project_id,
             task_ids: found.task_ids,
-            scope: Scope { is_admin, sees_all: is_admin, user_id: found.user_id },
+            scope: Scope {
+                is_admin,
+                sees_all: is_admin,
+                user_id: found.user_id,
+            },
             token_hash,
         }
     }
 
     /// An agent that the gate has let do one thing with what it named. Whose that is, is not asked again.
     pub(crate) fn let_through(self) -> Self {
-        Self { scope: Scope { sees_all: true, ..self.scope }, ..self }
+        Self {
+            scope: Scope {
+                sees_all: true,
+                ..self.scope
+            },
+            ..self
+        }
     }
 
     /// What the caller's token names, if it speaks for no more than that.
@@ -87,11 +99,17 @@ impl Caller {
 
     /// Whether the token is still good. While the database can't say, it is.
     pub(crate) async fn is_good(&self, orchestrator: &Orchestrator) -> bool {
-        !matches!(orchestrator.db.authenticate(&self.token_hash, None).await, Ok(None))
+        !matches!(
+            orchestrator.db.authenticate(&self.token_hash, None).await,
+            Ok(None)
+        )
     }
 
     /// Comes when the token is no longer good: what was begun with it ends then.
-    pub(crate) fn revoked(&self, orchestrator: &Orchestrator) -> impl Future<Output = ()> + Send + use<> {
+    pub(crate) fn revoked(
+        &self,
+        orchestrator: &Orchestrator,
+    ) -> impl Future<Output = ()> + Send + use<> {
         let (caller, orchestrator) = (self.clone(), orchestrator.clone());
         async move {
             loop {
@@ -105,7 +123,11 @@ impl Caller {
 
     /// Whose preferences count for what this caller does for a task.
     pub(crate) const fn preferences(&self, task: &Task) -> Of {
-        Of { task: Some(task.id), project: task.project_id, user: Some(self.scope.user_id) }
+        Of {
+            task: Some(task.id),
+            project: task.project_id,
+            user: Some(self.scope.user_id),
+        }
     }
 
     /// Whether something is the caller's, or the caller an administrator.
@@ -117,12 +139,29 @@ impl Caller {
     pub(crate) fn principal(&self) -> Principal {
         let (token, user) = (*self.token_id.as_uuid(), *self.scope.user_id.as_uuid());
         let tasks = || self.task_ids.iter().map(|id| *id.as_uuid()).collect();
-        let agent = |role| Principal::Agent { token, role, user, project: self.project_id.map(|id| *id.as_uuid()), tasks: tasks() };
+        let agent = |role| Principal::Agent {
+            token,
+            role,
+            user,
+            project: self.project_id.map(|id| *id.as_uuid()),
+            tasks: tasks(),
+        };
         match self.kind {
-            TokenKind::User => Principal::User { id: user, name: self.user_name.clone(), admin: self.scope.is_admin, groups: self.groups.clone() },
+            TokenKind::User => Principal::User {
+                id: user,
+                name: self.user_name.clone(),
+                admin: self.scope.is_admin,
+                groups: self.groups.clone(),
+            },
             TokenKind::ProjectManager => agent(Role::ProjectManager),
             TokenKind::ProjectAnalyst => agent(Role::ProjectAnalyst),
-            TokenKind::Sandbox => Principal::Sandbox { token, task: self.task_ids.first().map_or(Uuid::nil(), |id| *id.as_uuid()) },
+            TokenKind::Sandbox => Principal::Sandbox {
+                token,
+                task: self
+                    .task_ids
+                    .first()
+                    .map_or(Uuid::nil(), |id| *id.as_uuid()),
+            },
         }
     }
 
@@ -132,7 +171,12 @@ impl Caller {
         match self.kind {
             TokenKind::User if self.scope.is_admin => CallerId::Administrator(user),
             TokenKind::User => CallerId::User(user),
-            TokenKind::ProjectManager | TokenKind::ProjectAnalyst | TokenKind::Sandbox => CallerId::Agent { user, token: *self.token_id.as_uuid() },
+            TokenKind::ProjectManager | TokenKind::ProjectAnalyst | TokenKind::Sandbox => {
+                CallerId::Agent {
+                    user,
+                    token: *self.token_id.as_uuid(),
+                }
+            }
         }
     }
 
@@ -169,7 +213,10 @@ impl<S: Send + Sync> FromRequestParts<S> for Person {
         if caller.kind == TokenKind::User || parts.extensions.get::<ByTool>().is_some() {
             Ok(Self(caller))
         } else {
-            Err(ApiError::new(ErrorCode::Forbidden, "this address is not for agents' tokens"))
+            Err(ApiError::new(
+                ErrorCode::Forbidden,
+                "this address is not for agents' tokens",
+            ))
         }
     }
 }
@@ -182,9 +229,15 @@ impl<S: Send + Sync> FromRequestParts<S> for Agent {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Self::Rejection> {
-        let caller = parts.extensions.get::<Caller>().cloned().ok_or_else(|| ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent"))?;
+        let caller =
+            parts.extensions.get::<Caller>().cloned().ok_or_else(|| {
+                ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent")
+            })?;
         if caller.kind == TokenKind::Sandbox && parts.extensions.get::<ByTool>().is_none() {
-            return Err(ApiError::new(ErrorCode::Forbidden, "this address is not for sandboxes"));
+            return Err(ApiError::new(
+                ErrorCode::Forbidden,
+                "this address is not for sandboxes",
+            ));
         }
         Ok(Self(caller))
     }
@@ -202,7 +255,11 @@ const PENALTY: Duration = Duration::from_millis(300);
 static WAITING: Semaphore = Semaphore::const_new(32);
 
 /// Finds out who calls, and refuses whoever shows no good token.
-pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut request: Request, next: Next) -> Response {
+pub(crate) async fn authenticate(
+    State(orchestrator): State<Orchestrator>,
+    mut request: Request,
+    next: Next,
+) -> Response {
     let offered = match auth::offered(request.headers()) {
         Ok(offered) => hash(offered),
         Err(error) => return error.into_response(),
@@ -210,7 +267,13 @@ pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut r
     let session = session_of(request.uri().path());
     let makes_sure = session.filter(|_| gate::makes_sure(&request));
     if let Some(guess) = makes_sure.and_then(|id| orchestrator.known.guess(offered, id)) {
-        let caller = introduce(request.extensions_mut(), offered, session, guess.facts.clone(), Instant::now());
+        let caller = introduce(
+            request.extensions_mut(),
+            offered,
+            session,
+            guess.facts.clone(),
+            Instant::now(),
+        );
         if let Err(error) = connections::attribute(request.extensions(), caller.id()) {
             return error.into_response();
         }
@@ -225,7 +288,12 @@ pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut r
             }
             let Some(facts) = found else {
                 let peer = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
-                return refused(&orchestrator, Failure::new(Surface::of_path(request.uri().path()), peer, &offered)).await.into_response();
+                return refused(
+                    &orchestrator,
+                    Failure::new(Surface::of_path(request.uri().path()), peer, &offered),
+                )
+                .await
+                .into_response();
             };
             let caller = introduce(request.extensions_mut(), offered, session, facts, at);
             match connections::attribute(request.extensions(), caller.id()) {
@@ -238,7 +306,10 @@ pub(crate) async fn authenticate(State(orchestrator): State<Orchestrator>, mut r
 }
 
 /// Admits to the metrics whoever has their token, and administrators.
-pub(crate) fn metrics_reader(orchestrator: &Orchestrator, own: Option<auth::Token>) -> admin::MetricsReader {
+pub(crate) fn metrics_reader(
+    orchestrator: &Orchestrator,
+    own: Option<auth::Token>,
+) -> admin::MetricsReader {
     let orchestrator = orchestrator.clone();
     Arc::new(move |offered, peer| {
         let is_own = own.as_ref().is_some_and(|own| own.admits(&offered));
@@ -251,7 +322,11 @@ pub(crate) fn metrics_reader(orchestrator: &Orchestrator, own: Option<auth::Toke
             match db::soon(orchestrator.db.authenticate(&offered, None)).await? {
                 Some((found, _)) if Caller::new(found.clone(), offered).scope.is_admin => Ok(()),
                 Some(_) => Err(admin::no_reader("the token is not an administrator's")),
-                None => Err(refused(&orchestrator, Failure::new(Surface::Metrics, peer, &offered)).await),
+                None => Err(refused(
+                    &orchestrator,
+                    Failure::new(Surface::Metrics, peer, &offered),
+                )
+                .await),
             }
         })
     })
@@ -270,14 +345,22 @@ pub(crate) fn introduce(
     extensions.insert(caller.clone());
     extensions.remove::<Seen>();
     if let Some((session_id, placed)) = session.zip(placed) {
-        extensions.insert(Seen { session_id, placed, at });
+        extensions.insert(Seen {
+            session_id,
+            placed,
+            at,
+        });
     }
     caller
 }
 
 /// The session that a path is about.
 fn session_of(path: &str) -> Option<SessionId> {
-    path.strip_prefix("/v1/sessions/")?.split('/').next()?.parse().ok()
+    path.strip_prefix("/v1/sessions/")?
+        .split('/')
+        .next()?
+        .parse()
+        .ok()
 }
 
 /// A session as it was when the caller was found out.
@@ -306,7 +389,10 @@ pub(crate) async fn refused(orchestrator: &Orchestrator, failure: Failure) -> Ap
         return error;
     }
     let Ok(_waiting) = WAITING.try_acquire() else {
-        return ApiError::new(ErrorCode::TooManyAttempts, "too many tokens that are not good are being tried");
+        return ApiError::new(
+            ErrorCode::TooManyAttempts,
+            "too many tokens that are not good are being tried",
+        );
     };
     tokio::time::sleep(PENALTY).await;
     ApiError::new(ErrorCode::Unauthorized, "the token is not valid here")
@@ -318,14 +404,19 @@ pub(crate) fn hash(token: &str) -> [u8; 32] {
 
 impl Orchestrator {
     /// Comes when a call to a node that goes on has to end: the caller's token is no longer good, or the node is gone.
-    pub(crate) fn over(&self, caller: &Caller, node_id: NodeId) -> impl Future<Output = Over> + Send + use<> {
+    pub(crate) fn over(
+        &self,
+        caller: &Caller,
+        node_id: NodeId,
+    ) -> impl Future<Output = Over> + Send + use<> {
         let (revoked, orchestrator) = (caller.revoked(self), self.clone());
         async move {
             let gone = async {
                 loop {
                     tokio::time::sleep(LOOK_FOR_NODE).await;
                     if let Ok(node) = orchestrator.db.node(node_id).await
-                        && (node.is_lost || node.silent_seconds > 2.0 * orchestrator.config.unreachable_after())
+                        && (node.is_lost
+                            || node.silent_seconds > 2.0 * orchestrator.config.unreachable_after())
                     {
                         return;
                     }
@@ -350,7 +441,10 @@ impl Over {
     pub(crate) fn problem(self) -> ApiError {
         match self {
             Self::Revoked => ApiError::new(ErrorCode::Unauthorized, "the token is no longer valid"),
-            Self::NodeGone => ApiError::new(ErrorCode::NodeUnreachable, "the node of this session is not heard of any more"),
+            Self::NodeGone => ApiError::new(
+                ErrorCode::NodeUnreachable,
+                "the node of this session is not heard of any more",
+            ),
         }
     }
 }

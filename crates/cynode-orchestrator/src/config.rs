@@ -113,7 +113,11 @@ impl Config {
     pub(crate) fn mcp_hosts(&self) -> Vec<String> {
         let own = ["localhost", "127.0.0.1", "::1"].map(str::to_owned);
         let listened = (!self.listen.ip().is_unspecified()).then(|| self.listen.ip().to_string());
-        own.into_iter().chain(listened).chain(self.tls.name.clone()).chain(self.mcp_hosts.iter().cloned()).collect()
+        own.into_iter()
+            .chain(listened)
+            .chain(self.tls.name.clone())
+            .chain(self.mcp_hosts.iter().cloned())
+            .collect()
     }
 
     /// Reads the file, then `CYNODE_ORCHESTRATOR_*`, then the flags.
@@ -138,13 +142,28 @@ impl Config {
         for (key, value, range) in [
             ("heartbeat_seconds", config.heartbeat_seconds, 1..=300),
             ("node_lost_after", config.node_lost_after, 1..=604_800),
-            ("database_connections", config.database_connections.into(), 2..=1_000),
-            ("max_connections", config.max_connections as u64, listen::CONNECTIONS_RANGE),
-            ("audit_checkpoints", config.audit_checkpoints.into(), 2..=100_000),
+            (
+                "database_connections",
+                config.database_connections.into(),
+                2..=1_000,
+            ),
+            (
+                "max_connections",
+                config.max_connections as u64,
+                listen::CONNECTIONS_RANGE,
+            ),
+            (
+                "audit_checkpoints",
+                config.audit_checkpoints.into(),
+                2..=100_000,
+            ),
         ] {
             if !range.contains(&value) {
                 let message = format!("must lie between {} and {}", range.start(), range.end());
-                return Err(ConfigError::Value { key: format!("orchestrator.{key}"), message });
+                return Err(ConfigError::Value {
+                    key: format!("orchestrator.{key}"),
+                    message,
+                });
             }
         }
         Ok(config)
@@ -152,7 +171,9 @@ impl Config {
 
     #[must_use]
     pub fn key_file(&self) -> PathBuf {
-        self.key_file.clone().unwrap_or_else(|| self.state_dir.join("orchestrator.key"))
+        self.key_file
+            .clone()
+            .unwrap_or_else(|| self.state_dir.join("orchestrator.key"))
     }
 
     /// A node that was silent for so long gets no new work.

@@ -50,26 +50,56 @@ struct Known {
 
 impl Fleet {
     pub(crate) fn new(keys: Keys, authority: Option<PathBuf>) -> Self {
-        Self { keys, authority, known: Mutex::default(), troubles: Mutex::default(), quiet: Mutex::default() }
+        Self {
+            keys,
+            authority,
+            known: Mutex::default(),
+            troubles: Mutex::default(),
+            quiet: Mutex::default(),
+        }
     }
 
     /// Whether a node did not answer a moment ago. It may still send heartbeats.
     pub(crate) fn is_quiet(&self, id: NodeId) -> bool {
-        self.quiet.lock().get(&id).is_some_and(|quiet| quiet.until > Instant::now())
+        self.quiet
+            .lock()
+            .get(&id)
+            .is_some_and(|quiet| quiet.until > Instant::now())
     }
 
     /// A call to a node, within a limit of time. Whether it was answered is remembered.
-    pub(crate) async fn call<T>(&self, id: NodeId, limit: Duration, call: impl Future<Output = Result<T, ClientError>>) -> Result<T, Failed> {
+    pub(crate) async fn call<T>(
+        &self,
+        id: NodeId,
+        limit: Duration,
+        call: impl Future<Output = Result<T, ClientError>>,
+    ) -> Result<T, Failed> {
         let answer = tokio::time::timeout(limit, call).await;
         let mut quiet = self.quiet.lock();
         if matches!(answer, Ok(Ok(_) | Err(ClientError::Problem(_)))) {
             quiet.remove(&id);
         } else {
-            let pause = quiet.get(&id).map_or(FIRST_QUIET, |known| (known.pause * 2).min(LONGEST_QUIET));
-            quiet.insert(id, Quiet { until: Instant::now() + pause, pause });
+            let pause = quiet
+                .get(&id)
+                .map_or(FIRST_QUIET, |known| (known.pause * 2).min(LONGEST_QUIET));
+            quiet.insert(
+                id,
+                Quiet {
+                    until: Instant::now() + pause,
+                    pause,
+                },
+            );
         }
         drop(quiet);
-        answer.map_or_else(|_| Err(Failed::Unknown(format!("it has not answered for {} s", limit.as_secs()))), |answer| answer.map_err(Failed::from))
+        answer.map_or_else(
+            |_| {
+                Err(Failed::Unknown(format!(
+                    "it has not answered for {} s",
+                    limit.as_secs()
+                )))
+            },
+            |answer| answer.map_err(Failed::from),
+        )
     }
 
     /// Why no connection can be made to a node, if so.
@@ -80,7 +110,18 @@ impl Fleet {
     /// Tries whether a node can be called from here. A node that is slow is not gone: only a connection that can't be made counts.
     pub(crate) async fn try_node(&self, node: &NodeRow) {
         let tried = match self.client_of(node) {
-            Ok(client) => client.reach().await.map_err(|error| (matches!(error, ClientError::Unreachable { never_sent: true, .. }), error.chain())),
+            Ok(client) => client.reach().await.map_err(|error| {
+                (
+                    matches!(
+                        error,
+                        ClientError::Unreachable {
+                            never_sent: true,
+                            ..
+                        }
+                    ),
+                    error.chain(),
+                )
+            }),
             Err(error) => Err((true, error.0.detail.clone())),
         };
         let mut troubles = self.troubles.lock();
@@ -119,10 +160,31 @@ impl Fleet {
             known.at = Instant::now();
             return Ok(known.client.clone());
         }
-        let trust = self.authority.as_deref().map_or(Trust::Environment, Trust::Only);
-        let client = WorkerClient::trusting(&node.api_url, &self.keys.worker_token(node.id, node.token_epoch), Surface::Worker, trust)
-            .map_err(|error| ApiError::new(ErrorCode::NodeUnreachable, format!("the node {} can't be addressed: {error}", node.name)))?;
-        all.insert(node.id, Known { at: Instant::now(), api_url: node.api_url.clone(), epoch: node.token_epoch, client: client.clone() });
+        let trust = self
+            .authority
+            .as_deref()
+            .map_or(Trust::Environment, Trust::Only);
+        let client = WorkerClient::trusting(
+            &node.api_url,
+            &self.keys.worker_token(node.id, node.token_epoch),
+            Surface::Worker,
+            trust,
+        )
+        .map_err(|error| {
+            ApiError::new(
+                ErrorCode::NodeUnreachable,
+                format!("the node {} can't be addressed: {error}", node.name),
+            )
+        })?;
+        all.insert(
+            node.id,
+            Known {
+                at: Instant::now(),
+                api_url: node.api_url.clone(),
+                epoch: node.token_epoch,
+                client: client.clone(),
+            },
+        );
         Ok(client)
     }
 }
@@ -141,9 +203,13 @@ pub(crate) enum Failed {
 impl From<ClientError> for Failed {
     fn from(error: ClientError) -> Self {
         match error {
-            ClientError::Problem(problem) if problem.is(ErrorCode::Unauthorized) => Self::Unknown(problem.detail),
+            ClientError::Problem(problem) if problem.is(ErrorCode::Unauthorized) => {
+                Self::Unknown(problem.detail)
+            }
             ClientError::Problem(problem) => Self::Refused(ApiError(problem)),
-            error @ ClientError::Unreachable { never_sent: true, .. } => Self::NotSent(error.chain()),
+            error @ ClientError::Unreachable {
+                never_sent: true, ..
+            } => Self::NotSent(error.chain()),
             error => Self::Unknown(error.chain()),
         }
     }
@@ -154,13 +220,25 @@ impl Failed {
     pub(crate) fn problem(self) -> ApiError {
         match self {
             Self::Refused(error) => error,
-            Self::NotSent(why) | Self::Unknown(why) => ApiError::new(ErrorCode::NodeUnreachable, format!("the node does not answer: {why}")),
+            Self::NotSent(why) | Self::Unknown(why) => ApiError::new(
+                ErrorCode::NodeUnreachable,
+                format!("the node does not answer: {why}"),
+            ),
         }
     }
 }
 
 /// What a node says of the session that it was asked about; of another it has no say.
-pub(crate) fn answer_for(id: SessionId, answer: Result<Session, Failed>) -> Result<Session, Failed> {
+pub(crate) fn answer_for(
+    id: SessionId,
+    answer: Result<Session, Failed>,
+) -> Result<Session, Failed> {
     let session = answer?;
-    if session.session_id == id { Ok(session) } else { Err(Failed::Unknown("it answered about another session".to_owned())) }
+    if session.session_id == id {
+        Ok(session)
+    } else {
+        Err(Failed::Unknown(
+            "it answered about another session".to_owned(),
+        ))
+    }
 }

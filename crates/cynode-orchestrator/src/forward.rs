@@ -50,18 +50,36 @@ fn passed(headers: &HeaderMap) -> HeaderMap {
         .map(|name| name.trim().to_ascii_lowercase())
         .collect();
     let is_hop_by_hop = |name: &HeaderName| {
-        NOT_PASSED.contains(name) || matches!(name.as_str(), "keep-alive" | "proxy-connection") || named.iter().any(|named| named == name.as_str())
+        NOT_PASSED.contains(name)
+            || matches!(name.as_str(), "keep-alive" | "proxy-connection")
+            || named.iter().any(|named| named == name.as_str())
     };
-    headers.iter().filter(|(name, _)| !is_hop_by_hop(name) && !name.as_str().starts_with(INTERNAL)).map(|(name, value)| (name.clone(), value.clone())).collect()
+    headers
+        .iter()
+        .filter(|(name, _)| !is_hop_by_hop(name) && !name.as_str().starts_with(INTERNAL))
+        .map(|(name, value)| (name.clone(), value.clone()))
+        .collect()
 }
 
 /// The headers of a request to a node: the caller's, and the id of the call. Without an id nothing is sent, because nobody could
 /// find out afterwards whether the node did it.
 fn to_node(parts: &Parts) -> Result<HeaderMap, ApiError> {
-    let missing = || ApiError::new(ErrorCode::Internal, "the call has no id, so it is not sent to the node");
-    let Called(id) = parts.extensions.get::<Called>().copied().ok_or_else(missing)?;
+    let missing = || {
+        ApiError::new(
+            ErrorCode::Internal,
+            "the call has no id, so it is not sent to the node",
+        )
+    };
+    let Called(id) = parts
+        .extensions
+        .get::<Called>()
+        .copied()
+        .ok_or_else(missing)?;
     let mut headers = passed(&parts.headers);
-    headers.insert(CALL_HEADER, HeaderValue::from_str(&id.to_string()).map_err(|_| missing())?);
+    headers.insert(
+        CALL_HEADER,
+        HeaderValue::from_str(&id.to_string()).map_err(|_| missing())?,
+    );
     if let Some(id) = parts.headers.get(REQUEST_ID) {
         headers.insert(REQUEST_ID, id.clone());
     }
@@ -85,12 +103,16 @@ pub(crate) async fn forward(
     over: impl Future<Output = Over> + Send + 'static,
 ) -> Result<Response, ApiError> {
     let (parts, body) = request.into_parts();
-    let mut sent = client.request(parts.method.clone(), path).headers(to_node(&parts)?);
+    let mut sent = client
+        .request(parts.method.clone(), path)
+        .headers(to_node(&parts)?);
     match body.size_hint().exact() {
         Some(0) => {}
         // What is here already goes in one piece.
         Some(size) if size <= WHOLE => {
-            let bytes = axum::body::to_bytes(body, usize::MAX).await.map_err(|error| ApiError::invalid(format!("the body broke off: {error}")))?;
+            let bytes = axum::body::to_bytes(body, usize::MAX)
+                .await
+                .map_err(|error| ApiError::invalid(format!("the body broke off: {error}")))?;
             sent = sent.body(bytes);
         }
         _ => sent = sent.body(reqwest::Body::wrap_stream(body.into_data_stream())),
@@ -134,10 +156,16 @@ pub(crate) async fn upgrade(
     let mut headers = to_node(&parts)?;
     let mut request = Request::from_parts(parts, body);
     headers.remove(header::CONTENT_LENGTH);
-    headers.insert(header::CONNECTION, http::HeaderValue::from_static("Upgrade"));
+    headers.insert(
+        header::CONNECTION,
+        http::HeaderValue::from_static("Upgrade"),
+    );
     headers.insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
     let mut over = Box::pin(over);
-    let sent = client.request(request.method().clone(), path).headers(headers).send();
+    let sent = client
+        .request(request.method().clone(), path)
+        .headers(headers)
+        .send();
     let answer = tokio::select! {
         answer = sent => answer.map_err(unreachable).and_then(known)?,
         over = &mut over => return Err(over.problem()),
@@ -152,11 +180,18 @@ pub(crate) async fn upgrade(
     let mut response = Response::new(Body::empty());
     *response.status_mut() = StatusCode::SWITCHING_PROTOCOLS;
     *response.headers_mut() = from_node(answer.headers());
-    response.headers_mut().insert(header::CONNECTION, http::HeaderValue::from_static("Upgrade"));
-    response.headers_mut().insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
+    response.headers_mut().insert(
+        header::CONNECTION,
+        http::HeaderValue::from_static("Upgrade"),
+    );
+    response
+        .headers_mut()
+        .insert(header::UPGRADE, http::HeaderValue::from_static("websocket"));
     let ours = hyper::upgrade::on(&mut request);
     tokio::spawn(async move {
-        let (Ok(ours), Ok(mut theirs)) = tokio::join!(ours, answer.upgrade()) else { return };
+        let (Ok(ours), Ok(mut theirs)) = tokio::join!(ours, answer.upgrade()) else {
+            return;
+        };
         // It ends when either side goes, or when the caller may no longer be there; the other is closed with it.
         let mut ours = TokioIo::new(ours);
         tokio::select! {
@@ -171,7 +206,10 @@ pub(crate) async fn upgrade(
 /// A node that does not know us for the moment (it took over new tokens) says nothing about the caller.
 fn known(answer: reqwest::Response) -> Result<reqwest::Response, ApiError> {
     if answer.status() == StatusCode::UNAUTHORIZED {
-        return Err(ApiError::new(ErrorCode::NodeUnreachable, "the node does not take this orchestrator's token now"));
+        return Err(ApiError::new(
+            ErrorCode::NodeUnreachable,
+            "the node does not take this orchestrator's token now",
+        ));
     }
     Ok(answer)
 }
@@ -181,9 +219,16 @@ fn unreachable(error: reqwest::Error) -> ApiError {
     if error.is_body() || error.is_request() && !error.is_connect() {
         tracing::debug!(%error, "Passing a call on broke off.");
     }
-    let problem = ApiError::new(ErrorCode::NodeUnreachable, "the node of this session does not answer");
+    let problem = ApiError::new(
+        ErrorCode::NodeUnreachable,
+        "the node of this session does not answer",
+    );
     // Without a connection nothing was sent, and nothing happened.
-    if error.is_connect() { ApiError(Box::new(problem.0.with("sent", false))) } else { problem }
+    if error.is_connect() {
+        ApiError(Box::new(problem.0.with("sent", false)))
+    } else {
+        problem
+    }
 }
 
 #[cfg(test)]
@@ -202,7 +247,10 @@ mod tests {
             ("range", "bytes=1-2"),
             ("x-mode", "0755"),
         ] {
-            headers.append(HeaderName::from_static(name), value.parse().expect("a value"));
+            headers.append(
+                HeaderName::from_static(name),
+                value.parse().expect("a value"),
+            );
         }
         let mut left: Vec<_> = passed(&headers).keys().map(ToString::to_string).collect();
         left.sort();
@@ -210,7 +258,14 @@ mod tests {
     }
 
     fn headers(of: &[(&'static str, &str)]) -> HeaderMap {
-        of.iter().map(|(name, value)| (HeaderName::from_static(name), value.parse().expect("a value"))).collect()
+        of.iter()
+            .map(|(name, value)| {
+                (
+                    HeaderName::from_static(name),
+                    value.parse().expect("a value"),
+                )
+            })
+            .collect()
     }
 
     #[test]
@@ -218,7 +273,10 @@ mod tests {
         let id = uuid::Uuid::now_v7();
         let (mut parts, ()) = http::Request::new(()).into_parts();
         parts.headers = headers(&[
-            ("connection", "keep-alive, X-Cynode-Call, x-request-id, X-CYNODE-RESULT"),
+            (
+                "connection",
+                "keep-alive, X-Cynode-Call, x-request-id, X-CYNODE-RESULT",
+            ),
             ("x-cynode-call", "00000000-0000-0000-0000-000000000001"),
             ("x-cynode-result", "{}"),
             ("x-cynode-later", "1"),
@@ -228,10 +286,27 @@ mod tests {
         assert!(to_node(&parts).is_err(), "a call without an id is not sent");
         parts.extensions.insert(Called(id));
         let sent = to_node(&parts).expect("it has an id");
-        assert_eq!(sent, headers(&[("range", "bytes=1-2"), ("x-request-id", "r-1"), ("x-cynode-call", &id.to_string())]));
+        assert_eq!(
+            sent,
+            headers(&[
+                ("range", "bytes=1-2"),
+                ("x-request-id", "r-1"),
+                ("x-cynode-call", &id.to_string())
+            ])
+        );
 
-        let answer =
-            headers(&[("connection", "x-cynode-result"), ("x-cynode-result", "{\"exit_code\":0}"), ("x-cynode-call", "1"), ("content-type", "text/plain")]);
-        assert_eq!(from_node(&answer), headers(&[("content-type", "text/plain"), ("x-cynode-result", "{\"exit_code\":0}")]));
+        let answer = headers(&[
+            ("connection", "x-cynode-result"),
+            ("x-cynode-result", "{\"exit_code\":0}"),
+            ("x-cynode-call", "1"),
+            ("content-type", "text/plain"),
+        ]);
+        assert_eq!(
+            from_node(&answer),
+            headers(&[
+                ("content-type", "text/plain"),
+                ("x-cynode-result", "{\"exit_code\":0}")
+            ])
+        );
     }
 }

@@ -23,7 +23,10 @@ impl Keys {
     /// Reads the key, making it first when it is not there.
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
         let text = cynode_service::files::read_or_create_token(path)?;
-        Ok(Self(Arc::new(hmac::Key::new(hmac::HMAC_SHA256, text.as_bytes()))))
+        Ok(Self(Arc::new(hmac::Key::new(
+            hmac::HMAC_SHA256,
+            text.as_bytes(),
+        ))))
     }
 
     /// What the orchestrators show to this node's Worker API.
@@ -79,12 +82,23 @@ mod tests {
         let path = directory.path().join("key");
         let keys = Keys::open(&path).expect("made");
         let (one, other) = (NodeId::generate(), NodeId::generate());
-        let tokens = [keys.worker_token(one, 1), keys.worker_token(one, 2), keys.worker_token(other, 1), keys.node_token(one, 1)];
+        let tokens = [
+            keys.worker_token(one, 1),
+            keys.worker_token(one, 2),
+            keys.worker_token(other, 1),
+            keys.node_token(one, 1),
+        ];
         for (index, token) in tokens.iter().enumerate() {
-            assert!(token.starts_with(TOKEN_PREFIX) && token.len() > 40, "{token}");
+            assert!(
+                token.starts_with(TOKEN_PREFIX) && token.len() > 40,
+                "{token}"
+            );
             assert!(!tokens[index + 1..].contains(token));
         }
-        assert_eq!(Keys::open(&path).expect("read").worker_token(one, 1), tokens[0]);
+        assert_eq!(
+            Keys::open(&path).expect("read").worker_token(one, 1),
+            tokens[0]
+        );
         assert_eq!(format!("{keys:?}"), "Keys(…)");
     }
 }

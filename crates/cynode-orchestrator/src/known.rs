@@ -32,12 +32,18 @@ pub(crate) struct Known(Mutex<HashMap<([u8; 32], SessionId), Facts>>);
 impl Known {
     pub(crate) fn guess(&self, token_hash: [u8; 32], session_id: SessionId) -> Option<Guess> {
         let facts = self.0.lock().get(&(token_hash, session_id)).cloned()?;
-        Some(Guess { token_hash, session_id, facts })
+        Some(Guess {
+            token_hash,
+            session_id,
+            facts,
+        })
     }
 
     /// Remembers what was found, of people and of sessions that there are. What is found no more is forgotten.
     pub(crate) fn learn(&self, token_hash: [u8; 32], session_id: SessionId, found: &Found) {
-        let worth = |(who, placed): &&Facts| who.kind == TokenKind::User && placed.is_some() && who.groups.len() <= MOST_GROUPS;
+        let worth = |(who, placed): &&Facts| {
+            who.kind == TokenKind::User && placed.is_some() && who.groups.len() <= MOST_GROUPS
+        };
         let mut known = self.0.lock();
         match found.as_ref().filter(worth) {
             Some(facts) => {
@@ -74,12 +80,23 @@ impl Guess {
     /// Asks the database.
     pub(crate) async fn make_sure(&self, orchestrator: &Orchestrator) -> Result<(), Wrong> {
         let at = Instant::now();
-        let found = db::soon(orchestrator.db.authenticate(&self.token_hash, Some(self.session_id))).await;
+        let found = db::soon(
+            orchestrator
+                .db
+                .authenticate(&self.token_hash, Some(self.session_id)),
+        )
+        .await;
         match &found {
             Ok(Some(facts)) if *facts == self.facts => return Ok(()),
-            Ok(found) => orchestrator.known.learn(self.token_hash, self.session_id, found),
+            Ok(found) => orchestrator
+                .known
+                .learn(self.token_hash, self.session_id, found),
             Err(_) => {}
         }
-        Err(Wrong { found, at, call_id: None })
+        Err(Wrong {
+            found,
+            at,
+            call_id: None,
+        })
     }
 }

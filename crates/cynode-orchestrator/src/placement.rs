@@ -2,7 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use cynode_api::{DEFAULT_IMAGE_KEY, ErrorCode, Excess, ImageVersionId, LABEL_AGENT_COMPATIBLE, LimitsRequest, NodeId, NodeState, Problem, session_limits};
+use cynode_api::{
+    DEFAULT_IMAGE_KEY, ErrorCode, Excess, ImageVersionId, LABEL_AGENT_COMPATIBLE, LimitsRequest,
+    NodeId, NodeState, Problem, session_limits,
+};
 use cynode_policy::{Action, Call, Resource};
 use cynode_service::ApiError;
 
@@ -26,11 +29,19 @@ pub(crate) enum Work {
 
 impl Orchestrator {
     /// The allowed version that a request's reference means.
-    pub(crate) async fn choose_image(&self, caller: &Caller, reference: Option<&str>, work: Work, of: Of) -> Result<Chosen, ApiError> {
+    pub(crate) async fn choose_image(
+        &self,
+        caller: &Caller,
+        reference: Option<&str>,
+        work: Work,
+        of: Of,
+    ) -> Result<Chosen, ApiError> {
         let reference = match reference {
             None | Some("default") => {
                 let setting = self.db.setting(DEFAULT_IMAGE_KEY).await?;
-                setting.and_then(|setting| setting.value.as_str().map(str::to_owned)).unwrap_or_else(|| self.config.default_image.clone())
+                setting
+                    .and_then(|setting| setting.value.as_str().map(str::to_owned))
+                    .unwrap_or_else(|| self.config.default_image.clone())
             }
             Some(reference) => reference.to_owned(),
         };
@@ -38,7 +49,11 @@ impl Orchestrator {
         let chosen = chosen.ok_or_else(|| not_allowed(&reference))?;
         let pinned = chosen.image_digest.is_some();
         let decide = |agent_compatible| {
-            let resource = Resource::Image { reference: chosen.image_ref.clone(), agent_compatible, pinned };
+            let resource = Resource::Image {
+                reference: chosen.image_ref.clone(),
+                agent_compatible,
+                pinned,
+            };
             self.check(caller, Action::ImageUse, &resource, &Call::default())
         };
         match chosen.agent_compatible {
@@ -56,10 +71,15 @@ impl Orchestrator {
                 chosen.image_ref
             );
             let detail = format!("{} is not marked as agent-compatible", chosen.image_ref);
-            return Err(Problem::new(ErrorCode::ImageNotCompatible, detail).with_remedy(remedy).into());
+            return Err(Problem::new(ErrorCode::ImageNotCompatible, detail)
+                .with_remedy(remedy)
+                .into());
         }
         if chosen.image_digest.is_none() && self.requires_pinning(of).await? {
-            let detail = format!("{} has no digest, and {REQUIRE_PINNING} is set", chosen.image_ref);
+            let detail = format!(
+                "{} has no digest, and {REQUIRE_PINNING} is set",
+                chosen.image_ref
+            );
             return Err(ApiError::new(ErrorCode::ImageNotAllowed, detail));
         }
         Ok(chosen)
@@ -71,7 +91,12 @@ impl Orchestrator {
              'cynode image show {reference}' says what is awaited.",
             self.config.heartbeat_seconds
         );
-        Problem::new(ErrorCode::ImagePending, format!("no node has reported {reference} yet")).with_remedy(remedy).into()
+        Problem::new(
+            ErrorCode::ImagePending,
+            format!("no node has reported {reference} yet"),
+        )
+        .with_remedy(remedy)
+        .into()
     }
 
     /// Whether only images with a digest may be used for somebody. A wider scope that says so can't be overruled by a narrower one.
@@ -81,7 +106,12 @@ impl Orchestrator {
 
     /// The node with the most room that has the image and the labels. One that can't be reached from here, or did not answer a
     /// moment ago, is taken only when no other is left. `not` had it before: there it counts as ended.
-    pub(crate) async fn choose_node(&self, version: ImageVersionId, wanted: &NodeRequirements<'_>, not: &[NodeId]) -> Result<NodeRow, ApiError> {
+    pub(crate) async fn choose_node(
+        &self,
+        version: ImageVersionId,
+        wanted: &NodeRequirements<'_>,
+        not: &[NodeId],
+    ) -> Result<NodeRow, ApiError> {
         let nodes = self.db.nodes().await?;
         let with_image = self.db.nodes_with(version).await?;
         let given = self.db.load().await?;
@@ -94,7 +124,8 @@ impl Orchestrator {
                 continue;
             }
             let given = given.get(&node.id).copied().unwrap_or_default();
-            if let Some(reason) = unfit(&node, after, with_image.contains(&node.id), given, wanted) {
+            if let Some(reason) = unfit(&node, after, with_image.contains(&node.id), given, wanted)
+            {
                 reasons.push((node.name, reason));
                 continue;
             }
@@ -109,8 +140,15 @@ impl Orchestrator {
 }
 
 fn not_allowed(reference: &str) -> ApiError {
-    let remedy = format!("Choose one that 'cynode image list' shows as allowed, or have an administrator run 'cynode image add --allow {reference}'.");
-    Problem::new(ErrorCode::ImageNotAllowed, format!("no allowed image goes by '{reference}'")).with_remedy(remedy).into()
+    let remedy = format!(
+        "Choose one that 'cynode image list' shows as allowed, or have an administrator run 'cynode image add --allow {reference}'."
+    );
+    Problem::new(
+        ErrorCode::ImageNotAllowed,
+        format!("no allowed image goes by '{reference}'"),
+    )
+    .with_remedy(remedy)
+    .into()
 }
 
 /// Why a node can't take work.
@@ -136,7 +174,10 @@ impl std::fmt::Display for Unfit {
             Self::Limit(most) => write!(f, "gives a sandbox at most {most}"),
             Self::Full(most) => write!(f, "is full ({most} sandboxes)"),
             Self::Promised(sum, most) => {
-                write!(f, "has promised its memory (the limits of its sandboxes would add up to {sum} bytes, more than {most})")
+                write!(
+                    f,
+                    "has promised its memory (the limits of its sandboxes would add up to {sum} bytes, more than {most})"
+                )
             }
         }
     }
@@ -150,7 +191,9 @@ impl Unfit {
                 "Load the image on a node; after loading another under its reference, pin it with 'cynode image add'. 'cynode image show' says what is awaited."
             }
             Self::Limit(_) => "Ask for less: 'cynode node show' has the largest limits.",
-            Self::Promised(..) => "End sessions, ask for less memory, or raise worker.memory_overcommit.",
+            Self::Promised(..) => {
+                "End sessions, ask for less memory, or raise worker.memory_overcommit."
+            }
             Self::Label(_) => "Ask for labels that a node has: see 'cynode node show'.",
             Self::NotReady(_) | Self::HadItBefore => "Try again; see 'cynode node list'.",
         }
@@ -161,13 +204,20 @@ impl Unfit {
 fn no_node(reasons: &[(String, Unfit)]) -> ApiError {
     if reasons.is_empty() {
         let remedy = "Start a worker: 'cynode up', or on another machine 'cynode up --worker-only' with a key of 'cynode node key create'.";
-        return Problem::new(ErrorCode::NoCapacity, "no node has registered yet").with_remedy(remedy).into();
+        return Problem::new(ErrorCode::NoCapacity, "no node has registered yet")
+            .with_remedy(remedy)
+            .into();
     }
-    let detail: Vec<String> = reasons.iter().map(|(name, reason)| format!("{name}: {reason}")).collect();
+    let detail: Vec<String> = reasons
+        .iter()
+        .map(|(name, reason)| format!("{name}: {reason}"))
+        .collect();
     let mut remedies: Vec<&str> = reasons.iter().map(|(_, reason)| reason.remedy()).collect();
     remedies.sort_unstable();
     remedies.dedup();
-    Problem::new(ErrorCode::NoCapacity, detail.join("; ")).with_remedy(remedies.join(" ")).into()
+    Problem::new(ErrorCode::NoCapacity, detail.join("; "))
+        .with_remedy(remedies.join(" "))
+        .into()
 }
 
 /// The labels that a request wants of its node.
@@ -182,7 +232,10 @@ pub(crate) struct NodeRequirements<'a> {
 
 impl Orchestrator {
     /// Refuses limits that no node with the labels could ever give a sandbox. Where no such node is known, one may come.
-    pub(crate) async fn check_largest(&self, wanted: &NodeRequirements<'_>) -> Result<(), ApiError> {
+    pub(crate) async fn check_largest(
+        &self,
+        wanted: &NodeRequirements<'_>,
+    ) -> Result<(), ApiError> {
         if wanted.limits == LimitsRequest::default() {
             return Ok(());
         }
@@ -191,12 +244,23 @@ impl Orchestrator {
 }
 
 fn refuse_beyond(nodes: &[NodeRow], wanted: &NodeRequirements<'_>) -> Result<(), ApiError> {
-    let candidates = nodes.iter().filter(|node| !node.is_lost && missing_label(node, wanted.labels).is_none());
-    let beyond =
-        |node: &NodeRow| beyond(node, wanted.limits).map(|excess| format!("limits.{}: {} gives a sandbox at most {}", excess.limit, node.name, excess.most));
+    let candidates = nodes
+        .iter()
+        .filter(|node| !node.is_lost && missing_label(node, wanted.labels).is_none());
+    let beyond = |node: &NodeRow| {
+        beyond(node, wanted.limits).map(|excess| {
+            format!(
+                "limits.{}: {} gives a sandbox at most {}",
+                excess.limit, node.name, excess.most
+            )
+        })
+    };
     // `None` as soon as one node gives enough.
     match candidates.map(beyond).collect::<Option<Vec<String>>>() {
-        Some(reasons) if !reasons.is_empty() => Err(ApiError::new(ErrorCode::LimitUnenforceable, reasons.join("; "))),
+        Some(reasons) if !reasons.is_empty() => Err(ApiError::new(
+            ErrorCode::LimitUnenforceable,
+            reasons.join("; "),
+        )),
         _ => Ok(()),
     }
 }
@@ -210,25 +274,42 @@ pub(crate) fn beyond(node: &NodeRow, limits: LimitsRequest) -> Option<Excess> {
 pub(crate) fn check_node_labels(labels: &NodeLabels) -> Result<(), ApiError> {
     use session_limits::{MAX_LABEL_BYTES, MAX_LABELS};
     if labels.len() > MAX_LABELS {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("node_labels: more than {MAX_LABELS}")));
+        return Err(ApiError::new(
+            ErrorCode::TooLarge,
+            format!("node_labels: more than {MAX_LABELS}"),
+        ));
     }
-    match labels.iter().find(|(name, value)| name.is_empty() || name.len() > MAX_LABEL_BYTES || value.len() > MAX_LABEL_BYTES) {
-        Some((name, _)) => Err(ApiError::invalid(format!("node_labels: {name:?} is not a label (1 to {MAX_LABEL_BYTES} bytes)"))),
+    match labels.iter().find(|(name, value)| {
+        name.is_empty() || name.len() > MAX_LABEL_BYTES || value.len() > MAX_LABEL_BYTES
+    }) {
+        Some((name, _)) => Err(ApiError::invalid(format!(
+            "node_labels: {name:?} is not a label (1 to {MAX_LABEL_BYTES} bytes)"
+        ))),
         None => Ok(()),
     }
 }
 
 /// The first label that a node would need and has not.
 pub(crate) fn missing_label(node: &NodeRow, labels: &NodeLabels) -> Option<String> {
-    let missing = labels.iter().find(|(name, value)| node.capability.labels.get(*name) != Some(value));
+    let missing = labels
+        .iter()
+        .find(|(name, value)| node.capability.labels.get(*name) != Some(value));
     missing.map(|(name, value)| format!("does not have the label {name}={value}"))
 }
 
 /// Why a node can't take this work now.
-fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: Load, wanted: &NodeRequirements<'_>) -> Option<Unfit> {
+fn unfit(
+    node: &NodeRow,
+    unreachable_after: f64,
+    has_image: bool,
+    given: Load,
+    wanted: &NodeRequirements<'_>,
+) -> Option<Unfit> {
     let (state, reason) = node.state(unreachable_after);
     if state != NodeState::Ready {
-        return Some(Unfit::NotReady(reason.unwrap_or_else(|| "is draining".to_owned())));
+        return Some(Unfit::NotReady(
+            reason.unwrap_or_else(|| "is draining".to_owned()),
+        ));
     }
     if let Some(reason) = missing_label(node, wanted.labels) {
         return Some(Unfit::Label(reason));
@@ -243,8 +324,13 @@ fn unfit(node: &NodeRow, unreachable_after: f64, has_image: bool, given: Load, w
     if given.sandboxes.max(node.running_sandboxes.into()) >= most {
         return Some(Unfit::Full(most));
     }
-    let promised = given.memory_bytes.saturating_add(wanted.limits.or_default().memory_bytes);
-    node.capability.promised_memory_bytes.filter(|most| promised > *most).map(|most| Unfit::Promised(promised, most))
+    let promised = given
+        .memory_bytes
+        .saturating_add(wanted.limits.or_default().memory_bytes);
+    node.capability
+        .promised_memory_bytes
+        .filter(|most| promised > *most)
+        .map(|most| Unfit::Promised(promised, most))
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a share of a few hundred")]
@@ -258,11 +344,26 @@ mod tests {
 
     #[test]
     fn a_remedy_fits_the_reasons_of_the_nodes() {
-        let remedy = |reasons: &[Unfit]| no_node(&reasons.iter().map(|reason| ("n".to_owned(), reason.clone())).collect::<Vec<_>>()).0.remedy;
+        let remedy = |reasons: &[Unfit]| {
+            no_node(
+                &reasons
+                    .iter()
+                    .map(|reason| ("n".to_owned(), reason.clone()))
+                    .collect::<Vec<_>>(),
+            )
+            .0
+            .remedy
+        };
         assert!(remedy(&[Unfit::NoImage, Unfit::NoImage]).starts_with("Load the image on a node"));
-        assert!(!remedy(&[Unfit::NoImage]).contains("max_sandboxes") && remedy(&[Unfit::Full(3)]).contains("max_sandboxes"));
+        assert!(
+            !remedy(&[Unfit::NoImage]).contains("max_sandboxes")
+                && remedy(&[Unfit::Full(3)]).contains("max_sandboxes")
+        );
         let both = remedy(&[Unfit::NoImage, Unfit::Full(3), Unfit::NoImage]);
-        assert!(both.contains("max_sandboxes") && both.matches("Load the image").count() == 1, "{both}");
+        assert!(
+            both.contains("max_sandboxes") && both.matches("Load the image").count() == 1,
+            "{both}"
+        );
         assert!(remedy(&[]).contains("cynode up"));
         assert!(remedy(&[Unfit::Label("x".into())]).contains("labels"));
     }

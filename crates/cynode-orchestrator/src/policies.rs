@@ -42,12 +42,23 @@ struct Loaded {
 }
 
 impl Loaded {
-    fn decide(&self, principal: &Principal, action: Action, resource: &Resource, call: &Call) -> Decision {
+    fn decide(
+        &self,
+        principal: &Principal,
+        action: Action,
+        resource: &Resource,
+        call: &Call,
+    ) -> Decision {
         let decide = || self.set.decide(principal, action, resource, call);
         if !is_worth_it(principal, resource, call) {
             return decide();
         }
-        let question = Question { principal: principal.clone(), action, resource: resource.clone(), call: call.clone() };
+        let question = Question {
+            principal: principal.clone(),
+            action,
+            resource: resource.clone(),
+            call: call.clone(),
+        };
         if let Some(decision) = self.decided.lock().get(&question) {
             return decision.clone();
         }
@@ -63,10 +74,25 @@ impl Loaded {
 
 /// What people do again and again is in sessions, and not to files by their names. And what is remembered has a size.
 fn is_worth_it(principal: &Principal, resource: &Resource, call: &Call) -> bool {
-    let Call { path, program, image, token_kind, network, pty: _, limits: _ } = call;
-    let named: usize = [program, image, token_kind, network].into_iter().flatten().map(String::len).sum();
+    let Call {
+        path,
+        program,
+        image,
+        token_kind,
+        network,
+        pty: _,
+        limits: _,
+    } = call;
+    let named: usize = [program, image, token_kind, network]
+        .into_iter()
+        .flatten()
+        .map(String::len)
+        .sum();
     let is_short = |groups: &[String]| groups.len() <= MOST_GROUPS;
-    matches!(resource, Resource::Session { .. }) && matches!(principal, Principal::User { groups, .. } if is_short(groups)) && path.is_none() && named <= LONG
+    matches!(resource, Resource::Session { .. })
+        && matches!(principal, Principal::User { groups, .. } if is_short(groups))
+        && path.is_none()
+        && named <= LONG
 }
 
 /// Cheap to clone.
@@ -81,10 +107,19 @@ impl Policies {
     /// Reads them; the first time, or after an upgrade, the default ones are put there.
     pub(crate) async fn open(db: &Db) -> Result<Self, ApiError> {
         db.seed_policy(DEFAULT, DEFAULTS).await?;
-        Ok(Self { loaded: Arc::new(RwLock::new(Arc::new(load(db).await?))), turn: Arc::default() })
+        Ok(Self {
+            loaded: Arc::new(RwLock::new(Arc::new(load(db).await?))),
+            turn: Arc::default(),
+        })
     }
 
-    pub(crate) fn decide(&self, principal: &Principal, action: Action, resource: &Resource, call: &Call) -> Decision {
+    pub(crate) fn decide(
+        &self,
+        principal: &Principal,
+        action: Action,
+        resource: &Resource,
+        call: &Call,
+    ) -> Decision {
         let loaded = Arc::clone(&self.loaded.read());
         loaded.decide(principal, action, resource, call)
     }
@@ -124,7 +159,11 @@ impl Policies {
 async fn load(db: &Db) -> Result<Loaded, ApiError> {
     let (revision, rows) = db.policies().await?;
     let set = tokio::task::block_in_place(|| parse(&rows)).map_err(|flaws| invalid(&flaws))?;
-    Ok(Loaded { revision, set, decided: Mutex::default() })
+    Ok(Loaded {
+        revision,
+        set,
+        decided: Mutex::default(),
+    })
 }
 
 fn parse(rows: &[PolicyRow]) -> Result<Set, Vec<Flaw>> {
@@ -132,7 +171,11 @@ fn parse(rows: &[PolicyRow]) -> Result<Set, Vec<Flaw>> {
 }
 
 fn invalid(flaws: &[Flaw]) -> ApiError {
-    let said: Vec<String> = flaws.iter().take(20).map(|flaw| format!("{}: {}", flaw.policy, flaw.message)).collect();
+    let said: Vec<String> = flaws
+        .iter()
+        .take(20)
+        .map(|flaw| format!("{}: {}", flaw.policy, flaw.message))
+        .collect();
     let error = ApiError::new(ErrorCode::PolicyInvalid, said.join("; "));
     ApiError(Box::new(error.0.with("flaws", said)))
 }
@@ -140,13 +183,34 @@ fn invalid(flaws: &[Flaw]) -> ApiError {
 /// Whether a set of documents can be used: it is valid, and administrators and whoever makes the change can still change it.
 pub(crate) fn check(rows: &[PolicyRow], caller: &Principal) -> Result<(), ApiError> {
     let set = parse(rows).map_err(|flaws| invalid(&flaws))?;
-    let administrator = Principal::User { id: Uuid::nil(), name: "admin".to_owned(), admin: true, groups: Vec::new() };
-    let who = [&administrator, caller].into_iter().flat_map(|who| [(who, Action::PolicyPut), (who, Action::PolicyDelete)]);
+    let administrator = Principal::User {
+        id: Uuid::nil(),
+        name: "admin".to_owned(),
+        admin: true,
+        groups: Vec::new(),
+    };
+    let who = [&administrator, caller]
+        .into_iter()
+        .flat_map(|who| [(who, Action::PolicyPut), (who, Action::PolicyDelete)]);
     for (who, action) in who {
-        let decision = set.decide(who, action, &Resource::Policy { id: DEFAULT.to_owned() }, &Call::default());
+        let decision = set.decide(
+            who,
+            action,
+            &Resource::Policy {
+                id: DEFAULT.to_owned(),
+            },
+            &Call::default(),
+        );
         if !decision.allowed {
-            let why = if decision.rules.is_empty() { "no rule allows it".to_owned() } else { decision.rules.join(", ") };
-            let detail = format!("with this nobody could change policies any more: {} is refused to an administrator ({why})", action.as_str());
+            let why = if decision.rules.is_empty() {
+                "no rule allows it".to_owned()
+            } else {
+                decision.rules.join(", ")
+            };
+            let detail = format!(
+                "with this nobody could change policies any more: {} is refused to an administrator ({why})",
+                action.as_str()
+            );
             return Err(ApiError::new(ErrorCode::PolicyInvalid, detail));
         }
     }

@@ -21,14 +21,20 @@ pub(crate) struct ShapePolicies {
 
 impl ShapePolicies {
     pub(crate) async fn open(db: &Db, setting: &ShapeSetting) -> Result<Self, ApiError> {
-        let policies = Self { system: setting.into(), projects: RwLock::default(), turn: tokio::sync::Mutex::default() };
+        let policies = Self {
+            system: setting.into(),
+            projects: RwLock::default(),
+            turn: tokio::sync::Mutex::default(),
+        };
         policies.refresh(db).await?;
         Ok(policies)
     }
 
     /// What holds for a call in a project, or in none.
     pub(crate) fn of(&self, project: Option<ProjectId>) -> ShapePolicy {
-        project.and_then(|project| self.projects.read().get(&project).copied()).unwrap_or(self.system)
+        project
+            .and_then(|project| self.projects.read().get(&project).copied())
+            .unwrap_or(self.system)
     }
 
     /// Whether records may hold shapes: only where an operator has turned all of it off.

@@ -54,10 +54,26 @@ impl State {
         self.waiting.retain(|waiter| !waiter.grant.is_closed());
         let mut grants = Vec::new();
         while self.free > 0 {
-            let fewest = self.waiting.iter().enumerate().min_by_key(|(place, waiter)| (self.held(waiter.caller), *place));
-            let Some(Waiter { caller, grant }) = fewest.map(|(place, _)| place).and_then(|place| self.waiting.remove(place)) else { break };
+            let fewest = self
+                .waiting
+                .iter()
+                .enumerate()
+                .min_by_key(|(place, waiter)| (self.held(waiter.caller), *place));
+            let Some(Waiter { caller, grant }) = fewest
+                .map(|(place, _)| place)
+                .and_then(|place| self.waiting.remove(place))
+            else {
+                break;
+            };
             self.count(caller);
-            grants.push((grant, Permit { turns, caller, since: Instant::now() }));
+            grants.push((
+                grant,
+                Permit {
+                    turns,
+                    caller,
+                    since: Instant::now(),
+                },
+            ));
         }
         grants
     }
@@ -74,8 +90,16 @@ impl Turns {
     }
 
     const fn with(permits: usize, silence: Duration, slice: Duration) -> Self {
-        let state = State { free: permits, held: BTreeMap::new(), waiting: VecDeque::new() };
-        Self { state: Mutex::new(state), silence, slice }
+        let state = State {
+            free: permits,
+            held: BTreeMap::new(),
+            waiting: VecDeque::new(),
+        };
+        Self {
+            state: Mutex::new(state),
+            silence,
+            slice,
+        }
     }
 
     pub(crate) async fn acquire(&'static self, caller: CallerId) -> Permit {
@@ -83,7 +107,11 @@ impl Turns {
             let mut state = self.state.lock();
             if state.free > 0 && state.waiting.is_empty() {
                 state.count(caller);
-                return Permit { turns: self, caller, since: Instant::now() };
+                return Permit {
+                    turns: self,
+                    caller,
+                    since: Instant::now(),
+                };
             }
             let (grant, granted) = oneshot::channel();
             state.waiting.push_back(Waiter { caller, grant });
@@ -92,18 +120,31 @@ impl Turns {
             send(grants);
             granted
         };
-        granted.await.expect("a waiter is only removed when it is granted a permit")
+        granted
+            .await
+            .expect("a waiter is only removed when it is granted a permit")
     }
 
     /// The pieces of a body, which hold a permit while they come.
     pub(crate) const fn read(&'static self, caller: CallerId, pieces: BodyDataStream) -> InTurns {
-        InTurns { turns: self, caller, pieces, permit: None, takes_permit: false }
+        InTurns {
+            turns: self,
+            caller,
+            pieces,
+            permit: None,
+            takes_permit: false,
+        }
     }
 
     /// A body whose pieces hold a permit while they come.
     pub(crate) fn body(&'static self, caller: CallerId, body: Body) -> Body {
-        let pieces = InTurns { takes_permit: true, ..self.read(caller, body.into_data_stream()) };
-        Body::from_stream(stream::unfold(pieces, async |mut pieces| pieces.next().await.map(|piece| (piece, pieces))))
+        let pieces = InTurns {
+            takes_permit: true,
+            ..self.read(caller, body.into_data_stream())
+        };
+        Body::from_stream(stream::unfold(pieces, async |mut pieces| {
+            pieces.next().await.map(|piece| (piece, pieces))
+        }))
     }
 }
 
@@ -123,7 +164,10 @@ impl Permit {
         }
         let state = self.turns.state.lock();
         let own = state.held(self.caller);
-        state.waiting.iter().any(|waiter| !waiter.grant.is_closed() && (held >= self.turns.silence || state.held(waiter.caller) < own))
+        state.waiting.iter().any(|waiter| {
+            !waiter.grant.is_closed()
+                && (held >= self.turns.silence || state.held(waiter.caller) < own)
+        })
     }
 }
 
@@ -178,12 +222,13 @@ impl InTurns {
         if self.permit.as_ref().is_some_and(Permit::is_due) {
             self.permit = None;
         }
-        let piece = if let Ok(piece) = tokio::time::timeout(self.turns.silence, self.pieces.next()).await {
-            piece
-        } else {
-            self.permit = None;
-            self.pieces.next().await
-        };
+        let piece =
+            if let Ok(piece) = tokio::time::timeout(self.turns.silence, self.pieces.next()).await {
+                piece
+            } else {
+                self.permit = None;
+                self.pieces.next().await
+            };
         if self.takes_permit && matches!(piece, Some(Ok(_))) && self.permit.is_none() {
             self.permit = Some(self.turns.acquire(self.caller).await);
         }
@@ -228,10 +273,17 @@ mod tests {
     async fn a_silent_body_gives_its_permit_back_and_takes_one_again_when_bytes_come() {
         let turns = turns(1);
         let (sender, receiver) = tokio::sync::mpsc::channel(1);
-        let pieces = stream::unfold(receiver, async |mut receiver| receiver.recv().await.map(|piece| (piece, receiver)));
+        let pieces = stream::unfold(receiver, async |mut receiver| {
+            receiver.recv().await.map(|piece| (piece, receiver))
+        });
         let mut body = turns.read(user(1), Body::from_stream(pieces).into_data_stream());
         body.begin().await;
-        let send = async || sender.send(Ok::<_, std::io::Error>(Bytes::from_static(b"piece"))).await.expect("it is read");
+        let send = async || {
+            sender
+                .send(Ok::<_, std::io::Error>(Bytes::from_static(b"piece")))
+                .await
+                .expect("it is read")
+        };
         send().await;
         assert!(body.next().await.is_some_and(|piece| piece.is_ok()));
         let reading = tokio::spawn(async move {
@@ -239,9 +291,14 @@ mod tests {
             (piece.is_some_and(|piece| piece.is_ok()), body)
         });
         // Nothing comes: the only permit is free again.
-        let other = tokio::time::timeout(PATIENCE, turns.acquire(user(2))).await.expect("given back");
+        let other = tokio::time::timeout(PATIENCE, turns.acquire(user(2)))
+            .await
+            .expect("given back");
         send().await;
-        assert!(is_waiting(&reading).await, "its piece is there, and it has no permit");
+        assert!(
+            is_waiting(&reading).await,
+            "its piece is there, and it has no permit"
+        );
         drop(other);
         let (came, body) = reading.await.expect("read");
         assert!(came && body.permit.is_some());
@@ -262,14 +319,22 @@ mod tests {
             tokio::task::yield_now().await;
         }
         for caller in 2..=5 {
-            drop(tokio::time::timeout(PATIENCE, turns.acquire(user(caller))).await.expect("it has its turn"));
+            drop(
+                tokio::time::timeout(PATIENCE, turns.acquire(user(caller)))
+                    .await
+                    .expect("it has its turn"),
+            );
         }
     }
 
     #[tokio::test]
     async fn a_free_permit_goes_to_the_caller_with_the_fewest_and_then_by_order() {
         let turns = turns(3);
-        let (one, two, _three) = (turns.acquire(user(1)).await, turns.acquire(user(1)).await, turns.acquire(user(1)).await);
+        let (one, two, _three) = (
+            turns.acquire(user(1)).await,
+            turns.acquire(user(1)).await,
+            turns.acquire(user(1)).await,
+        );
         let (told, mut heard) = tokio::sync::mpsc::unbounded_channel();
         for (name, caller) in [("again", 1), ("first", 2), ("second", 3), ("gone", 4)] {
             let told = told.clone();
@@ -290,7 +355,15 @@ mod tests {
         drop(two);
         assert_eq!(heard.recv().await, Some("second"));
         let state = turns.state.lock();
-        assert_eq!((state.free, state.held(user(1)), state.held(user(2)), state.held(user(3))), (0, 1, 1, 1));
+        assert_eq!(
+            (
+                state.free,
+                state.held(user(1)),
+                state.held(user(2)),
+                state.held(user(3))
+            ),
+            (0, 1, 1, 1)
+        );
     }
 
     #[tokio::test]

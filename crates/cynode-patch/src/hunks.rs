@@ -65,7 +65,11 @@ impl<'a> Content<'a> {
 
     /// From line `from` up to, without, line `to`.
     fn range(&self, from: usize, to: usize) -> &'a [u8] {
-        let offset = |line: usize| self.starts.get(line).map_or(self.bytes.len(), |start| *start as usize);
+        let offset = |line: usize| {
+            self.starts
+                .get(line)
+                .map_or(self.bytes.len(), |start| *start as usize)
+        };
         &self.bytes[offset(from)..offset(to)]
     }
 
@@ -79,7 +83,12 @@ impl<'a> Content<'a> {
     }
 }
 
-pub fn apply(old: &[u8], hunks: &[Hunk<'_>], strip_cr: bool, effort: &mut Effort) -> Result<Vec<u8>, Vec<Miss>> {
+pub fn apply(
+    old: &[u8],
+    hunks: &[Hunk<'_>],
+    strip_cr: bool,
+    effort: &mut Effort,
+) -> Result<Vec<u8>, Vec<Miss>> {
     let content = Content::new(old);
     let mut out = Vec::with_capacity(old.len());
     let mut misses = Vec::new();
@@ -89,9 +98,19 @@ pub fn apply(old: &[u8], hunks: &[Hunk<'_>], strip_cr: bool, effort: &mut Effort
         let lines: Vec<Line<'_>> = hunk.lines(strip_cr).collect();
         let expected: Vec<&Line<'_>> = lines.iter().filter(|line| line.side != Side::New).collect();
         // A hunk without old lines stands behind the line that it names.
-        let wanted = if expected.is_empty() { hunk.old_start } else { hunk.old_start.saturating_sub(1) };
+        let wanted = if expected.is_empty() {
+            hunk.old_start
+        } else {
+            hunk.old_start.saturating_sub(1)
+        };
         let guess = wanted.saturating_add_signed(offset);
-        let mut miss = |reason: String| misses.push(Miss { hunk: number, line: hunk.old_start as u64, reason });
+        let mut miss = |reason: String| {
+            misses.push(Miss {
+                hunk: number,
+                line: hunk.old_start as u64,
+                reason,
+            })
+        };
         let Some(position) = find(&content, &expected, guess, done, effort) else {
             miss(mismatch(&content, &expected, guess, done));
             continue;
@@ -132,7 +151,13 @@ fn ends_open(out: &[u8]) -> bool {
 }
 
 /// Where the expected lines are: nearest to `guess`, not before `done`.
-fn find(content: &Content<'_>, expected: &[&Line<'_>], guess: usize, done: usize, effort: &mut Effort) -> Option<usize> {
+fn find(
+    content: &Content<'_>,
+    expected: &[&Line<'_>],
+    guess: usize,
+    done: usize,
+    effort: &mut Effort,
+) -> Option<usize> {
     let last = content.len().checked_sub(expected.len())?;
     if expected.is_empty() {
         return (done..=last).contains(&guess).then_some(guess);
@@ -187,7 +212,11 @@ fn mismatch(content: &Content<'_>, expected: &[&Line<'_>], guess: usize, done: u
             );
         }
     }
-    if guess < done { "it overlaps the hunk before it".to_owned() } else { format!("the file has only {} lines", content.len()) }
+    if guess < done {
+        "it overlaps the hunk before it".to_owned()
+    } else {
+        format!("the file has only {} lines", content.len())
+    }
 }
 
 #[cfg(test)]
@@ -200,50 +229,103 @@ mod tests {
     fn applied(old: &[u8], hunks: &str) -> Result<Vec<u8>, Vec<Miss>> {
         let diff = format!("--- a/x\n+++ b/x\n{hunks}");
         let patch = Patch::parse(diff.as_bytes(), 1).expect("parsed");
-        apply(old, &patch.sections()[0].hunks, false, &mut Effort::default())
+        apply(
+            old,
+            &patch.sections()[0].hunks,
+            false,
+            &mut Effort::default(),
+        )
     }
 
     #[test]
     fn a_hunk_that_moved_is_found_nearest_to_its_place() {
         let hunk = "@@ -2,3 +2,3 @@\n a\n-b\n+B\n c\n";
         assert_eq!(applied(b"a\nb\nc\n", hunk).expect("moved up"), b"a\nB\nc\n");
-        assert_eq!(applied(b"1\n2\n3\n4\na\nb\nc\n", hunk).expect("moved down"), b"1\n2\n3\n4\na\nB\nc\n");
+        assert_eq!(
+            applied(b"1\n2\n3\n4\na\nb\nc\n", hunk).expect("moved down"),
+            b"1\n2\n3\n4\na\nB\nc\n"
+        );
         let twice = b"a\nb\nc\n1\n2\n3\n4\na\nb\nc\n";
-        assert_eq!(applied(twice, hunk).expect("nearest"), b"a\nB\nc\n1\n2\n3\n4\na\nb\nc\n");
+        assert_eq!(
+            applied(twice, hunk).expect("nearest"),
+            b"a\nB\nc\n1\n2\n3\n4\na\nb\nc\n"
+        );
     }
 
     #[test]
     fn a_later_hunk_follows_the_offset_of_the_one_before() {
         let hunks = "@@ -1 +1 @@\n-a\n+A\n@@ -3 +3 @@\n-x\n+X\n";
-        assert_eq!(applied(b"0\n0\na\nb\nx\nx\n", hunks).expect("applied"), b"0\n0\nA\nb\nX\nx\n");
+        assert_eq!(
+            applied(b"0\n0\na\nb\nx\nx\n", hunks).expect("applied"),
+            b"0\n0\nA\nb\nX\nx\n"
+        );
     }
 
     #[test]
     fn every_failing_hunk_is_reported_with_what_stands_there() {
         let misses =
             applied(b"a\nb\nc\n", "@@ -1 +1 @@\n-x\n+y\n@@ -2 +2 @@\n-b\n+B\n@@ -3 +3,2 @@\n-z\u{7}\n+y\n+w\n@@ -9 +10 @@\n-q\n+r\n").expect_err("rejected");
-        let summary: Vec<_> = misses.iter().map(|miss| (miss.hunk, miss.line, miss.reason.as_str())).collect();
+        let summary: Vec<_> = misses
+            .iter()
+            .map(|miss| (miss.hunk, miss.line, miss.reason.as_str()))
+            .collect();
         assert_eq!(
             summary,
-            [(1, 1, "line 1 is 'a' where the diff expects 'x'"), (3, 3, "line 3 is 'c' where the diff expects 'z\\u{7}'"), (4, 9, "the file has only 3 lines")]
+            [
+                (1, 1, "line 1 is 'a' where the diff expects 'x'"),
+                (3, 3, "line 3 is 'c' where the diff expects 'z\\u{7}'"),
+                (4, 9, "the file has only 3 lines")
+            ]
         );
     }
 
     #[test]
     fn missing_newlines_are_kept_added_and_removed() {
-        assert_eq!(applied(b"a", "@@ -1 +1 @@\n-a\n\\ No newline at end of file\n+a\n").expect("added"), b"a\n");
-        assert_eq!(applied(b"a\n", "@@ -1 +1 @@\n-a\n+a\n\\ No newline at end of file\n").expect("removed"), b"a");
-        assert_eq!(applied(b"a\nb", "@@ -1,2 +1,2 @@\n-a\n+A\n b\n\\ No newline at end of file\n").expect("kept"), b"A\nb");
+        assert_eq!(
+            applied(b"a", "@@ -1 +1 @@\n-a\n\\ No newline at end of file\n+a\n").expect("added"),
+            b"a\n"
+        );
+        assert_eq!(
+            applied(
+                b"a\n",
+                "@@ -1 +1 @@\n-a\n+a\n\\ No newline at end of file\n"
+            )
+            .expect("removed"),
+            b"a"
+        );
+        assert_eq!(
+            applied(
+                b"a\nb",
+                "@@ -1,2 +1,2 @@\n-a\n+A\n b\n\\ No newline at end of file\n"
+            )
+            .expect("kept"),
+            b"A\nb"
+        );
         assert!(applied(b"a", "@@ -1 +1 @@\n-a\n+b\n").is_err());
-        assert!(applied(b"a\nb\n", "@@ -1 +1 @@\n-a\n+A\n\\ No newline at end of file\n").is_err());
+        assert!(
+            applied(
+                b"a\nb\n",
+                "@@ -1 +1 @@\n-a\n+A\n\\ No newline at end of file\n"
+            )
+            .is_err()
+        );
         assert!(applied(b"a", "@@ -1,0 +2 @@\n+b\n").is_err());
     }
 
     #[test]
     fn insertions_without_context_stand_behind_their_line() {
-        assert_eq!(applied(b"a\nb\n", "@@ -1,0 +2 @@\n+x\n").expect("applied"), b"a\nx\nb\n");
-        assert_eq!(applied(b"a\n", "@@ -0,0 +1 @@\n+x\n").expect("applied"), b"x\na\n");
-        assert_eq!(applied(b"", "@@ -0,0 +1,2 @@\n+x\n+y\n").expect("applied"), b"x\ny\n");
+        assert_eq!(
+            applied(b"a\nb\n", "@@ -1,0 +2 @@\n+x\n").expect("applied"),
+            b"a\nx\nb\n"
+        );
+        assert_eq!(
+            applied(b"a\n", "@@ -0,0 +1 @@\n+x\n").expect("applied"),
+            b"x\na\n"
+        );
+        assert_eq!(
+            applied(b"", "@@ -0,0 +1,2 @@\n+x\n+y\n").expect("applied"),
+            b"x\ny\n"
+        );
         assert!(applied(b"a\n", "@@ -7,0 +8 @@\n+x\n").is_err());
     }
 
@@ -251,7 +333,10 @@ mod tests {
     fn a_spent_effort_still_finds_hunks_at_their_place() {
         let patch = Patch::parse(b"--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n", 1).expect("parsed");
         let sections = patch.sections();
-        assert_eq!(apply(b"a\n", &sections[0].hunks, false, &mut Effort(0)).expect("at its place"), b"b\n");
+        assert_eq!(
+            apply(b"a\n", &sections[0].hunks, false, &mut Effort(0)).expect("at its place"),
+            b"b\n"
+        );
         assert!(apply(b"x\na\n", &sections[0].hunks, false, &mut Effort(0)).is_err());
         let mut effort = Effort(5);
         assert!(apply(&b"x\n".repeat(100), &sections[0].hunks, false, &mut effort).is_err());
@@ -261,7 +346,15 @@ mod tests {
         let diff = format!("--- a/x\n+++ b/x\n{hunk}");
         let patch = Patch::parse(diff.as_bytes(), 1).expect("parsed");
         let mut effort = Effort(100_000);
-        assert!(apply(&b"x\n".repeat(20_000), &patch.sections()[0].hunks, false, &mut effort).is_err());
+        assert!(
+            apply(
+                &b"x\n".repeat(20_000),
+                &patch.sections()[0].hunks,
+                false,
+                &mut effort
+            )
+            .is_err()
+        );
         assert_eq!(effort.0, 0);
     }
 
@@ -270,13 +363,28 @@ mod tests {
         let diff = b"--- a/x\r\n+++ b/x\r\n@@ -1 +1 @@\r\n-a\r\n+b\r\n";
         let patch = Patch::parse(diff, 1).expect("parsed");
         let sections = patch.sections();
-        assert_eq!(apply(b"a\r\n", &sections[0].hunks, false, &mut Effort::default()).expect("applied"), b"b\r\n");
+        assert_eq!(
+            apply(b"a\r\n", &sections[0].hunks, false, &mut Effort::default()).expect("applied"),
+            b"b\r\n"
+        );
         assert!(apply(b"a\n", &sections[0].hunks, false, &mut Effort::default()).is_err());
-        assert_eq!(apply(b"a\n", &sections[0].hunks, true, &mut Effort::default()).expect("applied"), b"b\n");
+        assert_eq!(
+            apply(b"a\n", &sections[0].hunks, true, &mut Effort::default()).expect("applied"),
+            b"b\n"
+        );
     }
 
     fn content() -> impl Strategy<Value = Vec<u8>> {
-        let lines: [&[u8]; 8] = [b"a\n", b"b\n", b"\n", b"--- x\n", b"+++ y\n", b"@@ -1 +1 @@\n", b"\xff\r\n", b"\\ No\n"];
+        let lines: [&[u8]; 8] = [
+            b"a\n",
+            b"b\n",
+            b"\n",
+            b"--- x\n",
+            b"+++ y\n",
+            b"@@ -1 +1 @@\n",
+            b"\xff\r\n",
+            b"\\ No\n",
+        ];
         let line = (0..lines.len()).prop_map(move |index| lines[index]);
         (proptest::collection::vec(line, 0..30), any::<bool>()).prop_map(|(lines, open)| {
             let mut content = lines.concat();

@@ -20,7 +20,10 @@ pub use self::{
     hunks::{Effort, Miss, apply},
     name::Location,
     parse::{Change, Error, Hunk, Line, MAX_HEADER_BYTES, Patch, Section, Side},
-    plan::{Before, Entry, File, Found, Kind, MAX_FILE_BYTES, Operation, Plan, PlanError, Problem, Reject, Touched, Tree, plan},
+    plan::{
+        Before, Entry, File, Found, Kind, MAX_FILE_BYTES, Operation, Plan, PlanError, Problem,
+        Reject, Touched, Tree, plan,
+    },
 };
 
 /// Longest path, and longest target of a symbolic link.
@@ -48,7 +51,11 @@ pub fn escaped(bytes: &[u8]) -> String {
 /// The beginning of a text, for people.
 fn excerpt(text: &[u8]) -> String {
     const LENGTH: usize = 80;
-    if text.len() <= LENGTH { format!("'{}'", escaped(text)) } else { format!("'{}…'", escaped(&text[..LENGTH])) }
+    if text.len() <= LENGTH {
+        format!("'{}'", escaped(text))
+    } else {
+        format!("'{}…'", escaped(&text[..LENGTH]))
+    }
 }
 
 #[cfg(test)]

@@ -30,7 +30,9 @@ impl Location {
             match part {
                 b"" | b"." => {}
                 b".." => return Err("the path contains '..'"),
-                part if part.eq_ignore_ascii_case(b".git") => return Err("the path lies in a .git directory"),
+                part if part.eq_ignore_ascii_case(b".git") => {
+                    return Err("the path lies in a .git directory");
+                }
                 part => {
                     if !joined.is_empty() {
                         joined.push(b'/');
@@ -39,7 +41,11 @@ impl Location {
                 }
             }
         }
-        if joined.is_empty() { Err("the path is empty") } else { Ok(Self(joined)) }
+        if joined.is_empty() {
+            Err("the path is empty")
+        } else {
+            Ok(Self(joined))
+        }
     }
 
     /// A location from components that were checked.
@@ -68,7 +74,13 @@ impl Location {
 
 impl Ord for Location {
     fn cmp(&self, other: &Self) -> Ordering {
-        let rank = |byte: &u8| if *byte == b'/' { 0 } else { u16::from(*byte) + 1 };
+        let rank = |byte: &u8| {
+            if *byte == b'/' {
+                0
+            } else {
+                u16::from(*byte) + 1
+            }
+        };
         self.0.iter().map(rank).cmp(other.0.iter().map(rank))
     }
 }
@@ -100,17 +112,31 @@ impl Locations {
     /// Whether something of the set lies below a location.
     pub(crate) fn has_below(&self, location: &Location) -> bool {
         let next = self.0.partition_point(|other| other <= location);
-        self.0.get(next).is_some_and(|other| location.is_above(other))
+        self.0
+            .get(next)
+            .is_some_and(|other| location.is_above(other))
     }
 
     /// The location of the set that is highest above a path, in time that grows with the path's length and the set's logarithm.
     pub(crate) fn above(&self, path: &Location) -> Option<&Location> {
         let mut range = self.0.as_slice();
         let mut start = 0;
-        for end in path.0.iter().enumerate().filter(|(_, byte)| **byte == b'/').map(|(index, _)| index) {
+        for end in path
+            .0
+            .iter()
+            .enumerate()
+            .filter(|(_, byte)| **byte == b'/')
+            .map(|(index, _)| index)
+        {
             let part = &path.0[start..end];
             // All in the range begin with the same components, so each has this component at the same offset.
-            let part_of = |other: &Location| other.0[start..].split(|byte| *byte == b'/').next().unwrap_or_default().cmp(part);
+            let part_of = |other: &Location| {
+                other.0[start..]
+                    .split(|byte| *byte == b'/')
+                    .next()
+                    .unwrap_or_default()
+                    .cmp(part)
+            };
             let low = range.partition_point(|other| part_of(other) == Ordering::Less);
             let high = range.partition_point(|other| part_of(other) != Ordering::Greater);
             range = &range[low..high];
@@ -131,7 +157,9 @@ pub(crate) fn strip_components(name: &[u8], count: usize) -> Vec<u8> {
         return rest.to_vec();
     }
     for _ in 0..count {
-        let Some(slash) = rest.iter().position(|byte| *byte == b'/') else { break };
+        let Some(slash) = rest.iter().position(|byte| *byte == b'/') else {
+            break;
+        };
         let after = &rest[slash..];
         let next = &after[after.iter().take_while(|byte| **byte == b'/').count()..];
         if next.is_empty() {
@@ -166,7 +194,9 @@ pub(crate) fn unquote(text: &[u8]) -> Option<(Vec<u8>, &[u8])> {
                     b'0'..=b'3' => {
                         let (digits, after) = rest.split_at_checked(2)?;
                         rest = after;
-                        digits.iter().try_fold(escape - b'0', |value, digit| matches!(digit, b'0'..=b'7').then(|| value * 8 + (digit - b'0')))?
+                        digits.iter().try_fold(escape - b'0', |value, digit| {
+                            matches!(digit, b'0'..=b'7').then(|| value * 8 + (digit - b'0'))
+                        })?
                     }
                     _ => return None,
                 });
@@ -198,7 +228,11 @@ mod tests {
             ("/p/x", 1, "/p/x"),
             ("/p/x", 2, "/p/x"),
         ] {
-            assert_eq!(strip_components(name.as_bytes(), count), expected.as_bytes(), "{name} without {count}");
+            assert_eq!(
+                strip_components(name.as_bytes(), count),
+                expected.as_bytes(),
+                "{name} without {count}"
+            );
         }
     }
 
@@ -215,11 +249,19 @@ mod tests {
             (".GIT/x", ".git"),
             ("a/.git", ".git"),
         ] {
-            assert!(Location::parse(name.as_bytes()).expect_err(name).contains(expected), "{name}");
+            assert!(
+                Location::parse(name.as_bytes())
+                    .expect_err(name)
+                    .contains(expected),
+                "{name}"
+            );
         }
         assert_eq!(location("./a//b").as_bytes(), b"a/b");
         assert_eq!(location("a/b").parts(), [b"a", b"b"]);
-        assert!(Location::parse(&[b'x'; MAX_PATH_BYTES]).is_ok() && Location::parse(&[b'x'; MAX_PATH_BYTES + 1]).is_err());
+        assert!(
+            Location::parse(&[b'x'; MAX_PATH_BYTES]).is_ok()
+                && Location::parse(&[b'x'; MAX_PATH_BYTES + 1]).is_err()
+        );
     }
 
     proptest! {

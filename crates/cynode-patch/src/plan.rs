@@ -66,7 +66,11 @@ pub trait Tree {
     fn load(&self, location: &Location) -> Result<Found<Self::Stamp>, Problem<Self::Failure>>;
 
     /// Everything below a directory that is no directory itself, at most `limit` and one more.
-    fn files_below(&self, directory: &Location, limit: usize) -> Result<Vec<Location>, Problem<Self::Failure>>;
+    fn files_below(
+        &self,
+        directory: &Location,
+        limit: usize,
+    ) -> Result<Vec<Location>, Problem<Self::Failure>>;
 
     /// A hash of a content, for people and records.
     fn digest(&self, bytes: &[u8]) -> String;
@@ -153,7 +157,12 @@ pub fn plan<T: Tree>(tree: &T, patch: &Patch<'_>) -> Result<Plan<T::Stamp>, Plan
         planner.check_places()?;
     }
     let rejects_cut = planner.rejects_cut();
-    Ok(Plan { entries: planner.entries, touched: planner.touched, rejects: planner.rejects, rejects_cut })
+    Ok(Plan {
+        entries: planner.entries,
+        touched: planner.touched,
+        rejects: planner.rejects,
+        rejects_cut,
+    })
 }
 
 enum Stop<F> {
@@ -206,7 +215,9 @@ fn type_of(mode: u32) -> Result<Type, String> {
         0o100_000 => Ok(Type::Regular),
         0o120_000 => Ok(Type::Symlink),
         0o160_000 => Err("submodules (mode 160000) are not changed by patches".to_owned()),
-        _ => Err(format!("the mode {mode:o} is not one of a regular file or a symbolic link")),
+        _ => Err(format!(
+            "the mode {mode:o} is not one of a regular file or a symbolic link"
+        )),
     }
 }
 
@@ -217,9 +228,24 @@ fn is_link(mode: Option<u32>) -> bool {
 impl<'a, T: Tree> Planner<'a, T> {
     fn new(tree: &'a T, sections: &[Section<'_>]) -> Self {
         // A name that is no location is rejected with its section.
-        let old = |section: &Section<'_>| section.old.as_deref().and_then(|name| Location::parse(name).ok());
-        let new = |section: &Section<'_>| section.new.as_deref().and_then(|name| Location::parse(name).ok());
-        let of = |changes: &[Change]| sections.iter().filter(|section| changes.contains(&section.change)).collect::<Vec<_>>();
+        let old = |section: &Section<'_>| {
+            section
+                .old
+                .as_deref()
+                .and_then(|name| Location::parse(name).ok())
+        };
+        let new = |section: &Section<'_>| {
+            section
+                .new
+                .as_deref()
+                .and_then(|name| Location::parse(name).ok())
+        };
+        let of = |changes: &[Change]| {
+            sections
+                .iter()
+                .filter(|section| changes.contains(&section.change))
+                .collect::<Vec<_>>()
+        };
         Self {
             tree,
             entries: BTreeMap::new(),
@@ -227,9 +253,20 @@ impl<'a, T: Tree> Planner<'a, T> {
             rejects: Vec::new(),
             reject_bytes: 0,
             renamed: of(&[Change::Rename]).into_iter().filter_map(old).collect(),
-            leaving: of(&[Change::Rename, Change::Delete]).into_iter().filter_map(old).collect(),
-            new_links: of(&[Change::Create]).into_iter().filter(|section| is_link(section.new_mode)).filter_map(new).collect(),
-            changed_links: of(&[Change::Modify]).into_iter().filter(|section| is_link(section.old_mode)).filter_map(new).collect(),
+            leaving: of(&[Change::Rename, Change::Delete])
+                .into_iter()
+                .filter_map(old)
+                .collect(),
+            new_links: of(&[Change::Create])
+                .into_iter()
+                .filter(|section| is_link(section.new_mode))
+                .filter_map(new)
+                .collect(),
+            changed_links: of(&[Change::Modify])
+                .into_iter()
+                .filter(|section| is_link(section.old_mode))
+                .filter_map(new)
+                .collect(),
             bytes: 0,
             worked: 0,
             effort: Effort::default(),
@@ -240,7 +277,12 @@ impl<'a, T: Tree> Planner<'a, T> {
         match step {
             Ok(()) => Ok(()),
             Err(Stop::Reject(path, reason)) => {
-                self.reject(Reject { path, hunk: None, line: None, reason });
+                self.reject(Reject {
+                    path,
+                    hunk: None,
+                    line: None,
+                    reason,
+                });
                 Ok(())
             }
             Err(Stop::TooLarge(message)) => Err(PlanError::TooLarge(message)),
@@ -260,7 +302,11 @@ impl<'a, T: Tree> Planner<'a, T> {
     }
 
     fn apply(&mut self, section: &Section<'_>) -> Step<(), T::Failure> {
-        let named = section.new.as_deref().or(section.old.as_deref()).unwrap_or_default();
+        let named = section
+            .new
+            .as_deref()
+            .or(section.old.as_deref())
+            .unwrap_or_default();
         let mut types = [None, None];
         for (slot, mode) in types.iter_mut().zip([section.old_mode, section.new_mode]) {
             *slot = match mode.map(type_of).transpose() {
@@ -271,11 +317,17 @@ impl<'a, T: Tree> Planner<'a, T> {
         if let [Some(old), Some(new)] = types
             && old != new
         {
-            return reject(named, "a file that becomes a symbolic link, or the reverse, is written as a deletion and a creation");
+            return reject(
+                named,
+                "a file that becomes a symbolic link, or the reverse, is written as a deletion and a creation",
+            );
         }
         let wanted = types[0].or(types[1]);
         if section.binary {
-            return reject(named, "binary changes can't be applied; write the file instead");
+            return reject(
+                named,
+                "binary changes can't be applied; write the file instead",
+            );
         }
         match section.change {
             Change::Create => self.create(section, named, wanted.unwrap_or(Type::Regular)),
@@ -290,7 +342,9 @@ impl<'a, T: Tree> Planner<'a, T> {
         if self.is_taken(&target, name) {
             return reject(name, "the file already exists");
         }
-        let Some(bytes) = self.changed(name, b"", &section.hunks, section.crlf)? else { return Ok(()) };
+        let Some(bytes) = self.changed(name, b"", &section.hunks, section.crlf)? else {
+            return Ok(());
+        };
         let after = self.tree.digest(&bytes);
         let executable = section.new_mode.is_some_and(|mode| mode & 0o111 != 0);
         let kind = match wanted {
@@ -303,7 +357,12 @@ impl<'a, T: Tree> Planner<'a, T> {
     }
 
     fn modify(&mut self, section: &Section<'_>, wanted: Option<Type>) -> Step<(), T::Failure> {
-        let mut candidates: Vec<&[u8]> = section.new.iter().chain(&section.old).map(Vec::as_slice).collect();
+        let mut candidates: Vec<&[u8]> = section
+            .new
+            .iter()
+            .chain(&section.old)
+            .map(Vec::as_slice)
+            .collect();
         candidates.dedup();
         let mut present = None;
         for candidate in &candidates {
@@ -318,85 +377,174 @@ impl<'a, T: Tree> Planner<'a, T> {
         let name = candidates.first().copied().unwrap_or_default();
         let Some((name, location, old)) = present else {
             // Many write a creation without naming /dev/null.
-            if matches!(section.hunks.as_slice(), [hunk] if hunk.old_start == 0 && hunk.old_count == 0) {
+            if matches!(section.hunks.as_slice(), [hunk] if hunk.old_start == 0 && hunk.old_count == 0)
+            {
                 return self.create(section, name, wanted.unwrap_or(Type::Regular));
             }
             return reject(name, "no such file");
         };
         check_type(name, &old, Some(wanted.unwrap_or(Type::Regular)))?;
-        let Some(bytes) = self.changed(name, &old.bytes, &section.hunks, section.crlf)? else { return Ok(()) };
+        let Some(bytes) = self.changed(name, &old.bytes, &section.hunks, section.crlf)? else {
+            return Ok(());
+        };
         let (before, after) = (self.tree.digest(&old.bytes), self.tree.digest(&bytes));
-        self.set(name, &location, Some(File { kind: new_kind(old.kind, section.new_mode), bytes }))?;
+        self.set(
+            name,
+            &location,
+            Some(File {
+                kind: new_kind(old.kind, section.new_mode),
+                bytes,
+            }),
+        )?;
         self.touch(name, Operation::Modify, Some(before), Some(after), None);
         Ok(())
     }
 
-    fn delete(&mut self, section: &Section<'_>, name: &[u8], wanted: Option<Type>) -> Step<(), T::Failure> {
+    fn delete(
+        &mut self,
+        section: &Section<'_>,
+        name: &[u8],
+        wanted: Option<Type>,
+    ) -> Step<(), T::Failure> {
         let location = self.source(name)?;
-        let Some(old) = self.now(&location).cloned() else { return reject(name, "no such file") };
+        let Some(old) = self.now(&location).cloned() else {
+            return reject(name, "no such file");
+        };
         check_type(name, &old, Some(wanted.unwrap_or(Type::Regular)))?;
-        let Some(left) = self.changed(name, &old.bytes, &section.hunks, section.crlf)? else { return Ok(()) };
+        let Some(left) = self.changed(name, &old.bytes, &section.hunks, section.crlf)? else {
+            return Ok(());
+        };
         if !left.is_empty() {
             return reject(name, "the file has content that the diff does not delete");
         }
         self.set(name, &location, None)?;
-        self.touch(name, Operation::Delete, Some(self.tree.digest(&old.bytes)), None, None);
+        self.touch(
+            name,
+            Operation::Delete,
+            Some(self.tree.digest(&old.bytes)),
+            None,
+            None,
+        );
         Ok(())
     }
 
     /// A rename or a copy.
     fn carry(&mut self, section: &Section<'_>, wanted: Option<Type>) -> Step<(), T::Failure> {
-        let (from, to) = (section.old.as_deref().unwrap_or_default(), section.new.as_deref().unwrap_or_default());
+        let (from, to) = (
+            section.old.as_deref().unwrap_or_default(),
+            section.new.as_deref().unwrap_or_default(),
+        );
         let (source, target) = (self.source(from)?, self.target(to)?);
-        let Some(old) = self.in_tree(&source, from)? else { return reject(from, "no such file") };
+        let Some(old) = self.in_tree(&source, from)? else {
+            return reject(from, "no such file");
+        };
         // A file that only changes its name says nothing of its type.
-        let wanted = if section.hunks.is_empty() { wanted } else { Some(wanted.unwrap_or(Type::Regular)) };
+        let wanted = if section.hunks.is_empty() {
+            wanted
+        } else {
+            Some(wanted.unwrap_or(Type::Regular))
+        };
         check_type(from, &old, wanted)?;
         if source != target && self.is_taken(&target, to) {
             return reject(to, "the file already exists");
         }
-        let Some(bytes) = self.changed(to, &old.bytes, &section.hunks, section.crlf)? else { return Ok(()) };
+        let Some(bytes) = self.changed(to, &old.bytes, &section.hunks, section.crlf)? else {
+            return Ok(());
+        };
         let (before, after) = (self.tree.digest(&old.bytes), self.tree.digest(&bytes));
         let is_rename = section.change == Change::Rename;
-        if is_rename && source != target && self.entries.get(&source).is_some_and(|entry| !entry.written) {
+        if is_rename
+            && source != target
+            && self
+                .entries
+                .get(&source)
+                .is_some_and(|entry| !entry.written)
+        {
             self.set(from, &source, None)?;
         }
-        self.set(to, &target, Some(File { kind: new_kind(old.kind, section.new_mode), bytes }))?;
-        self.touch(to, if is_rename { Operation::Rename } else { Operation::Copy }, Some(before), Some(after), Some(from));
+        self.set(
+            to,
+            &target,
+            Some(File {
+                kind: new_kind(old.kind, section.new_mode),
+                bytes,
+            }),
+        )?;
+        self.touch(
+            to,
+            if is_rename {
+                Operation::Rename
+            } else {
+                Operation::Copy
+            },
+            Some(before),
+            Some(after),
+            Some(from),
+        );
         Ok(())
     }
 
     /// Whether a file is at a location that no section of the diff takes away.
     fn is_taken(&self, target: &Location, name: &[u8]) -> bool {
         let goes = || Location::parse(name).is_ok_and(|name| self.renamed.contains(&name));
-        self.entries.get(target).is_some_and(|entry| entry.now.is_some() && (entry.written || !goes()))
+        self.entries
+            .get(target)
+            .is_some_and(|entry| entry.now.is_some() && (entry.written || !goes()))
     }
 
     /// The content after the hunks; `None` when some were rejected.
-    fn changed(&mut self, name: &[u8], old: &[u8], hunks: &[Hunk<'_>], crlf: bool) -> Step<Option<Vec<u8>>, T::Failure> {
+    fn changed(
+        &mut self,
+        name: &[u8],
+        old: &[u8],
+        hunks: &[Hunk<'_>],
+        crlf: bool,
+    ) -> Step<Option<Vec<u8>>, T::Failure> {
         self.worked += old.len() as u64;
         if self.worked > MAX_WORKED_BYTES {
-            return Err(Stop::TooLarge("the diff changes large files too often; split it. Nothing was changed".to_owned()));
+            return Err(Stop::TooLarge(
+                "the diff changes large files too often; split it. Nothing was changed".to_owned(),
+            ));
         }
         // In a converted diff a new file has no carriage returns of its own; an old file shows whether it has.
         let first = apply(old, hunks, crlf && old.is_empty(), &mut self.effort);
-        let result = if crlf && first.is_err() { apply(old, hunks, true, &mut self.effort).or(first) } else { first };
+        let result = if crlf && first.is_err() {
+            apply(old, hunks, true, &mut self.effort).or(first)
+        } else {
+            first
+        };
         match result {
             Ok(bytes) => Ok(Some(bytes)),
             Err(misses) => {
                 for miss in misses {
-                    self.reject(Reject { path: name.to_vec(), hunk: Some(miss.hunk), line: Some(miss.line), reason: miss.reason });
+                    self.reject(Reject {
+                        path: name.to_vec(),
+                        hunk: Some(miss.hunk),
+                        line: Some(miss.line),
+                        reason: miss.reason,
+                    });
                 }
                 Ok(None)
             }
         }
     }
 
-    fn set(&mut self, name: &[u8], location: &Location, file: Option<File>) -> Step<(), T::Failure> {
-        if let Some(File { kind: Kind::Symlink, bytes }) = &file {
+    fn set(
+        &mut self,
+        name: &[u8],
+        location: &Location,
+        file: Option<File>,
+    ) -> Step<(), T::Failure> {
+        if let Some(File {
+            kind: Kind::Symlink,
+            bytes,
+        }) = &file
+        {
             check_target(name, bytes)?;
         }
-        let Some(entry) = self.entries.get_mut(location) else { return Ok(()) };
+        let Some(entry) = self.entries.get_mut(location) else {
+            return Ok(());
+        };
         self.bytes -= entry.now.as_ref().map_or(0, |file| file.bytes.len());
         self.bytes += file.as_ref().map_or(0, |file| file.bytes.len());
         entry.written = file.is_some();
@@ -409,15 +557,32 @@ impl<'a, T: Tree> Planner<'a, T> {
         if self.bytes <= MAX_TOTAL_BYTES {
             return Ok(());
         }
-        Err(Stop::TooLarge(format!("the files that the diff touches have more than {MAX_TOTAL_BYTES} bytes together; nothing was changed")))
+        Err(Stop::TooLarge(format!(
+            "the files that the diff touches have more than {MAX_TOTAL_BYTES} bytes together; nothing was changed"
+        )))
     }
 
-    fn touch(&mut self, path: &[u8], operation: Operation, digest_before: Option<String>, digest_after: Option<String>, from: Option<&[u8]>) {
-        self.touched.push(Touched { path: path.to_vec(), operation, digest_before, digest_after, from: from.map(<[u8]>::to_vec) });
+    fn touch(
+        &mut self,
+        path: &[u8],
+        operation: Operation,
+        digest_before: Option<String>,
+        digest_after: Option<String>,
+        from: Option<&[u8]>,
+    ) {
+        self.touched.push(Touched {
+            path: path.to_vec(),
+            operation,
+            digest_before,
+            digest_after,
+            from: from.map(<[u8]>::to_vec),
+        });
     }
 
     fn now(&self, location: &Location) -> Option<&File> {
-        self.entries.get(location).and_then(|entry| entry.now.as_ref())
+        self.entries
+            .get(location)
+            .and_then(|entry| entry.now.as_ref())
     }
 
     /// The location of a file that a section reads or takes away.
@@ -427,7 +592,9 @@ impl<'a, T: Tree> Planner<'a, T> {
             return reject(name, below_link(link));
         }
         let location = self.look_up(name, &path)?;
-        if self.entries.get(&location).is_some_and(|entry| matches!(entry.before, Before::Directory(_)) && entry.now.is_none()) {
+        if self.entries.get(&location).is_some_and(|entry| {
+            matches!(entry.before, Before::Directory(_)) && entry.now.is_none()
+        }) {
             return reject(name, "it is a directory");
         }
         Ok(location)
@@ -438,7 +605,10 @@ impl<'a, T: Tree> Planner<'a, T> {
         let path = parse(name)?;
         self.check_above(name, &path)?;
         let location = self.look_up(name, &path)?;
-        let is_directory = self.entries.get(&location).is_some_and(|entry| matches!(entry.before, Before::Directory(_)));
+        let is_directory = self
+            .entries
+            .get(&location)
+            .is_some_and(|entry| matches!(entry.before, Before::Directory(_)));
         if is_directory && !self.leaving.has_below(&path) {
             return reject(name, "it is a directory");
         }
@@ -446,7 +616,11 @@ impl<'a, T: Tree> Planner<'a, T> {
     }
 
     fn check_above(&self, name: &[u8], path: &Location) -> Step<(), T::Failure> {
-        match self.new_links.above(path).or_else(|| self.changed_links.above(path)) {
+        match self
+            .new_links
+            .above(path)
+            .or_else(|| self.changed_links.above(path))
+        {
             Some(link) => reject(name, below_link(link)),
             None => Ok(()),
         }
@@ -462,7 +636,15 @@ impl<'a, T: Tree> Planner<'a, T> {
                 Found::File(stamp, file) => (Before::File(stamp), Some(file)),
             };
             self.bytes += now.as_ref().map_or(0, |file| file.bytes.len());
-            self.entries.insert(location.clone(), Entry { before, now, written: false, changed: false });
+            self.entries.insert(
+                location.clone(),
+                Entry {
+                    before,
+                    now,
+                    written: false,
+                    changed: false,
+                },
+            );
             self.check_size()?;
         }
         Ok(location)
@@ -479,7 +661,9 @@ impl<'a, T: Tree> Planner<'a, T> {
 
     /// The content before the diff, which the picture may have lost by now.
     fn in_tree(&self, location: &Location, name: &[u8]) -> Step<Option<File>, T::Failure> {
-        let Some(entry) = self.entries.get(location) else { return Ok(None) };
+        let Some(entry) = self.entries.get(location) else {
+            return Ok(None);
+        };
         if !entry.changed || !matches!(entry.before, Before::File(_)) {
             return Ok(entry.now.clone());
         }
@@ -498,8 +682,18 @@ impl<'a, T: Tree> Planner<'a, T> {
             if let Some((above, kind)) = last
                 && above.is_above(location)
             {
-                let what = if kind == Kind::Symlink { "a symbolic link" } else { "a file" };
-                found.push((location.as_bytes().to_vec(), format!("the path lies below {}, which is {what} after the diff", crate::excerpt(above.as_bytes()))));
+                let what = if kind == Kind::Symlink {
+                    "a symbolic link"
+                } else {
+                    "a file"
+                };
+                found.push((
+                    location.as_bytes().to_vec(),
+                    format!(
+                        "the path lies below {}, which is {what} after the diff",
+                        crate::excerpt(above.as_bytes())
+                    ),
+                ));
                 continue;
             }
             last = Some((location, file.kind));
@@ -507,7 +701,9 @@ impl<'a, T: Tree> Planner<'a, T> {
         let replaced: Vec<&Location> = self
             .entries
             .iter()
-            .filter(|(_, entry)| matches!(entry.before, Before::Directory(_)) && entry.now.is_some())
+            .filter(|(_, entry)| {
+                matches!(entry.before, Before::Directory(_)) && entry.now.is_some()
+            })
             .map(|(location, _)| location)
             .collect();
         for directory in replaced {
@@ -519,14 +715,26 @@ impl<'a, T: Tree> Planner<'a, T> {
                 }
                 Err(Problem::Failure(failure)) => return Err(PlanError::Tree(failure)),
             };
-            let stays = |location: &&Location| self.entries.get(*location).is_none_or(|entry| entry.now.is_some());
+            let stays = |location: &&Location| {
+                self.entries
+                    .get(*location)
+                    .is_none_or(|entry| entry.now.is_some())
+            };
             if let Some(location) = below.iter().find(stays) {
-                let reason = format!("it is a directory, and {} in it is not deleted by the diff", crate::excerpt(location.as_bytes()));
+                let reason = format!(
+                    "it is a directory, and {} in it is not deleted by the diff",
+                    crate::excerpt(location.as_bytes())
+                );
                 found.push((directory.as_bytes().to_vec(), reason));
             }
         }
         for (path, reason) in found {
-            self.reject(Reject { path, hunk: None, line: None, reason });
+            self.reject(Reject {
+                path,
+                hunk: None,
+                line: None,
+                reason,
+            });
         }
         Ok(())
     }
@@ -537,23 +745,38 @@ fn parse<F>(name: &[u8]) -> Step<Location, F> {
 }
 
 fn below_link(link: &Location) -> String {
-    format!("the path lies below {}, a symbolic link that the diff creates or changes", crate::excerpt(link.as_bytes()))
+    format!(
+        "the path lies below {}, a symbolic link that the diff creates or changes",
+        crate::excerpt(link.as_bytes())
+    )
 }
 
 fn check_type<F>(name: &[u8], file: &File, wanted: Option<Type>) -> Step<(), F> {
     match (wanted, file.kind) {
-        (Some(Type::Regular), Kind::Symlink) => reject(name, "it is a symbolic link; a diff that changes one says so by the mode 120000"),
-        (Some(Type::Symlink), Kind::Regular(_)) => reject(name, "it is a regular file, and the diff is of a symbolic link (mode 120000)"),
+        (Some(Type::Regular), Kind::Symlink) => reject(
+            name,
+            "it is a symbolic link; a diff that changes one says so by the mode 120000",
+        ),
+        (Some(Type::Symlink), Kind::Regular(_)) => reject(
+            name,
+            "it is a regular file, and the diff is of a symbolic link (mode 120000)",
+        ),
         _ => Ok(()),
     }
 }
 
 fn check_target<F>(name: &[u8], target: &[u8]) -> Step<(), F> {
     if target.is_empty() || target.contains(&0) || target.len() > MAX_PATH_BYTES {
-        return reject(name, "the target of the symbolic link is empty, too long, or contains a NUL byte");
+        return reject(
+            name,
+            "the target of the symbolic link is empty, too long, or contains a NUL byte",
+        );
     }
     if target.ends_with(b"\n") {
-        return reject(name, "the target of the symbolic link ends in a newline; write '\\ No newline at end of file' after it");
+        return reject(
+            name,
+            "the target of the symbolic link ends in a newline; write '\\ No newline at end of file' after it",
+        );
     }
     Ok(())
 }
@@ -561,7 +784,9 @@ fn check_target<F>(name: &[u8], target: &[u8]) -> Step<(), F> {
 /// Only whether a file can be executed is in a diff; the rest of its permissions stays.
 const fn new_kind(old: Kind, new: Option<u32>) -> Kind {
     match (old, new) {
-        (Kind::Regular(old), Some(new)) if new & 0o111 != 0 => Kind::Regular(old | ((old & 0o444) >> 2)),
+        (Kind::Regular(old), Some(new)) if new & 0o111 != 0 => {
+            Kind::Regular(old | ((old & 0o444) >> 2))
+        }
         (Kind::Regular(old), Some(_)) => Kind::Regular(old & !0o111),
         _ => old,
     }

@@ -11,15 +11,26 @@ fn at(path: &str) -> Location {
 }
 
 fn regular(content: &str) -> File {
-    File { kind: Kind::Regular(0o644), bytes: content.as_bytes().to_vec() }
+    File {
+        kind: Kind::Regular(0o644),
+        bytes: content.as_bytes().to_vec(),
+    }
 }
 
 fn link(target: &str) -> File {
-    File { kind: Kind::Symlink, bytes: target.as_bytes().to_vec() }
+    File {
+        kind: Kind::Symlink,
+        bytes: target.as_bytes().to_vec(),
+    }
 }
 
 fn tree(files: &[(&str, File)]) -> Memory {
-    Memory(files.iter().map(|(path, file)| (at(path), file.clone())).collect())
+    Memory(
+        files
+            .iter()
+            .map(|(path, file)| (at(path), file.clone()))
+            .collect(),
+    )
 }
 
 fn planned(tree: &Memory, diff: &str) -> Plan<()> {
@@ -53,11 +64,15 @@ fn delete_link(path: &str, target: &str) -> String {
 }
 
 fn create(path: &str) -> String {
-    format!("diff --git a/{path} b/{path}\nnew file mode 100644\nindex 0000000..1\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x\n")
+    format!(
+        "diff --git a/{path} b/{path}\nnew file mode 100644\nindex 0000000..1\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x\n"
+    )
 }
 
 fn delete(path: &str) -> String {
-    format!("diff --git a/{path} b/{path}\ndeleted file mode 100644\nindex 1..0000000\n--- a/{path}\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n")
+    format!(
+        "diff --git a/{path} b/{path}\ndeleted file mode 100644\nindex 1..0000000\n--- a/{path}\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
+    )
 }
 
 fn change_link(path: &str, old: &str, new: &str) -> String {
@@ -72,13 +87,22 @@ fn links_are_created_changed_renamed_copied_and_deleted() {
     assert_eq!(made, tree(&[("l", link("../a b"))]));
     let changed = patched(made, &change_link("l", "../a b", "/abs"));
     assert_eq!(changed, tree(&[("l", link("/abs"))]));
-    let renamed = patched(changed, "diff --git a/l b/d/m\nsimilarity index 100%\nrename from l\nrename to d/m\n");
+    let renamed = patched(
+        changed,
+        "diff --git a/l b/d/m\nsimilarity index 100%\nrename from l\nrename to d/m\n",
+    );
     assert_eq!(renamed, tree(&[("d/m", link("/abs"))]));
     let edited = "diff --git a/d/m b/n\nsimilarity index 50%\nrename from d/m\nrename to n\nindex 1..2 120000\n--- a/d/m\n+++ b/n\n@@ -1 +1 @@\n-/abs\n\\ No newline at end of file\n+/abt\n\\ No newline at end of file\n";
     let edited = patched(renamed, edited);
     assert_eq!(edited, tree(&[("n", link("/abt"))]));
-    let copied = patched(edited, "diff --git a/n b/o\nsimilarity index 100%\ncopy from n\ncopy to o\n");
-    assert_eq!(patched(copied, &delete_link("n", "/abt")), tree(&[("o", link("/abt"))]));
+    let copied = patched(
+        edited,
+        "diff --git a/n b/o\nsimilarity index 100%\ncopy from n\ncopy to o\n",
+    );
+    assert_eq!(
+        patched(copied, &delete_link("n", "/abt")),
+        tree(&[("o", link("/abt"))])
+    );
 }
 
 #[test]
@@ -86,74 +110,202 @@ fn a_file_becomes_a_link_and_the_reverse_as_git_writes_it() {
     let before = tree(&[("f", regular("x\n"))]);
     let linked = patched(before.clone(), &(delete("f") + &create_link("f", "t")));
     assert_eq!(linked, tree(&[("f", link("t"))]));
-    assert_eq!(patched(linked, &(delete_link("f", "t") + &create("f"))), before);
+    assert_eq!(
+        patched(linked, &(delete_link("f", "t") + &create("f"))),
+        before
+    );
     // A file that moved and left a link: git writes the link first.
-    let moved = create_link("f", "g") + "diff --git a/f b/g\nsimilarity index 100%\nrename from f\nrename to g\n";
-    assert_eq!(patched(before, &moved), tree(&[("f", link("g")), ("g", regular("x\n"))]));
+    let moved = create_link("f", "g")
+        + "diff --git a/f b/g\nsimilarity index 100%\nrename from f\nrename to g\n";
+    assert_eq!(
+        patched(before, &moved),
+        tree(&[("f", link("g")), ("g", regular("x\n"))])
+    );
 }
 
 #[test]
 fn a_directory_becomes_a_link_and_the_reverse() {
     let before = tree(&[("d/x", regular("x\n")), ("d/y/z", regular("x\n"))]);
     // git writes the link before what is deleted below it.
-    let linked = patched(before.clone(), &(create_link("d", "t") + &delete("d/x") + &delete("d/y/z")));
+    let linked = patched(
+        before.clone(),
+        &(create_link("d", "t") + &delete("d/x") + &delete("d/y/z")),
+    );
     assert_eq!(linked, tree(&[("d", link("t"))]));
-    assert_eq!(patched(linked, &(delete_link("d", "t") + &create("d/x") + &create("d/y/z"))), before);
-    assert!(reason(&before, &(create_link("d", "t") + &delete("d/x"))).contains("'d/y/z' in it is not deleted"));
+    assert_eq!(
+        patched(
+            linked,
+            &(delete_link("d", "t") + &create("d/x") + &create("d/y/z"))
+        ),
+        before
+    );
+    assert!(
+        reason(&before, &(create_link("d", "t") + &delete("d/x")))
+            .contains("'d/y/z' in it is not deleted")
+    );
     assert_eq!(reason(&before, &create_link("d", "t")), "it is a directory");
-    let filed = patched(before.clone(), &(create("d") + &delete("d/x") + &delete("d/y/z")));
-    assert_eq!(patched(filed, &(delete("d") + &create("d/x") + &create("d/y/z"))), before);
+    let filed = patched(
+        before.clone(),
+        &(create("d") + &delete("d/x") + &delete("d/y/z")),
+    );
+    assert_eq!(
+        patched(filed, &(delete("d") + &create("d/x") + &create("d/y/z"))),
+        before
+    );
 }
 
 #[test]
 fn nothing_is_put_below_a_link_of_the_same_diff() {
     let empty = Memory::default();
-    let linked = tree(&[("l", link("old")), ("m", link("old")), ("f", regular("x\n"))]);
-    let rename = |from: &str, to: &str| format!("diff --git a/{from} b/{to}\nsimilarity index 100%\nrename from {from}\nrename to {to}\n");
+    let linked = tree(&[
+        ("l", link("old")),
+        ("m", link("old")),
+        ("f", regular("x\n")),
+    ]);
+    let rename = |from: &str, to: &str| {
+        format!(
+            "diff --git a/{from} b/{to}\nsimilarity index 100%\nrename from {from}\nrename to {to}\n"
+        )
+    };
     for (tree, diff, expected) in [
-        (&empty, create_link("l", "protected") + &create("l/x"), "a symbolic link that the diff creates"),
-        (&empty, create("l/x") + &create_link("l", "protected"), "a symbolic link that the diff creates"),
-        (&empty, create_link("a/l", "protected") + &create("./a//l/deep/x"), "a symbolic link that the diff creates"),
-        (&empty, create_link("l", "protected") + &create_link("l/m", "x"), "a symbolic link that the diff creates"),
-        (&linked, create_link("n", "protected") + &rename("f", "n/f"), "a symbolic link that the diff creates"),
-        (&linked, change_link("l", "old", "new") + &create("l/x"), "a symbolic link that the diff creates or changes"),
-        (&linked, change_link("l", "old", "new") + &delete("l/x"), "a symbolic link that the diff creates or changes"),
-        (&linked, rename("l", "n") + &create("n/x"), "which is a symbolic link after the diff"),
+        (
+            &empty,
+            create_link("l", "protected") + &create("l/x"),
+            "a symbolic link that the diff creates",
+        ),
+        (
+            &empty,
+            create("l/x") + &create_link("l", "protected"),
+            "a symbolic link that the diff creates",
+        ),
+        (
+            &empty,
+            create_link("a/l", "protected") + &create("./a//l/deep/x"),
+            "a symbolic link that the diff creates",
+        ),
+        (
+            &empty,
+            create_link("l", "protected") + &create_link("l/m", "x"),
+            "a symbolic link that the diff creates",
+        ),
+        (
+            &linked,
+            create_link("n", "protected") + &rename("f", "n/f"),
+            "a symbolic link that the diff creates",
+        ),
+        (
+            &linked,
+            change_link("l", "old", "new") + &create("l/x"),
+            "a symbolic link that the diff creates or changes",
+        ),
+        (
+            &linked,
+            change_link("l", "old", "new") + &delete("l/x"),
+            "a symbolic link that the diff creates or changes",
+        ),
+        (
+            &linked,
+            rename("l", "n") + &create("n/x"),
+            "which is a symbolic link after the diff",
+        ),
         (&linked, create("l/x"), "not a directory"),
-        (&empty, create("z") + &create("z/y"), "which is a file after the diff"),
+        (
+            &empty,
+            create("z") + &create("z/y"),
+            "which is a file after the diff",
+        ),
     ] {
-        assert!(reason(tree, &diff).contains(expected), "{diff}: {}", reason(tree, &diff));
+        assert!(
+            reason(tree, &diff).contains(expected),
+            "{diff}: {}",
+            reason(tree, &diff)
+        );
     }
 }
 
 #[test]
 fn a_diff_says_whether_it_is_of_a_link() {
     let both = tree(&[("l", link("t")), ("f", regular("t"))]);
-    let plain = |path: &str| format!("--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-t\n\\ No newline at end of file\n+u\n\\ No newline at end of file\n");
+    let plain = |path: &str| {
+        format!(
+            "--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-t\n\\ No newline at end of file\n+u\n\\ No newline at end of file\n"
+        )
+    };
     assert!(reason(&both, &plain("l")).contains("mode 120000"));
-    assert!(reason(&both, "--- a/l\n+++ /dev/null\n@@ -1 +0,0 @@\n-t\n\\ No newline at end of file\n").contains("mode 120000"));
+    assert!(
+        reason(
+            &both,
+            "--- a/l\n+++ /dev/null\n@@ -1 +0,0 @@\n-t\n\\ No newline at end of file\n"
+        )
+        .contains("mode 120000")
+    );
     assert!(reason(&both, &change_link("f", "t", "u")).contains("regular file"));
     assert!(reason(&both, &delete_link("f", "t")).contains("regular file"));
-    assert!(reason(&both, "diff --git a/f b/f\nold mode 100644\nnew mode 120000\n").contains("a deletion and a creation"));
+    assert!(
+        reason(
+            &both,
+            "diff --git a/f b/f\nold mode 100644\nnew mode 120000\n"
+        )
+        .contains("a deletion and a creation")
+    );
     assert!(reason(&both, &change_link("l", "s", "u")).contains("expects 's'"));
-    for (target, expected) in [("", "empty"), (&"t".repeat(crate::MAX_PATH_BYTES + 1), "too long"), ("a\0b", "NUL")] {
-        assert!(reason(&both, &create_link("n", target)).contains(expected), "{expected}");
+    for (target, expected) in [
+        ("", "empty"),
+        (&"t".repeat(crate::MAX_PATH_BYTES + 1), "too long"),
+        ("a\0b", "NUL"),
+    ] {
+        assert!(
+            reason(&both, &create_link("n", target)).contains(expected),
+            "{expected}"
+        );
     }
-    assert_eq!(patched(Memory::default(), &create_link("n", &"t".repeat(crate::MAX_PATH_BYTES))).0.len(), 1);
+    assert_eq!(
+        patched(
+            Memory::default(),
+            &create_link("n", &"t".repeat(crate::MAX_PATH_BYTES))
+        )
+        .0
+        .len(),
+        1
+    );
     let open = create_link("n", "t").replace("\\ No newline at end of file\n", "");
     assert!(reason(&both, &open).contains("newline"));
-    assert!(reason(&both, "diff --git a/n b/n\nnew file mode 120000\nindex 0000000..e69de29\n").contains("empty"));
+    assert!(
+        reason(
+            &both,
+            "diff --git a/n b/n\nnew file mode 120000\nindex 0000000..e69de29\n"
+        )
+        .contains("empty")
+    );
 }
 
 #[test]
 fn what_was_done_is_told_in_order() {
     let before = tree(&[("f", regular("x\n"))]);
     let touched = planned(&before, &(delete("f") + &create_link("f", "t"))).touched;
-    let told: Vec<_> = touched.iter().map(|touched| (touched.operation, touched.digest_before.is_some(), touched.digest_after.is_some())).collect();
-    assert_eq!(told, [(Operation::Delete, true, false), (Operation::Create, false, true)]);
+    let told: Vec<_> = touched
+        .iter()
+        .map(|touched| {
+            (
+                touched.operation,
+                touched.digest_before.is_some(),
+                touched.digest_after.is_some(),
+            )
+        })
+        .collect();
+    assert_eq!(
+        told,
+        [
+            (Operation::Delete, true, false),
+            (Operation::Create, false, true)
+        ]
+    );
 }
 
-const NAMES: &[&str] = &["f", "g", "d", "d/x", "d/y", "l", "l/x", "new", "new/x", "./f", "d//x", "zz", "/f", "../f", ".git/x", "a b", ""];
+const NAMES: &[&str] = &[
+    "f", "g", "d", "d/x", "d/y", "l", "l/x", "new", "new/x", "./f", "d//x", "zz", "/f", "../f",
+    ".git/x", "a b", "",
+];
 
 fn section() -> impl Strategy<Value = String> {
     let name = || proptest::sample::select(NAMES);
@@ -193,14 +345,21 @@ fn section() -> impl Strategy<Value = String> {
     };
     prop_oneof![
         sides(),
-        (name(), name(), headers(), sides()).prop_map(|(old, new, headers, sides)| format!("diff --git a/{old} b/{new}\n{headers}{sides}")),
-        (name(), headers(), sides()).prop_map(|(name, headers, sides)| format!("diff --git a/{name} b/{name}\n{headers}{sides}")),
-        (name(), proptest::sample::select(&["t", "d", ".."][..])).prop_map(|(path, target)| create_link(path, target)),
+        (name(), name(), headers(), sides()).prop_map(|(old, new, headers, sides)| format!(
+            "diff --git a/{old} b/{new}\n{headers}{sides}"
+        )),
+        (name(), headers(), sides()).prop_map(|(name, headers, sides)| format!(
+            "diff --git a/{name} b/{name}\n{headers}{sides}"
+        )),
+        (name(), proptest::sample::select(&["t", "d", ".."][..]))
+            .prop_map(|(path, target)| create_link(path, target)),
         name().prop_map(|path| delete_link(path, "t")),
         name().prop_map(create),
         name().prop_map(delete),
         name().prop_map(|path| change_link(path, "t", "u")),
-        (name(), name()).prop_map(|(from, to)| format!("diff --git a/{from} b/{to}\nrename from {from}\nrename to {to}\n")),
+        (name(), name()).prop_map(|(from, to)| format!(
+            "diff --git a/{from} b/{to}\nrename from {from}\nrename to {to}\n"
+        )),
     ]
 }
 

@@ -9,8 +9,8 @@ use std::{
 };
 
 use cedar_policy::{
-    Context, ContextCreationError, Entity, EntityAttrEvaluationError, EntityId, EntityTypeName, EntityUid, RequestValidationError, RestrictedExpression,
-    entities_errors::EntitiesError,
+    Context, ContextCreationError, Entity, EntityAttrEvaluationError, EntityId, EntityTypeName,
+    EntityUid, RequestValidationError, RestrictedExpression, entities_errors::EntitiesError,
 };
 use uuid::Uuid;
 
@@ -69,19 +69,57 @@ pub struct Place {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Resource {
     System,
-    Project { id: Uuid, place: Place },
-    Task { id: Uuid, place: Place },
-    Session { id: Uuid, place: Place },
-    Job { id: Uuid, place: Place },
-    Artifact { id: String, place: Place },
-    User { id: Uuid },
-    Group { id: Uuid, members: Vec<Uuid> },
-    Token { id: String, user: Uuid, kind: String },
-    Image { reference: String, agent_compatible: bool, pinned: bool },
-    Node { id: String },
-    Setting { key: String },
-    Preference { scope: String, key: String, place: Place },
-    Policy { id: String },
+    Project {
+        id: Uuid,
+        place: Place,
+    },
+    Task {
+        id: Uuid,
+        place: Place,
+    },
+    Session {
+        id: Uuid,
+        place: Place,
+    },
+    Job {
+        id: Uuid,
+        place: Place,
+    },
+    Artifact {
+        id: String,
+        place: Place,
+    },
+    User {
+        id: Uuid,
+    },
+    Group {
+        id: Uuid,
+        members: Vec<Uuid>,
+    },
+    Token {
+        id: String,
+        user: Uuid,
+        kind: String,
+    },
+    Image {
+        reference: String,
+        agent_compatible: bool,
+        pinned: bool,
+    },
+    Node {
+        id: String,
+    },
+    Setting {
+        key: String,
+    },
+    Preference {
+        scope: String,
+        key: String,
+        place: Place,
+    },
+    Policy {
+        id: String,
+    },
 }
 
 /// How something is asked for, as far as rules look at it. What is not part of a call is absent.
@@ -132,17 +170,42 @@ impl Principal {
 
     pub(crate) fn entity(&self) -> Result<Entity, Unaskable> {
         let (attributes, parents) = match self {
-            Self::User { name, admin, groups, .. } => {
-                (vec![("name", string(name)), ("admin", boolean(*admin))], groups.iter().map(|group| uid(&TYPES.group, group)).collect())
-            }
-            Self::Agent { role, user, project, tasks, .. } => {
-                let tasks = tasks.iter().map(|task| reference(by_id(&TYPES.task, *task)));
-                let mut attributes =
-                    vec![("role", string(role.as_str())), ("user", reference(by_id(&TYPES.user, *user))), ("tasks", RestrictedExpression::new_set(tasks))];
-                attributes.extend(project.map(|project| ("project", reference(by_id(&TYPES.project, project)))));
+            Self::User {
+                name,
+                admin,
+                groups,
+                ..
+            } => (
+                vec![("name", string(name)), ("admin", boolean(*admin))],
+                groups
+                    .iter()
+                    .map(|group| uid(&TYPES.group, group))
+                    .collect(),
+            ),
+            Self::Agent {
+                role,
+                user,
+                project,
+                tasks,
+                ..
+            } => {
+                let tasks = tasks
+                    .iter()
+                    .map(|task| reference(by_id(&TYPES.task, *task)));
+                let mut attributes = vec![
+                    ("role", string(role.as_str())),
+                    ("user", reference(by_id(&TYPES.user, *user))),
+                    ("tasks", RestrictedExpression::new_set(tasks)),
+                ];
+                attributes.extend(
+                    project.map(|project| ("project", reference(by_id(&TYPES.project, project)))),
+                );
                 (attributes, HashSet::new())
             }
-            Self::Sandbox { task, .. } => (vec![("task", reference(by_id(&TYPES.task, *task)))], HashSet::new()),
+            Self::Sandbox { task, .. } => (
+                vec![("task", reference(by_id(&TYPES.task, *task)))],
+                HashSet::new(),
+            ),
         };
         entity(self.uid(), attributes, parents)
     }
@@ -179,25 +242,55 @@ impl Resource {
             Self::Image { reference, .. } => uid(&TYPES.image, reference),
             Self::Node { id } => uid(&TYPES.node, id),
             Self::Setting { key } => uid(&TYPES.setting, key),
-            Self::Preference { scope, key, .. } => uid(&TYPES.preference, &format!("{scope}/{key}")),
+            Self::Preference { scope, key, .. } => {
+                uid(&TYPES.preference, &format!("{scope}/{key}"))
+            }
             Self::Policy { id } => uid(&TYPES.policy, id),
         }
     }
 
     pub(crate) fn entity(&self) -> Result<Entity, Unaskable> {
         let (attributes, parents) = match self {
-            Self::System | Self::User { .. } | Self::Node { .. } | Self::Policy { .. } => (vec![], HashSet::new()),
+            Self::System | Self::User { .. } | Self::Node { .. } | Self::Policy { .. } => {
+                (vec![], HashSet::new())
+            }
             Self::Project { place, .. } => (vec![place.owners()], HashSet::new()),
-            Self::Task { place, .. } => (vec![place.owners()], place.project_uid().into_iter().collect()),
-            Self::Session { place, .. } | Self::Job { place, .. } | Self::Artifact { place, .. } => (vec![place.owners()], place.parents()),
+            Self::Task { place, .. } => (
+                vec![place.owners()],
+                place.project_uid().into_iter().collect(),
+            ),
+            Self::Session { place, .. }
+            | Self::Job { place, .. }
+            | Self::Artifact { place, .. } => (vec![place.owners()], place.parents()),
             Self::Group { members, .. } => (vec![("members", users(members))], HashSet::new()),
-            Self::Token { user, kind, .. } => (vec![("user", reference(by_id(&TYPES.user, *user))), ("kind", string(kind))], HashSet::new()),
-            Self::Image { reference, agent_compatible, pinned } => {
-                let attributes = vec![("reference", string(reference)), ("agent_compatible", boolean(*agent_compatible)), ("pinned", boolean(*pinned))];
+            Self::Token { user, kind, .. } => (
+                vec![
+                    ("user", reference(by_id(&TYPES.user, *user))),
+                    ("kind", string(kind)),
+                ],
+                HashSet::new(),
+            ),
+            Self::Image {
+                reference,
+                agent_compatible,
+                pinned,
+            } => {
+                let attributes = vec![
+                    ("reference", string(reference)),
+                    ("agent_compatible", boolean(*agent_compatible)),
+                    ("pinned", boolean(*pinned)),
+                ];
                 (attributes, HashSet::new())
             }
             Self::Setting { key } => (vec![("key", string(key))], HashSet::new()),
-            Self::Preference { scope, key, place } => (vec![("scope", string(scope)), ("key", string(key)), place.owners()], place.parents()),
+            Self::Preference { scope, key, place } => (
+                vec![
+                    ("scope", string(scope)),
+                    ("key", string(key)),
+                    place.owners(),
+                ],
+                place.parents(),
+            ),
         };
         entity(self.uid(), attributes, parents)
     }
@@ -205,16 +298,48 @@ impl Resource {
 
 impl Call {
     pub(crate) fn context(&self) -> Result<Context, Unaskable> {
-        let Self { path, program, image, token_kind, network, pty, limits } = self;
-        let texts = [("path", path), ("program", program), ("image", image), ("token_kind", token_kind), ("network", network)];
-        let given = texts.into_iter().filter_map(|(name, text)| Some((name, text.as_deref()?)));
-        let given = given.chain(program.as_deref().map(|program| ("program_name", program_name(program))));
+        let Self {
+            path,
+            program,
+            image,
+            token_kind,
+            network,
+            pty,
+            limits,
+        } = self;
+        let texts = [
+            ("path", path),
+            ("program", program),
+            ("image", image),
+            ("token_kind", token_kind),
+            ("network", network),
+        ];
+        let given = texts
+            .into_iter()
+            .filter_map(|(name, text)| Some((name, text.as_deref()?)));
+        let given = given.chain(
+            program
+                .as_deref()
+                .map(|program| ("program_name", program_name(program))),
+        );
         let given = given.map(|(name, text)| (name, string(text)));
         let limits = limits.iter().flat_map(|limits| {
-            let CallLimits { memory_bytes, millicpus, pids } = *limits;
-            [("memory_bytes", memory_bytes), ("millicpus", millicpus), ("pids", pids)].map(|(name, value)| (name, RestrictedExpression::new_long(value)))
+            let CallLimits {
+                memory_bytes,
+                millicpus,
+                pids,
+            } = *limits;
+            [
+                ("memory_bytes", memory_bytes),
+                ("millicpus", millicpus),
+                ("pids", pids),
+            ]
+            .map(|(name, value)| (name, RestrictedExpression::new_long(value)))
         });
-        let pairs = given.chain(limits).chain([("pty", boolean(*pty))]).map(|(name, value)| (name.to_owned(), value));
+        let pairs = given
+            .chain(limits)
+            .chain([("pty", boolean(*pty))])
+            .map(|(name, value)| (name.to_owned(), value));
         Context::from_pairs(pairs).map_err(|error| Unaskable::Call(Box::new(error)))
     }
 }
@@ -233,7 +358,13 @@ impl Action {
 
     /// With the groups that it is in, as the schema has them.
     pub(crate) fn entity(self) -> Entity {
-        Entity::new_no_attrs(self.uid(), self.groups().iter().map(|group| uid(&TYPES.action, group)).collect())
+        Entity::new_no_attrs(
+            self.uid(),
+            self.groups()
+                .iter()
+                .map(|group| uid(&TYPES.action, group))
+                .collect(),
+        )
     }
 }
 
@@ -259,7 +390,11 @@ struct Types {
 }
 
 static TYPES: LazyLock<Types> = LazyLock::new(|| {
-    let name = |name: &str| format!("CyNode::{name}").parse().expect("the name of a type in our own schema");
+    let name = |name: &str| {
+        format!("CyNode::{name}")
+            .parse()
+            .expect("the name of a type in our own schema")
+    };
     Types {
         action: name("Action"),
         user: name("User"),
@@ -286,7 +421,10 @@ fn uid(name: &EntityTypeName, id: &str) -> EntityUid {
 }
 
 fn by_id(name: &EntityTypeName, id: Uuid) -> EntityUid {
-    uid(name, id.as_hyphenated().encode_lower(&mut Uuid::encode_buffer()))
+    uid(
+        name,
+        id.as_hyphenated().encode_lower(&mut Uuid::encode_buffer()),
+    )
 }
 
 fn string(text: &str) -> RestrictedExpression {
@@ -305,8 +443,15 @@ fn users(ids: &[Uuid]) -> RestrictedExpression {
     RestrictedExpression::new_set(ids.iter().map(|id| reference(by_id(&TYPES.user, *id))))
 }
 
-fn entity(uid: EntityUid, attributes: Vec<(&'static str, RestrictedExpression)>, parents: HashSet<EntityUid>) -> Result<Entity, Unaskable> {
-    let attributes: HashMap<_, _> = attributes.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+fn entity(
+    uid: EntityUid,
+    attributes: Vec<(&'static str, RestrictedExpression)>,
+    parents: HashSet<EntityUid>,
+) -> Result<Entity, Unaskable> {
+    let attributes: HashMap<_, _> = attributes
+        .into_iter()
+        .map(|(name, value)| (name.to_owned(), value))
+        .collect();
     Entity::new(uid, attributes, parents).map_err(|error| Unaskable::Attribute(Box::new(error)))
 }
 
@@ -324,34 +469,108 @@ mod tests {
         let (schema, _) = Schema::from_cedarschema_str(crate::SCHEMA).expect("our own schema");
         let entity = entity.expect("values are values");
         let text = entity.to_string();
-        assert!(Entities::from_entities([entity], Some(&schema)).is_ok(), "{text}");
+        assert!(
+            Entities::from_entities([entity], Some(&schema)).is_ok(),
+            "{text}"
+        );
     }
 
     #[test]
     fn what_cedar_is_told_of_callers_fits_the_schema() {
-        assert_fits(Principal::User { id: id(1), name: "a".to_owned(), admin: false, groups: vec!["b".to_owned(), "c".to_owned()] }.entity());
-        assert_fits(Principal::Agent { token: id(1), role: Role::ProjectManager, user: id(2), project: None, tasks: vec![id(3), id(4)] }.entity());
-        assert_fits(Principal::Agent { token: id(1), role: Role::ProjectAnalyst, user: id(2), project: Some(id(5)), tasks: vec![] }.entity());
-        assert_fits(Principal::Sandbox { token: id(1), task: id(3) }.entity());
+        assert_fits(
+            Principal::User {
+                id: id(1),
+                name: "a".to_owned(),
+                admin: false,
+                groups: vec!["b".to_owned(), "c".to_owned()],
+            }
+            .entity(),
+        );
+        assert_fits(
+            Principal::Agent {
+                token: id(1),
+                role: Role::ProjectManager,
+                user: id(2),
+                project: None,
+                tasks: vec![id(3), id(4)],
+            }
+            .entity(),
+        );
+        assert_fits(
+            Principal::Agent {
+                token: id(1),
+                role: Role::ProjectAnalyst,
+                user: id(2),
+                project: Some(id(5)),
+                tasks: vec![],
+            }
+            .entity(),
+        );
+        assert_fits(
+            Principal::Sandbox {
+                token: id(1),
+                task: id(3),
+            }
+            .entity(),
+        );
     }
 
     /// All but a user, of whom only the id is known.
     #[test]
     fn what_cedar_is_told_of_things_fits_the_schema() {
-        for place in [Place::default(), Place { task: Some(id(1)), project: Some(id(2)), owners: vec![id(3), id(4)] }] {
+        for place in [
+            Place::default(),
+            Place {
+                task: Some(id(1)),
+                project: Some(id(2)),
+                owners: vec![id(3), id(4)],
+            },
+        ] {
             for resource in [
                 Resource::System,
-                Resource::Project { id: id(2), place: place.clone() },
-                Resource::Task { id: id(1), place: place.clone() },
-                Resource::Session { id: id(5), place: place.clone() },
-                Resource::Job { id: id(5), place: place.clone() },
-                Resource::Artifact { id: "a".to_owned(), place: place.clone() },
-                Resource::Group { id: id(6), members: place.owners.clone() },
-                Resource::Token { id: "a".to_owned(), user: id(3), kind: "user".to_owned() },
-                Resource::Image { reference: "a".to_owned(), agent_compatible: true, pinned: true },
+                Resource::Project {
+                    id: id(2),
+                    place: place.clone(),
+                },
+                Resource::Task {
+                    id: id(1),
+                    place: place.clone(),
+                },
+                Resource::Session {
+                    id: id(5),
+                    place: place.clone(),
+                },
+                Resource::Job {
+                    id: id(5),
+                    place: place.clone(),
+                },
+                Resource::Artifact {
+                    id: "a".to_owned(),
+                    place: place.clone(),
+                },
+                Resource::Group {
+                    id: id(6),
+                    members: place.owners.clone(),
+                },
+                Resource::Token {
+                    id: "a".to_owned(),
+                    user: id(3),
+                    kind: "user".to_owned(),
+                },
+                Resource::Image {
+                    reference: "a".to_owned(),
+                    agent_compatible: true,
+                    pinned: true,
+                },
                 Resource::Node { id: "a".to_owned() },
-                Resource::Setting { key: "a".to_owned() },
-                Resource::Preference { scope: "a".to_owned(), key: "a".to_owned(), place },
+                Resource::Setting {
+                    key: "a".to_owned(),
+                },
+                Resource::Preference {
+                    scope: "a".to_owned(),
+                    key: "a".to_owned(),
+                    place,
+                },
                 Resource::Policy { id: "a".to_owned() },
             ] {
                 assert_fits(resource.entity());
@@ -361,9 +580,16 @@ mod tests {
 
     #[test]
     fn a_program_is_named_by_the_last_component_of_its_path() {
-        for (program, name) in
-            [("rm", "rm"), ("/bin/rm", "rm"), ("./rm", "rm"), ("../usr/bin//rm", "rm"), ("/bin/rm/", "rm"), ("bin/rm -rf", "rm -rf"), ("", ""), ("/", "")]
-        {
+        for (program, name) in [
+            ("rm", "rm"),
+            ("/bin/rm", "rm"),
+            ("./rm", "rm"),
+            ("../usr/bin//rm", "rm"),
+            ("/bin/rm/", "rm"),
+            ("bin/rm -rf", "rm -rf"),
+            ("", ""),
+            ("/", ""),
+        ] {
             assert_eq!(program_name(program), name, "{program}");
         }
     }
@@ -371,9 +597,23 @@ mod tests {
     /// Whatever place a caller of this crate gives them.
     #[test]
     fn a_project_and_a_task_are_never_in_themselves() {
-        let place = Place { task: Some(id(1)), project: Some(id(2)), owners: vec![] };
-        let parents = |resource: Resource| resource.entity().expect("values are values").into_inner().2;
-        assert!(parents(Resource::Project { id: id(2), place: place.clone() }).is_empty());
-        assert_eq!(parents(Resource::Task { id: id(1), place }), [by_id(&TYPES.project, id(2))].into());
+        let place = Place {
+            task: Some(id(1)),
+            project: Some(id(2)),
+            owners: vec![],
+        };
+        let parents =
+            |resource: Resource| resource.entity().expect("values are values").into_inner().2;
+        assert!(
+            parents(Resource::Project {
+                id: id(2),
+                place: place.clone()
+            })
+            .is_empty()
+        );
+        assert_eq!(
+            parents(Resource::Task { id: id(1), place }),
+            [by_id(&TYPES.project, id(2))].into()
+        );
     }
 }

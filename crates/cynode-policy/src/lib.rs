@@ -15,4 +15,6 @@ pub use action::{Action, UnknownAction};
 pub use entities::{Call, CallLimits, Place, Principal, Resource, Role};
 pub use paths::within_workspace;
 pub use policies::{DEFAULTS, Decision, Effect, Flaw, MAX_DOCUMENT_BYTES, Policies, Rule, SCHEMA};
-pub use secrets::{Channel, ContentScan, Held, Hit, Scanner, ShapeAction, ShapePolicy, ShapeSetting, Watch};
+pub use secrets::{
+    Channel, ContentScan, Held, Hit, Scanner, ShapeAction, ShapePolicy, ShapeSetting, Watch,
+};

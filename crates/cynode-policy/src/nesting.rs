@@ -62,7 +62,10 @@ pub(crate) fn too_deep(text: &str) -> Option<usize> {
             b',' | b';' => level.end_part(),
             b'&' | b'|' | b'+' | b'-' | b'*' | b'!' | b'.' => level.operators += 1,
             byte if byte.is_ascii_alphabetic() => {
-                next = bytes[offset..].iter().position(|byte| !byte.is_ascii_alphanumeric() && *byte != b'_').map_or(bytes.len(), |length| offset + length);
+                next = bytes[offset..]
+                    .iter()
+                    .position(|byte| !byte.is_ascii_alphanumeric() && *byte != b'_')
+                    .map_or(bytes.len(), |length| offset + length);
                 level.operators += match &bytes[offset..next] {
                     b"if" => IF,
                     b"when" | b"unless" => 1,
@@ -91,7 +94,10 @@ fn end_of_string(bytes: &[u8], mut offset: usize) -> usize {
 }
 
 fn end_of_line(bytes: &[u8], offset: usize) -> usize {
-    bytes[offset..].iter().position(|byte| matches!(byte, b'\n' | b'\r')).map_or(bytes.len(), |length| offset + length)
+    bytes[offset..]
+        .iter()
+        .position(|byte| matches!(byte, b'\n' | b'\r'))
+        .map_or(bytes.len(), |length| offset + length)
 }
 
 /// For whoever wrote it.

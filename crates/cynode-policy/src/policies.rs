@@ -9,7 +9,10 @@ use std::{
     sync::LazyLock,
 };
 
-use cedar_policy::{Authorizer, Effect as CedarEffect, Entities, Policy, PolicyId, PolicySet, Request, Schema, ValidationMode, Validator};
+use cedar_policy::{
+    Authorizer, Effect as CedarEffect, Entities, Policy, PolicyId, PolicySet, Request, Schema,
+    ValidationMode, Validator,
+};
 use miette::Diagnostic;
 
 use crate::{Action, Call, Principal, Resource, entities::Unaskable, nesting};
@@ -26,7 +29,8 @@ pub const MAX_DOCUMENT_BYTES: usize = 64 * 1024;
 const DEPTH: u32 = 1;
 
 static VALIDATOR: LazyLock<Validator> = LazyLock::new(|| {
-    let (schema, _) = Schema::from_cedarschema_str(SCHEMA).expect("our own schema, which the tests read");
+    let (schema, _) =
+        Schema::from_cedarschema_str(SCHEMA).expect("our own schema, which the tests read");
     Validator::new(schema)
 });
 
@@ -91,20 +95,31 @@ pub struct Policies {
 /// Without the rules' texts, which are long.
 impl fmt::Debug for Policies {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("Policies").field("rules", &self.rules).finish_non_exhaustive()
+        formatter
+            .debug_struct("Policies")
+            .field("rules", &self.rules)
+            .finish_non_exhaustive()
     }
 }
 
 impl Policies {
     /// Reads documents, each an id and its text. All flaws of all documents are told at once, but those of meaning only when every
     /// document can be read.
-    pub fn parse<'a>(texts: impl IntoIterator<Item = (&'a str, &'a str)>) -> Result<Self, Vec<Flaw>> {
+    pub fn parse<'a>(
+        texts: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Result<Self, Vec<Flaw>> {
         let mut documents = BTreeMap::new();
-        let mut read = Self { set: PolicySet::new(), rules: Vec::new() };
+        let mut read = Self {
+            set: PolicySet::new(),
+            rules: Vec::new(),
+        };
         let mut flaws = Vec::new();
         for (document, text) in texts {
             if documents.insert(document, text).is_some() {
-                flaws.push(Flaw { policy: document.to_owned(), message: "there are two documents of this name".to_owned() });
+                flaws.push(Flaw {
+                    policy: document.to_owned(),
+                    message: "there are two documents of this name".to_owned(),
+                });
             } else {
                 read.add(document, text, &mut flaws);
             }
@@ -122,25 +137,48 @@ impl Policies {
     }
 
     /// Whether this caller may do this to this thing, called like this.
-    pub fn decide(&self, principal: &Principal, action: Action, resource: &Resource, call: &Call) -> Decision {
+    pub fn decide(
+        &self,
+        principal: &Principal,
+        action: Action,
+        resource: &Resource,
+        call: &Call,
+    ) -> Decision {
         let (request, entities) = match question(principal, action, resource, call) {
             Ok(question) => question,
-            Err(error) => return Decision { allowed: false, rules: Vec::new(), errors: vec![error.to_string()] },
+            Err(error) => {
+                return Decision {
+                    allowed: false,
+                    rules: Vec::new(),
+                    errors: vec![error.to_string()],
+                };
+            }
         };
         let response = Authorizer::new().is_authorized(&request, &self.set, &entities);
         let failures: BTreeMap<String, String> = response
             .diagnostics()
             .errors()
-            .map(|cedar_policy::AuthorizationError::PolicyEvaluationError(error)| (name_of(error.policy_id()), error.inner().to_string()))
+            .map(
+                |cedar_policy::AuthorizationError::PolicyEvaluationError(error)| {
+                    (name_of(error.policy_id()), error.inner().to_string())
+                },
+            )
             .collect();
         let cedar_allows = response.decision() == cedar_policy::Decision::Allow;
         // Where only failures stand against it, those that permit it did not make the decision.
-        let reasons = response.diagnostics().reason().filter(|_| failures.is_empty() || !cedar_allows).map(name_of);
+        let reasons = response
+            .diagnostics()
+            .reason()
+            .filter(|_| failures.is_empty() || !cedar_allows)
+            .map(name_of);
         let rules: BTreeSet<String> = reasons.chain(failures.keys().cloned()).collect();
         Decision {
             allowed: cedar_allows && failures.is_empty(),
             rules: rules.into_iter().collect(),
-            errors: failures.into_iter().map(|(rule, error)| format!("{rule}: {error}")).collect(),
+            errors: failures
+                .into_iter()
+                .map(|(rule, error)| format!("{rule}: {error}"))
+                .collect(),
         }
     }
 
@@ -150,9 +188,14 @@ impl Policies {
     }
 
     fn add(&mut self, document: &str, text: &str, flaws: &mut Vec<Flaw>) {
-        let flaw = |message: String| Flaw { policy: document.to_owned(), message };
+        let flaw = |message: String| Flaw {
+            policy: document.to_owned(),
+            message,
+        };
         if text.len() > MAX_DOCUMENT_BYTES {
-            return flaws.push(flaw(format!("longer than {MAX_DOCUMENT_BYTES} bytes; make more documents of it")));
+            return flaws.push(flaw(format!(
+                "longer than {MAX_DOCUMENT_BYTES} bytes; make more documents of it"
+            )));
         }
         if let Some(offset) = nesting::too_deep(text) {
             return flaws.push(flaw(at(text, offset, &nesting::remedy())));
@@ -170,39 +213,71 @@ impl Policies {
             flaws.push(flaw(format!("rule {number} is a template: a rule names whom and what it is about, so it has no ?principal or ?resource")));
         }
         for policy in in_order(&set) {
-            let name = policy.annotation("id").filter(|name| !name.is_empty()).map_or_else(|| number(policy.id()).to_string(), ToOwned::to_owned);
+            let name = policy
+                .annotation("id")
+                .filter(|name| !name.is_empty())
+                .map_or_else(|| number(policy.id()).to_string(), ToOwned::to_owned);
             let effect = match policy.effect() {
                 CedarEffect::Permit => Effect::Permit,
                 CedarEffect::Forbid => Effect::Forbid,
             };
-            let rule = Rule { document: document.to_owned(), name, effect };
+            let rule = Rule {
+                document: document.to_owned(),
+                name,
+                effect,
+            };
             match self.set.add(policy.new_id(PolicyId::new(rule.to_string()))) {
                 Ok(()) => self.rules.push(rule),
-                Err(_) => flaws.push(flaw(format!("there are two rules of the name '{}'", rule.name))),
+                Err(_) => flaws.push(flaw(format!(
+                    "there are two rules of the name '{}'",
+                    rule.name
+                ))),
             }
         }
     }
 
     fn validate(&self, documents: &BTreeMap<&str, &str>, flaws: &mut Vec<Flaw>) {
-        let document_of: BTreeMap<String, &str> = self.rules.iter().map(|rule| (rule.to_string(), rule.document.as_str())).collect();
+        let document_of: BTreeMap<String, &str> = self
+            .rules
+            .iter()
+            .map(|rule| (rule.to_string(), rule.document.as_str()))
+            .collect();
         let result = VALIDATOR.validate_with_level(&self.set, ValidationMode::Strict, DEPTH);
         for error in result.validation_errors() {
-            let document = document_of.get(&name_of(error.policy_id())).copied().unwrap_or_default();
+            let document = document_of
+                .get(&name_of(error.policy_id()))
+                .copied()
+                .unwrap_or_default();
             let text = documents.get(document).copied().unwrap_or_default();
-            flaws.push(Flaw { policy: document.to_owned(), message: located(text, error) });
+            flaws.push(Flaw {
+                policy: document.to_owned(),
+                message: located(text, error),
+            });
         }
     }
 }
 
 /// All that Cedar is told. A user who asks about themselves is one entity, and the caller's has all that is known.
-fn question(principal: &Principal, action: Action, resource: &Resource, call: &Call) -> Result<(Request, Entities), Unaskable> {
-    let request = Request::new(principal.uid(), action.uid(), resource.uid(), call.context()?, Some(VALIDATOR.schema()));
+fn question(
+    principal: &Principal,
+    action: Action,
+    resource: &Resource,
+    call: &Call,
+) -> Result<(Request, Entities), Unaskable> {
+    let request = Request::new(
+        principal.uid(),
+        action.uid(),
+        resource.uid(),
+        call.context()?,
+        Some(VALIDATOR.schema()),
+    );
     let request = request.map_err(|error| Unaskable::Request(Box::new(error)))?;
     let mut all = vec![principal.entity()?, action.entity()];
     if resource.uid() != principal.uid() {
         all.push(resource.entity()?);
     }
-    let entities = Entities::from_entities(all, None).map_err(|error| Unaskable::Entities(Box::new(error)))?;
+    let entities =
+        Entities::from_entities(all, None).map_err(|error| Unaskable::Entities(Box::new(error)))?;
     Ok((request, entities))
 }
 
@@ -214,7 +289,9 @@ fn name_of(id: &PolicyId) -> String {
 /// Cedar numbers the rules of a text from 0 and holds them in no order.
 fn number(id: &PolicyId) -> usize {
     let id: &str = id.as_ref();
-    id.strip_prefix("policy").and_then(|number| number.parse().ok()).map_or(0, |number: usize| number + 1)
+    id.strip_prefix("policy")
+        .and_then(|number| number.parse().ok())
+        .map_or(0, |number: usize| number + 1)
 }
 
 fn in_order(set: &PolicySet) -> Vec<&Policy> {
@@ -225,9 +302,14 @@ fn in_order(set: &PolicySet) -> Vec<&Policy> {
 
 /// What is wrong, where, and what to do about it, in one line.
 fn located(text: &str, error: &impl Diagnostic) -> String {
-    let message = error.help().map_or_else(|| error.to_string(), |help| format!("{error} ({help})"));
+    let message = error
+        .help()
+        .map_or_else(|| error.to_string(), |help| format!("{error} ({help})"));
     let label = error.labels().and_then(|mut labels| labels.next());
-    label.map_or_else(|| message.clone(), |label| at(text, label.offset(), &message))
+    label.map_or_else(
+        || message.clone(),
+        |label| at(text, label.offset(), &message),
+    )
 }
 
 fn at(text: &str, offset: usize, message: &str) -> String {
@@ -239,5 +321,8 @@ fn at(text: &str, offset: usize, message: &str) -> String {
 fn position(text: &str, offset: usize) -> (usize, usize) {
     let before = &text[..text.floor_char_boundary(offset)];
     let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
-    (before.matches('\n').count() + 1, before[line_start..].chars().count() + 1)
+    (
+        before.matches('\n').count() + 1,
+        before[line_start..].chars().count() + 1,
+    )
 }

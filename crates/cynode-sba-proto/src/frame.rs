@@ -18,7 +18,12 @@ pub enum Frame {
     /// A control message: a `Request` from the worker, a `Reply` from the agent.
     Json(Vec<u8>),
     /// A piece of a command's output. `at_ms` is the agent's wall clock in milliseconds since 1970.
-    Output { stream: Stream, seq: u64, at_ms: u64, data: Vec<u8> },
+    Output {
+        stream: Stream,
+        seq: u64,
+        at_ms: u64,
+        data: Vec<u8>,
+    },
     /// Bytes of standard input, of a file, or of a long body.
     Data(Vec<u8>),
     /// No more `Data`.
@@ -43,7 +48,9 @@ pub enum FrameError {
 }
 
 fn header(kind: u8, payload: usize, out: &mut Vec<u8>) {
-    let length = u32::try_from(payload + 1).expect("frames are far below 4 GiB: every caller's data is bounded by MAX_DATA or a message limit");
+    let length = u32::try_from(payload + 1).expect(
+        "frames are far below 4 GiB: every caller's data is bounded by MAX_DATA or a message limit",
+    );
     out.reserve(HEADER + payload);
     out.extend_from_slice(&length.to_le_bytes());
     out.push(kind);
@@ -56,7 +63,12 @@ pub fn encode(frame: &Frame, out: &mut Vec<u8>) {
             header(JSON, json.len(), out);
             out.extend_from_slice(json);
         }
-        Frame::Output { stream, seq, at_ms, data } => encode_output(*stream, *seq, *at_ms, data, out),
+        Frame::Output {
+            stream,
+            seq,
+            at_ms,
+            data,
+        } => encode_output(*stream, *seq, *at_ms, data, out),
         Frame::Data(data) => encode_data(data, out),
         Frame::End => header(END, 0, out),
         Frame::Ack(seq) => {
@@ -86,7 +98,8 @@ pub fn encode_data(data: &[u8], out: &mut Vec<u8>) {
 
 /// Appends a control message.
 pub fn encode_message(message: &impl Serialize, out: &mut Vec<u8>) {
-    let json = serde_json::to_vec(message).expect("control messages have string keys only, so they always serialise");
+    let json = serde_json::to_vec(message)
+        .expect("control messages have string keys only, so they always serialise");
     header(JSON, json.len(), out);
     out.extend_from_slice(&json);
 }
@@ -103,7 +116,11 @@ impl Decoder {
     /// `limit` is the largest frame taken, kind and payload together.
     #[must_use]
     pub const fn new(limit: usize) -> Self {
-        Self { buffer: Vec::new(), start: 0, limit }
+        Self {
+            buffer: Vec::new(),
+            start: 0,
+            limit,
+        }
     }
 
     pub fn extend(&mut self, bytes: &[u8]) {
@@ -126,10 +143,15 @@ impl Decoder {
     /// The next whole frame, when there is one.
     pub fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
         let rest = &self.buffer[self.start..];
-        let Some((length, rest)) = rest.split_first_chunk::<4>() else { return Ok(None) };
+        let Some((length, rest)) = rest.split_first_chunk::<4>() else {
+            return Ok(None);
+        };
         let length = u32::from_le_bytes(*length) as usize;
         if length > self.limit {
-            return Err(FrameError::TooLarge { size: length, limit: self.limit });
+            return Err(FrameError::TooLarge {
+                size: length,
+                limit: self.limit,
+            });
         }
         if length == 0 {
             return Err(FrameError::WrongLength(0));
@@ -141,10 +163,18 @@ impl Decoder {
         let frame = match kind {
             JSON => Frame::Json(payload.to_vec()),
             STDOUT | STDERR => {
-                let (seq, rest) = payload.split_first_chunk::<8>().ok_or(FrameError::WrongLength(kind))?;
-                let (at_ms, data) = rest.split_first_chunk::<8>().ok_or(FrameError::WrongLength(kind))?;
+                let (seq, rest) = payload
+                    .split_first_chunk::<8>()
+                    .ok_or(FrameError::WrongLength(kind))?;
+                let (at_ms, data) = rest
+                    .split_first_chunk::<8>()
+                    .ok_or(FrameError::WrongLength(kind))?;
                 Frame::Output {
-                    stream: if kind == STDOUT { Stream::Stdout } else { Stream::Stderr },
+                    stream: if kind == STDOUT {
+                        Stream::Stdout
+                    } else {
+                        Stream::Stderr
+                    },
                     seq: u64::from_le_bytes(*seq),
                     at_ms: u64::from_le_bytes(*at_ms),
                     data: data.to_vec(),
@@ -152,7 +182,11 @@ impl Decoder {
             }
             DATA => Frame::Data(payload.to_vec()),
             END if payload.is_empty() => Frame::End,
-            ACK => Frame::Ack(u64::from_le_bytes(payload.try_into().map_err(|_| FrameError::WrongLength(kind))?)),
+            ACK => Frame::Ack(u64::from_le_bytes(
+                payload
+                    .try_into()
+                    .map_err(|_| FrameError::WrongLength(kind))?,
+            )),
             END => return Err(FrameError::WrongLength(kind)),
             unknown => return Err(FrameError::UnknownKind(unknown)),
         };
@@ -180,12 +214,14 @@ mod tests {
         let data = proptest::collection::vec(any::<u8>(), 0..300);
         prop_oneof![
             data.clone().prop_map(Frame::Json),
-            (any::<bool>(), any::<u64>(), any::<u64>(), data.clone()).prop_map(|(out, seq, at_ms, data)| Frame::Output {
-                stream: if out { Stream::Stdout } else { Stream::Stderr },
-                seq,
-                at_ms,
-                data
-            }),
+            (any::<bool>(), any::<u64>(), any::<u64>(), data.clone()).prop_map(
+                |(out, seq, at_ms, data)| Frame::Output {
+                    stream: if out { Stream::Stdout } else { Stream::Stderr },
+                    seq,
+                    at_ms,
+                    data
+                }
+            ),
             data.prop_map(Frame::Data),
             Just(Frame::End),
             any::<u64>().prop_map(Frame::Ack),
@@ -251,6 +287,12 @@ mod tests {
     fn a_frame_over_the_limit_is_refused_by_its_header_alone() {
         let mut decoder = Decoder::new(MAX);
         decoder.extend(&u32::MAX.to_le_bytes());
-        assert_eq!(decoder.next_frame(), Err(FrameError::TooLarge { size: u32::MAX as usize, limit: MAX }));
+        assert_eq!(
+            decoder.next_frame(),
+            Err(FrameError::TooLarge {
+                size: u32::MAX as usize,
+                limit: MAX
+            })
+        );
     }
 }

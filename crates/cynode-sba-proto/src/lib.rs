@@ -13,7 +13,10 @@ mod frame;
 mod message;
 
 pub use frame::{Decoder, Frame, FrameError, encode, encode_data, encode_message, encode_output};
-pub use message::{AgentError, ExecStart, ExecStatus, ExitReport, FileOp, FileStat, Hello, Reply, Request, Role, Written};
+pub use message::{
+    AgentError, ExecStart, ExecStatus, ExitReport, FileOp, FileStat, Hello, Reply, Request, Role,
+    Written,
+};
 
 /// The protocol that this build speaks.
 pub const PROTOCOL: u32 = 1;

@@ -1,6 +1,9 @@
 //! Control messages.
 
-use cynode_api::{Base64Bytes, ErrorCode, ExecId, FileChanges, ListRequest, PatchReject, SearchRequest, SignalScope};
+use cynode_api::{
+    Base64Bytes, ErrorCode, ExecId, FileChanges, ListRequest, PatchReject, SearchRequest,
+    SignalScope,
+};
 use serde::{Deserialize, Serialize};
 
 /// What a connection is for.
@@ -33,10 +36,7 @@ pub enum Request {
     /// frames and sends standard input as `Data` and `End`, one piece at a time, each answered by `StdinTaken`.
     Exec(ExecStart),
     /// Go on with a command after the worker was away: output after `after_seq` again, then what follows.
-    Attach {
-        exec_id: ExecId,
-        after_seq: u64,
-    },
+    Attach { exec_id: ExecId, after_seq: u64 },
     /// What runs, and what has ended without the worker's acknowledgement.
     Execs,
     Signal {
@@ -45,13 +45,9 @@ pub enum Request {
         scope: SignalScope,
     },
     /// To everything but process 1.
-    SignalAll {
-        signal: i32,
-    },
+    SignalAll { signal: i32 },
     /// A file operation, run in a child.
-    File {
-        op: FileOp,
-    },
+    File { op: FileOp },
     #[serde(other)]
     Unknown,
 }
@@ -232,7 +228,13 @@ pub struct AgentError {
 impl AgentError {
     #[must_use]
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
-        Self { code, message: message.into(), errno: None, rejects: Vec::new(), changed: None }
+        Self {
+            code,
+            message: message.into(),
+            errno: None,
+            rejects: Vec::new(),
+            changed: None,
+        }
     }
 }
 
@@ -254,7 +256,14 @@ mod tests {
     fn exec_id() -> impl Strategy<Value = ExecId> {
         any::<u128>().prop_map(|number| {
             let hex = format!("{number:032x}");
-            let id = format!("\"{}-{}-{}-{}-{}\"", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]);
+            let id = format!(
+                "\"{}-{}-{}-{}-{}\"",
+                &hex[..8],
+                &hex[8..12],
+                &hex[12..16],
+                &hex[16..20],
+                &hex[20..]
+            );
             serde_json::from_str(&id).expect("an id")
         })
     }
@@ -263,16 +272,64 @@ mod tests {
         let hashes = || option::of(vec("[0-9a-f]{0,8}", 0..3));
         prop_oneof![
             (bytes(), any::<bool>()).prop_map(|(path, hash)| FileOp::Stat { path, hash }),
-            (bytes(), any::<u64>(), any::<Option<u64>>()).prop_map(|(path, start, end)| FileOp::Read { path, start, end }),
-            (bytes(), any::<Option<u32>>(), hashes(), any::<bool>(), any::<u64>())
-                .prop_map(|(path, mode, if_match, if_none_match, max_bytes)| { FileOp::Write { path, mode, if_match, if_none_match, max_bytes } }),
-            (bytes(), any::<bool>(), hashes()).prop_map(|(path, recursive, if_match)| FileOp::Delete { path, recursive, if_match }),
-            (any::<Option<String>>(), any::<Option<u32>>(), option::of(bytes()))
-                .prop_map(|(path, depth, path_b64)| FileOp::List { request: ListRequest { path, depth, path_b64, ..ListRequest::default() } }),
-            (any::<String>(), any::<Option<String>>(), any::<Option<bool>>())
-                .prop_map(|(pattern, glob, case)| FileOp::Search { request: SearchRequest { pattern, glob, case, ..SearchRequest::default() } }),
-            (any::<u32>(), any::<bool>()).prop_map(|(strip, dry_run)| FileOp::Patch { strip, dry_run }),
-            (bytes(), bytes(), any::<bool>()).prop_map(|(from, to, overwrite)| FileOp::Move { from, to, overwrite }),
+            (bytes(), any::<u64>(), any::<Option<u64>>())
+                .prop_map(|(path, start, end)| FileOp::Read { path, start, end }),
+            (
+                bytes(),
+                any::<Option<u32>>(),
+                hashes(),
+                any::<bool>(),
+                any::<u64>()
+            )
+                .prop_map(|(path, mode, if_match, if_none_match, max_bytes)| {
+                    FileOp::Write {
+                        path,
+                        mode,
+                        if_match,
+                        if_none_match,
+                        max_bytes,
+                    }
+                }),
+            (bytes(), any::<bool>(), hashes()).prop_map(|(path, recursive, if_match)| {
+                FileOp::Delete {
+                    path,
+                    recursive,
+                    if_match,
+                }
+            }),
+            (
+                any::<Option<String>>(),
+                any::<Option<u32>>(),
+                option::of(bytes())
+            )
+                .prop_map(|(path, depth, path_b64)| FileOp::List {
+                    request: ListRequest {
+                        path,
+                        depth,
+                        path_b64,
+                        ..ListRequest::default()
+                    }
+                }),
+            (
+                any::<String>(),
+                any::<Option<String>>(),
+                any::<Option<bool>>()
+            )
+                .prop_map(|(pattern, glob, case)| FileOp::Search {
+                    request: SearchRequest {
+                        pattern,
+                        glob,
+                        case,
+                        ..SearchRequest::default()
+                    }
+                }),
+            (any::<u32>(), any::<bool>())
+                .prop_map(|(strip, dry_run)| FileOp::Patch { strip, dry_run }),
+            (bytes(), bytes(), any::<bool>()).prop_map(|(from, to, overwrite)| FileOp::Move {
+                from,
+                to,
+                overwrite
+            }),
             (bytes(), any::<bool>()).prop_map(|(path, parents)| FileOp::Mkdir { path, parents }),
             bytes().prop_map(|path| FileOp::ExportTar { path }),
             any::<Option<String>>().prop_map(|base| FileOp::ExportPatch { base }),
@@ -282,25 +339,59 @@ mod tests {
 
     fn changes() -> impl Strategy<Value = FileChanges> {
         let hash = || option::of("[0-9a-f]{64}");
-        let change = (vec(any::<u8>(), 1..40), hash(), hash(), select(&[FileType::File, FileType::Dir, FileType::Symlink][..]))
-            .prop_map(|(path, before, after, kind)| FileChange::new(&path).before(before).after(after).of_kind(kind));
+        let change = (
+            vec(any::<u8>(), 1..40),
+            hash(),
+            hash(),
+            select(&[FileType::File, FileType::Dir, FileType::Symlink][..]),
+        )
+            .prop_map(|(path, before, after, kind)| {
+                FileChange::new(&path)
+                    .before(before)
+                    .after(after)
+                    .of_kind(kind)
+            });
         (vec(change, 0..4), any::<u64>()).prop_map(|(changes, more)| FileChanges { changes, more })
     }
 
     fn request() -> impl Strategy<Value = Request> {
         let words = || vec(any::<String>(), 0..4);
-        let start = (exec_id(), words(), any::<String>(), vec(any::<(String, String)>(), 0..3), any::<[u64; 3]>(), any::<bool>());
+        let start = (
+            exec_id(),
+            words(),
+            any::<String>(),
+            vec(any::<(String, String)>(), 0..3),
+            any::<[u64; 3]>(),
+            any::<bool>(),
+        );
         prop_oneof![
-            start.prop_map(|(exec_id, argv, cwd, env, [timeout_ms, grace_ms, drain_ms], stdin)| {
-                Request::Exec(ExecStart { exec_id, argv, cwd, env, timeout_ms, grace_ms, drain_ms, stdin })
-            }),
-            (exec_id(), any::<u64>()).prop_map(|(exec_id, after_seq)| Request::Attach { exec_id, after_seq }),
+            start.prop_map(
+                |(exec_id, argv, cwd, env, [timeout_ms, grace_ms, drain_ms], stdin)| {
+                    Request::Exec(ExecStart {
+                        exec_id,
+                        argv,
+                        cwd,
+                        env,
+                        timeout_ms,
+                        grace_ms,
+                        drain_ms,
+                        stdin,
+                    })
+                }
+            ),
+            (exec_id(), any::<u64>())
+                .prop_map(|(exec_id, after_seq)| Request::Attach { exec_id, after_seq }),
             Just(Request::Execs),
-            (exec_id(), any::<i32>(), select(&[SignalScope::Group, SignalScope::Tree][..])).prop_map(|(exec_id, signal, scope)| Request::Signal {
-                exec_id,
-                signal,
-                scope
-            }),
+            (
+                exec_id(),
+                any::<i32>(),
+                select(&[SignalScope::Group, SignalScope::Tree][..])
+            )
+                .prop_map(|(exec_id, signal, scope)| Request::Signal {
+                    exec_id,
+                    signal,
+                    scope
+                }),
             any::<i32>().prop_map(|signal| Request::SignalAll { signal }),
             file_op().prop_map(|op| Request::File { op }),
             Just(Request::Unknown),
@@ -309,32 +400,124 @@ mod tests {
 
     fn reply() -> impl Strategy<Value = Reply> {
         let hash = || "[0-9a-f]{0,64}";
-        let report = (any::<Option<i32>>(), any::<Option<i32>>(), any::<(bool, bool)>(), any::<[u64; 4]>());
-        let status =
-            (exec_id(), any::<u64>(), any::<(bool, bool)>()).prop_map(|(exec_id, last_seq, (exited, ended))| ExecStatus { exec_id, last_seq, exited, ended });
-        let reject = (any::<String>(), any::<Option<u32>>(), any::<Option<u64>>(), any::<String>()).prop_map(|(path, hunk, line, reason)| PatchReject {
-            path,
-            hunk,
-            line,
-            reason,
-        });
+        let report = (
+            any::<Option<i32>>(),
+            any::<Option<i32>>(),
+            any::<(bool, bool)>(),
+            any::<[u64; 4]>(),
+        );
+        let status = (exec_id(), any::<u64>(), any::<(bool, bool)>()).prop_map(
+            |(exec_id, last_seq, (exited, ended))| ExecStatus {
+                exec_id,
+                last_seq,
+                exited,
+                ended,
+            },
+        );
+        let reject = (
+            any::<String>(),
+            any::<Option<u32>>(),
+            any::<Option<u64>>(),
+            any::<String>(),
+        )
+            .prop_map(|(path, hunk, line, reason)| PatchReject {
+                path,
+                hunk,
+                line,
+                reason,
+            });
         prop_oneof![
-            (any::<u32>(), any::<String>(), select(&[Role::Watch, Role::Request][..]), any::<Option<usize>>())
-                .prop_map(|(protocol, version, role, max_frame)| { Reply::Hello(Hello { protocol, version, role, max_frame }) }),
+            (
+                any::<u32>(),
+                any::<String>(),
+                select(&[Role::Watch, Role::Request][..]),
+                any::<Option<usize>>()
+            )
+                .prop_map(|(protocol, version, role, max_frame)| {
+                    Reply::Hello(Hello {
+                        protocol,
+                        version,
+                        role,
+                        max_frame,
+                    })
+                }),
             any::<i32>().prop_map(|pid| Reply::Started { pid }),
             any::<u64>().prop_map(|bytes| Reply::StdinTaken { bytes }),
             select(&[Reply::StdinClosed, Reply::Body, Reply::Unknown][..]),
             option::of(changes()).prop_map(|changed| Reply::Ok { changed }),
-            report.prop_map(|(code, signal, (timed_out, lost), [duration_ms, stdout_bytes, stderr_bytes, last_seq])| {
-                Reply::Exited(ExitReport { code, signal, timed_out, lost, duration_ms, stdout_bytes, stderr_bytes, last_seq })
-            }),
+            report.prop_map(
+                |(
+                    code,
+                    signal,
+                    (timed_out, lost),
+                    [duration_ms, stdout_bytes, stderr_bytes, last_seq],
+                )| {
+                    Reply::Exited(ExitReport {
+                        code,
+                        signal,
+                        timed_out,
+                        lost,
+                        duration_ms,
+                        stdout_bytes,
+                        stderr_bytes,
+                        last_seq,
+                    })
+                }
+            ),
             vec(status, 0..4).prop_map(|execs| Reply::Execs { execs }),
-            (select(&[FileType::File, FileType::Dir, FileType::Symlink, FileType::Other][..]), any::<u64>(), any::<u32>(), any::<i64>(), option::of(hash()))
-                .prop_map(|(kind, size, mode, mtime, sha256)| Reply::Stat(FileStat { kind, size, mode, mtime, sha256 })),
-            (hash(), any::<u64>(), any::<u32>(), any::<bool>(), option::of(hash()))
-                .prop_map(|(sha256, size, mode, created, sha256_before)| Reply::Written(Written { sha256, size, mode, created, sha256_before })),
-            (select(ErrorCode::ALL), any::<String>(), any::<Option<String>>(), vec(reject, 0..3), option::of(changes()))
-                .prop_map(|(code, message, errno, rejects, changed)| Reply::Error(AgentError { code, message, errno, rejects, changed })),
+            (
+                select(
+                    &[
+                        FileType::File,
+                        FileType::Dir,
+                        FileType::Symlink,
+                        FileType::Other
+                    ][..]
+                ),
+                any::<u64>(),
+                any::<u32>(),
+                any::<i64>(),
+                option::of(hash())
+            )
+                .prop_map(|(kind, size, mode, mtime, sha256)| Reply::Stat(FileStat {
+                    kind,
+                    size,
+                    mode,
+                    mtime,
+                    sha256
+                })),
+            (
+                hash(),
+                any::<u64>(),
+                any::<u32>(),
+                any::<bool>(),
+                option::of(hash())
+            )
+                .prop_map(|(sha256, size, mode, created, sha256_before)| {
+                    Reply::Written(Written {
+                        sha256,
+                        size,
+                        mode,
+                        created,
+                        sha256_before,
+                    })
+                }),
+            (
+                select(ErrorCode::ALL),
+                any::<String>(),
+                any::<Option<String>>(),
+                vec(reject, 0..3),
+                option::of(changes())
+            )
+                .prop_map(|(code, message, errno, rejects, changed)| Reply::Error(
+                    AgentError {
+                        code,
+                        message,
+                        errno,
+                        rejects,
+                        changed
+                    }
+                )),
         ]
     }
 
@@ -360,8 +543,15 @@ mod tests {
         }
         let changed = Some(FileChanges::from_iter([FileChange::new(b"a")]));
         let json = serde_json::to_string(&Reply::Ok { changed }).expect("JSON");
-        assert_eq!(serde_json::from_str::<OfBefore>(&json).expect("a reply"), OfBefore::Ok, "{json}");
-        assert_eq!(serde_json::from_str::<Reply>(r#"{"reply":"ok"}"#).expect("a reply"), Reply::Ok { changed: None });
+        assert_eq!(
+            serde_json::from_str::<OfBefore>(&json).expect("a reply"),
+            OfBefore::Ok,
+            "{json}"
+        );
+        assert_eq!(
+            serde_json::from_str::<Reply>(r#"{"reply":"ok"}"#).expect("a reply"),
+            Reply::Ok { changed: None }
+        );
     }
 
     proptest! {

@@ -98,7 +98,12 @@ impl Execs {
         self.live
             .borrow()
             .values()
-            .map(|exec| ExecStatus { exec_id: exec.id, last_seq: exec.last_seq.get(), exited: exec.exit.borrow().is_some(), ended: exec.ended.get() })
+            .map(|exec| ExecStatus {
+                exec_id: exec.id,
+                last_seq: exec.last_seq.get(),
+                exited: exec.exit.borrow().is_some(),
+                ended: exec.ended.get(),
+            })
             .collect()
     }
 
@@ -112,7 +117,10 @@ impl Execs {
             self.decided.notified().await;
         }
         if self.live.borrow().contains_key(&id) || self.recent.borrow().contains(&id) {
-            return Err(AgentError::new(ErrorCode::ExecIdInUse, "an exec with this id is known"));
+            return Err(AgentError::new(
+                ErrorCode::ExecIdInUse,
+                "an exec with this id is known",
+            ));
         }
         self.starting.borrow_mut().insert(id);
         let begun = self.begin(start).await;
@@ -130,7 +138,13 @@ impl Execs {
 
     async fn begin(self: &Rc<Self>, start: ExecStart) -> Result<Rc<Exec>, AgentError> {
         let begun = Instant::now();
-        let Spawned { subreaper, stdin, stdout, stderr, report } = spawn::spawn(&start)?;
+        let Spawned {
+            subreaper,
+            stdin,
+            stdout,
+            stderr,
+            report,
+        } = spawn::spawn(&start)?;
         let subreaper_end = self.processes.own(subreaper);
         let report = register(report, Interest::READABLE)?;
         let main = match tokio::time::timeout(START_LIMIT, read_report(&report)).await {
@@ -166,10 +180,17 @@ impl Execs {
             ended: Cell::default(),
             news: Notify::new(),
             room: Notify::new(),
-            stdin: RefCell::new(stdin.map(|fd| register(fd, Interest::WRITABLE).map(Rc::new)).transpose()?),
+            stdin: RefCell::new(
+                stdin
+                    .map(|fd| register(fd, Interest::WRITABLE).map(Rc::new))
+                    .transpose()?,
+            ),
             attached: Cell::default(),
         });
-        let (stdout, stderr) = (Rc::new(register(stdout, Interest::READABLE)?), Rc::new(register(stderr, Interest::READABLE)?));
+        let (stdout, stderr) = (
+            Rc::new(register(stdout, Interest::READABLE)?),
+            Rc::new(register(stderr, Interest::READABLE)?),
+        );
         self.live.borrow_mut().insert(exec.id, Rc::clone(&exec));
         tokio::task::spawn_local(Rc::clone(&exec).read(Stream::Stdout, Rc::clone(&stdout)));
         tokio::task::spawn_local(Rc::clone(&exec).read(Stream::Stderr, Rc::clone(&stderr)));
@@ -193,14 +214,24 @@ impl Execs {
     }
 
     /// Ends an exec's tree when asked to kill all of it; otherwise passes the signal on.
-    pub(crate) fn signal(&self, id: ExecId, signal: i32, scope: SignalScope) -> Result<(), AgentError> {
-        let exec = self.get(id).ok_or_else(|| AgentError::new(ErrorCode::ExecEnded, "nothing of this exec runs any more"))?;
+    pub(crate) fn signal(
+        &self,
+        id: ExecId,
+        signal: i32,
+        scope: SignalScope,
+    ) -> Result<(), AgentError> {
+        let exec = self.get(id).ok_or_else(|| {
+            AgentError::new(ErrorCode::ExecEnded, "nothing of this exec runs any more")
+        })?;
         match scope {
             SignalScope::Tree if signal == libc::SIGKILL => exec.kill.notify_one(),
             SignalScope::Tree => Processes::signal_tree(exec.subreaper, signal),
             SignalScope::Group => {
                 if exec.exit.borrow().is_some() || sys::kill(-exec.main.get(), signal).is_err() {
-                    return Err(AgentError::new(ErrorCode::ExecEnded, "the exec's process group has ended"));
+                    return Err(AgentError::new(
+                        ErrorCode::ExecEnded,
+                        "the exec's process group has ended",
+                    ));
                 }
             }
         }
@@ -209,15 +240,24 @@ impl Execs {
 }
 
 fn register(fd: OwnedFd, interest: Interest) -> Result<AsyncFd<OwnedFd>, AgentError> {
-    sys::watch(fd, interest).map_err(|error| AgentError::new(ErrorCode::Internal, format!("watching a pipe: {error}")))
+    sys::watch(fd, interest)
+        .map_err(|error| AgentError::new(ErrorCode::Internal, format!("watching a pipe: {error}")))
 }
 
 /// The next report of a subreaper; `None` when it is gone.
 async fn read_report(pipe: &AsyncFd<OwnedFd>) -> io::Result<Option<Report>> {
     let mut buffer = [0; Report::SIZE];
     // Reports are far smaller than PIPE_BUF, so each is read whole.
-    let count = pipe.async_io(Interest::READABLE, |fd| rustix::io::read(fd, &mut buffer).map_err(io::Error::from)).await?;
-    Ok(if count == Report::SIZE { Report::decode(buffer) } else { None })
+    let count = pipe
+        .async_io(Interest::READABLE, |fd| {
+            rustix::io::read(fd, &mut buffer).map_err(io::Error::from)
+        })
+        .await?;
+    Ok(if count == Report::SIZE {
+        Report::decode(buffer)
+    } else {
+        None
+    })
 }
 
 fn index(stream: Stream) -> usize {
@@ -232,14 +272,19 @@ impl Exec {
     async fn read(self: Rc<Self>, stream: Stream, pipe: Rc<AsyncFd<OwnedFd>>) {
         let mut buffer = Vec::new();
         loop {
-            while self.exit.borrow().is_none() && (self.unacked_bytes.get() >= WINDOW || self.unacked.borrow().len() >= MAX_UNACKED_CHUNKS) {
+            while self.exit.borrow().is_none()
+                && (self.unacked_bytes.get() >= WINDOW
+                    || self.unacked.borrow().len() >= MAX_UNACKED_CHUNKS)
+            {
                 self.room.notified().await;
             }
             // Held only while there is something to read: an idle command costs no buffer.
             match pipe.readable().await {
                 Ok(mut ready) => {
                     buffer.resize(MAX_DATA, 0);
-                    match ready.try_io(|fd| rustix::io::read(fd, &mut buffer[..]).map_err(io::Error::from)) {
+                    match ready
+                        .try_io(|fd| rustix::io::read(fd, &mut buffer[..]).map_err(io::Error::from))
+                    {
                         Err(_would_block) => continue,
                         Ok(Ok(0) | Err(_)) => break,
                         Ok(Ok(count)) => self.keep(stream, &buffer[..count]),
@@ -265,17 +310,27 @@ impl Exec {
             Stream::Stderr => &self.stderr_bytes,
         };
         counter.set(counter.get() + data.len() as u64);
-        self.unacked_bytes.set(self.unacked_bytes.get() + data.len());
+        self.unacked_bytes
+            .set(self.unacked_bytes.get() + data.len());
         let mut unacked = self.unacked.borrow_mut();
         match unacked.back_mut() {
             // A program that writes byte by byte must not make a piece of each.
-            Some(last) if last.seq > self.sent_seq.get() && last.stream == stream && last.data.len() + data.len() <= MAX_DATA => {
+            Some(last)
+                if last.seq > self.sent_seq.get()
+                    && last.stream == stream
+                    && last.data.len() + data.len() <= MAX_DATA =>
+            {
                 last.data.extend_from_slice(data);
             }
             _ => {
                 let seq = self.last_seq.get() + 1;
                 self.last_seq.set(seq);
-                unacked.push_back(Chunk { seq, stream, at_ms: now_ms(), data: data.to_vec() });
+                unacked.push_back(Chunk {
+                    seq,
+                    stream,
+                    at_ms: now_ms(),
+                    data: data.to_vec(),
+                });
             }
         }
         drop(unacked);
@@ -283,9 +338,15 @@ impl Exec {
     }
 
     /// Waits for the command's end, its deadline or a kill; then drains the pipes and records the exit.
-    async fn supervise(&self, report: AsyncFd<OwnedFd>, stdout: &AsyncFd<OwnedFd>, stderr: &AsyncFd<OwnedFd>) {
+    async fn supervise(
+        &self,
+        report: AsyncFd<OwnedFd>,
+        stdout: &AsyncFd<OwnedFd>,
+        stderr: &AsyncFd<OwnedFd>,
+    ) {
         let killed_all = self.processes.killed_all();
-        let deadline = (self.start.timeout_ms > 0).then(|| self.begun + Duration::from_millis(self.start.timeout_ms));
+        let deadline = (self.start.timeout_ms > 0)
+            .then(|| self.begun + Duration::from_millis(self.start.timeout_ms));
         let mut timed_out = false;
         let ended = tokio::select! {
             ended = main_end(&report) => ended,
@@ -355,7 +416,9 @@ impl Exec {
     /// Reads what the command wrote before its end, however slow the worker is, and what follows for a short while.
     async fn drain(&self, stdout: &AsyncFd<OwnedFd>, stderr: &AsyncFd<OwnedFd>) {
         let goal: [usize; 2] =
-            [(stdout, 0), (stderr, 1)].map(|(pipe, index): (&AsyncFd<OwnedFd>, usize)| self.drained[index].get() + sys::bytes_waiting(pipe.get_ref()));
+            [(stdout, 0), (stderr, 1)].map(|(pipe, index): (&AsyncFd<OwnedFd>, usize)| {
+                self.drained[index].get() + sys::bytes_waiting(pipe.get_ref())
+            });
         let mut until = Instant::now() + Duration::from_millis(self.start.drain_ms);
         loop {
             let news = self.news.notified();
@@ -363,11 +426,22 @@ impl Exec {
                 return;
             }
             if tokio::time::timeout_at(until, news).await.is_err() {
-                if self.drained.iter().zip(goal).all(|(drained, goal)| drained.get() >= goal) {
+                if self
+                    .drained
+                    .iter()
+                    .zip(goal)
+                    .all(|(drained, goal)| drained.get() >= goal)
+                {
                     return;
                 }
                 until = Instant::now() + Duration::from_millis(50);
-            } else if Instant::now() >= until && self.drained.iter().zip(goal).all(|(drained, goal)| drained.get() >= goal) {
+            } else if Instant::now() >= until
+                && self
+                    .drained
+                    .iter()
+                    .zip(goal)
+                    .all(|(drained, goal)| drained.get() >= goal)
+            {
                 return;
             }
         }
@@ -408,7 +482,12 @@ impl Exec {
     /// Appends what is there after `seq` as frames, up to about a window; the exit when all was sent.
     pub(crate) fn pending(&self, after: u64, out: &mut Vec<u8>) -> (u64, Option<ExitReport>) {
         let mut sent = after;
-        for chunk in self.unacked.borrow().iter().filter(|chunk| chunk.seq > after) {
+        for chunk in self
+            .unacked
+            .borrow()
+            .iter()
+            .filter(|chunk| chunk.seq > after)
+        {
             cynode_sba_proto::encode_output(chunk.stream, chunk.seq, chunk.at_ms, &chunk.data, out);
             sent = chunk.seq;
             if out.len() >= 2 * MAX_DATA {
@@ -416,7 +495,11 @@ impl Exec {
             }
         }
         self.sent_seq.set(self.sent_seq.get().max(sent));
-        let exit = self.exit.borrow().clone().filter(|_| sent >= self.last_seq.get());
+        let exit = self
+            .exit
+            .borrow()
+            .clone()
+            .filter(|_| sent >= self.last_seq.get());
         (sent, exit)
     }
 }
@@ -445,5 +528,9 @@ async fn until(deadline: Option<Instant>) {
 }
 
 fn now_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| {
+            u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+        })
 }

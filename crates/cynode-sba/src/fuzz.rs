@@ -5,7 +5,11 @@
 //!
 //! What must stay true: a target does nothing outside of a temporary directory of its own, and the same bytes always lead
 //! it the same way.
-#![allow(clippy::expect_used, clippy::panic, reason = "a panic is how a target tells what it found")]
+#![allow(
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a panic is how a target tells what it found"
+)]
 
 mod codec;
 
@@ -16,15 +20,24 @@ pub use crate::files::fuzz::{archives, diffs, patches, paths, searches};
 pub type Target = fn(&[u8]);
 
 /// Every target by its name, which is also the name of its corpus.
-pub const TARGETS: &[(&str, Target)] =
-    &[("archives", archives), ("diffs", diffs), ("patches", patches), ("paths", paths), ("replies", replies), ("requests", requests), ("searches", searches)];
+pub const TARGETS: &[(&str, Target)] = &[
+    ("archives", archives),
+    ("diffs", diffs),
+    ("patches", patches),
+    ("paths", paths),
+    ("replies", replies),
+    ("requests", requests),
+    ("searches", searches),
+];
 
 /// Ends a field of an input. No valid UTF-8 holds it, so what is text can't contain it by chance.
 const SEPARATOR: u8 = 0xff;
 
 /// The first byte of an input decides how the target behaves; fields follow.
 pub(crate) fn split(input: &[u8]) -> (u8, &[u8]) {
-    input.split_first().map_or((0, input), |(knob, rest)| (*knob, rest))
+    input
+        .split_first()
+        .map_or((0, input), |(knob, rest)| (*knob, rest))
 }
 
 pub(crate) fn fields(input: &[u8]) -> impl Iterator<Item = &[u8]> {
@@ -44,15 +57,28 @@ mod tests {
     }
 
     fn names(directory: PathBuf) -> BTreeSet<String> {
-        let stem = |path: PathBuf| path.file_stem().expect("a name").to_string_lossy().into_owned();
-        std::fs::read_dir(directory).expect("listed").map(|entry| stem(entry.expect("entry").path())).collect()
+        let stem = |path: PathBuf| {
+            path.file_stem()
+                .expect("a name")
+                .to_string_lossy()
+                .into_owned()
+        };
+        std::fs::read_dir(directory)
+            .expect("listed")
+            .map(|entry| stem(entry.expect("entry").path()))
+            .collect()
     }
 
     /// Runs a target with every input of its corpus.
     fn replay(name: &str) {
-        let (_, target) = TARGETS.iter().find(|(target, _)| *target == name).expect("a target");
-        let mut inputs: Vec<PathBuf> =
-            std::fs::read_dir(fuzz().join("corpus").join(name)).expect("a corpus").map(|entry| entry.expect("entry").path()).collect();
+        let (_, target) = TARGETS
+            .iter()
+            .find(|(target, _)| *target == name)
+            .expect("a target");
+        let mut inputs: Vec<PathBuf> = std::fs::read_dir(fuzz().join("corpus").join(name))
+            .expect("a corpus")
+            .map(|entry| entry.expect("entry").path())
+            .collect();
         inputs.sort();
         assert!(!inputs.is_empty(), "the corpus of {name} is empty");
         for input in inputs {
@@ -64,7 +90,8 @@ mod tests {
 
     #[test]
     fn every_target_has_a_program_and_a_corpus() {
-        let targets: BTreeSet<String> = TARGETS.iter().map(|(name, _)| (*name).to_owned()).collect();
+        let targets: BTreeSet<String> =
+            TARGETS.iter().map(|(name, _)| (*name).to_owned()).collect();
         assert_eq!(names(fuzz().join("fuzz_targets")), targets);
         assert_eq!(names(fuzz().join("corpus")), targets);
     }
@@ -105,31 +132,80 @@ mod tests {
     }
 
     /// What is in the workspace that `patches` works in, what is not, and what must not be reached.
-    const NAMES: &[&str] =
-        &["file", "a", "b", "dos", "empty", "dir/inner", "alias/inner", "new/x", "new", "final", "up/x", "out/secret", "abs/x", ".git/config", "../x"];
+    const NAMES: &[&str] = &[
+        "file",
+        "a",
+        "b",
+        "dos",
+        "empty",
+        "dir/inner",
+        "alias/inner",
+        "new/x",
+        "new",
+        "final",
+        "up/x",
+        "out/secret",
+        "abs/x",
+        ".git/config",
+        "../x",
+    ];
 
     /// A section of a diff that is nearly right, for the workspace that `patches` works in.
     fn section() -> impl Strategy<Value = String> {
-        let name = || prop_oneof![proptest::sample::select(NAMES).prop_map(str::to_owned), "[ab./]{1,5}"];
-        let line = || proptest::sample::select(&[" 1\n", " 2\n", "-1\n", "-A\n", "-3\n", "+x\n", "+\n", "-x\n\\ No newline at end of file\n", " 1\r\n"][..]);
-        let hunk = (0_usize..9, proptest::collection::vec(line(), 1..5)).prop_map(|(start, lines)| {
-            let count = |other: char| lines.iter().filter(|line| !line.starts_with(other)).count();
-            format!("@@ -{start},{} +{start},{} @@\n{}", count('+'), count('-'), lines.concat())
-        });
+        let name = || {
+            prop_oneof![
+                proptest::sample::select(NAMES).prop_map(str::to_owned),
+                "[ab./]{1,5}"
+            ]
+        };
+        let line = || {
+            proptest::sample::select(
+                &[
+                    " 1\n",
+                    " 2\n",
+                    "-1\n",
+                    "-A\n",
+                    "-3\n",
+                    "+x\n",
+                    "+\n",
+                    "-x\n\\ No newline at end of file\n",
+                    " 1\r\n",
+                ][..],
+            )
+        };
+        let hunk =
+            (0_usize..9, proptest::collection::vec(line(), 1..5)).prop_map(|(start, lines)| {
+                let count =
+                    |other: char| lines.iter().filter(|line| !line.starts_with(other)).count();
+                format!(
+                    "@@ -{start},{} +{start},{} @@\n{}",
+                    count('+'),
+                    count('-'),
+                    lines.concat()
+                )
+            });
         let hunks = proptest::collection::vec(hunk, 1..3).prop_map(|hunks| hunks.concat());
         prop_oneof![
-            (name(), hunks).prop_map(|(name, hunks)| format!("--- a/{name}\n+++ b/{name}\n{hunks}")),
+            (name(), hunks)
+                .prop_map(|(name, hunks)| format!("--- a/{name}\n+++ b/{name}\n{hunks}")),
             name().prop_map(|name| format!("--- /dev/null\n+++ b/{name}\n@@ -0,0 +1 @@\n+x\n")),
             Just("--- a/a\n+++ /dev/null\n@@ -1 +0,0 @@\n-A\n".to_owned()),
-            (name(), name()).prop_map(|(from, to)| format!("diff --git a/{from} b/{to}\nrename from {from}\nrename to {to}\n")),
-            (name(), name()).prop_map(|(from, to)| format!("diff --git a/{from} b/{to}\ncopy from {from}\ncopy to {to}\n")),
-            name().prop_map(|name| format!("diff --git a/{name} b/{name}\nold mode 100644\nnew mode 100755\n")),
+            (name(), name()).prop_map(|(from, to)| format!(
+                "diff --git a/{from} b/{to}\nrename from {from}\nrename to {to}\n"
+            )),
+            (name(), name()).prop_map(|(from, to)| format!(
+                "diff --git a/{from} b/{to}\ncopy from {from}\ncopy to {to}\n"
+            )),
+            name().prop_map(|name| format!(
+                "diff --git a/{name} b/{name}\nold mode 100644\nnew mode 100755\n"
+            )),
         ]
     }
 
     /// A path, or a link to be put into the tree that `paths` works in.
     fn place() -> impl Strategy<Value = String> {
-        let part = || proptest::sample::select(&["a", "b", "x", "y", "file", ".", "..", "", "new"][..]);
+        let part =
+            || proptest::sample::select(&["a", "b", "x", "y", "file", ".", "..", "", "new"][..]);
         let path = || proptest::collection::vec(part(), 1..5).prop_map(|parts| parts.join("/"));
         prop_oneof![2 => path(), 1 => ("[xyz]", path()).prop_map(|(name, target)| format!("\n{name} {target}"))]
     }

@@ -5,7 +5,10 @@
 //! guarantees is order: each command's processes stay findable, deadlines hold, output is neither lost nor doubled.
 //!
 //! It is a library only so that fuzz targets reach what reads hostile input; the program is [`main`].
-#![allow(clippy::disallowed_methods, reason = "every path here is inside the sandbox, opened with the sandbox's own rights")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "every path here is inside the sandbox, opened with the sandbox's own rights"
+)]
 
 mod exec;
 mod files;
@@ -47,14 +50,21 @@ pub fn main() -> ExitCode {
     if let Err(reason) = harden() {
         return complain(EXIT_UNSAFE, &format!("refusing to run: {reason}"));
     }
-    match tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build() {
+    match tokio::runtime::Builder::new_current_thread()
+        .enable_io()
+        .enable_time()
+        .build()
+    {
         Ok(runtime) => runtime.block_on(tokio::task::LocalSet::new().run_until(agent(control))),
         Err(error) => complain(1, &format!("can't start: {error}")),
     }
 }
 
 fn complain(code: u8, message: &str) -> ExitCode {
-    #[expect(clippy::print_stderr, reason = "nothing else is there yet to tell it to")]
+    #[expect(
+        clippy::print_stderr,
+        reason = "nothing else is there yet to tell it to"
+    )]
     {
         eprintln!("cynode-sba: {message}");
     }
@@ -66,11 +76,18 @@ fn harden() -> Result<(), String> {
     if rustix::process::geteuid().is_root() || rustix::process::getuid().is_root() {
         return Err("uid 0; the sandbox must run as an ordinary user".to_owned());
     }
-    let status = std::fs::read_to_string("/proc/self/status").map_err(|error| format!("can't read /proc/self/status: {error}"))?;
+    let status = std::fs::read_to_string("/proc/self/status")
+        .map_err(|error| format!("can't read /proc/self/status: {error}"))?;
     for name in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
-        let value = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
+        let value = status
+            .lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+            .map(str::trim);
         if value.is_none_or(|value| value.bytes().any(|digit| digit != b'0')) {
-            return Err(format!("{name} is {}; the sandbox must have no capability", value.unwrap_or("unknown")));
+            return Err(format!(
+                "{name} is {}; the sandbox must have no capability",
+                value.unwrap_or("unknown")
+            ));
         }
     }
     sys::set_not_dumpable().map_err(|error| format!("can't become undumpable: {error}"))?;
@@ -82,7 +99,9 @@ fn harden() -> Result<(), String> {
 
 async fn agent(control: PathBuf) -> ExitCode {
     let execs = Rc::new(Execs::default());
-    let signals = match sys::signal_fd(&[libc::SIGCHLD, libc::SIGTERM]).and_then(|fd| sys::watch(fd, Interest::READABLE)) {
+    let signals = match sys::signal_fd(&[libc::SIGCHLD, libc::SIGTERM])
+        .and_then(|fd| sys::watch(fd, Interest::READABLE))
+    {
         Ok(signals) => signals,
         Err(error) => return complain(1, &format!("can't watch signals: {error}")),
     };

@@ -12,7 +12,10 @@ use std::{
 };
 
 use cynode_api::{ErrorCode, ExecId};
-use cynode_sba_proto::{AgentError, Decoder, FileOp, Frame, Hello, MAX_DATA, MAX_WORKER_FRAME, PARKED, PROTOCOL, Reply, Request, Role, encode_message};
+use cynode_sba_proto::{
+    AgentError, Decoder, FileOp, Frame, Hello, MAX_DATA, MAX_WORKER_FRAME, PARKED, PROTOCOL, Reply,
+    Request, Role, encode_message,
+};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _, Interest, unix::AsyncFd},
     net::{UnixStream, unix::OwnedReadHalf},
@@ -46,7 +49,12 @@ pub(crate) struct Link {
 
 impl Link {
     pub(crate) fn new(control: PathBuf, execs: Rc<Execs>) -> Rc<Self> {
-        Rc::new(Self { control, execs, parked: Cell::new(0), wanted: Notify::new() })
+        Rc::new(Self {
+            control,
+            execs,
+            parked: Cell::new(0),
+            wanted: Notify::new(),
+        })
     }
 
     /// Keeps the watch open and the parked connections at their number, for ever.
@@ -69,7 +77,12 @@ impl Link {
     async fn connect(&self, role: Role) -> UnixStream {
         let mut hello = Vec::new();
         encode_message(
-            &Reply::Hello(Hello { protocol: PROTOCOL, version: env!("CARGO_PKG_VERSION").to_owned(), role, max_frame: Some(MAX_WORKER_FRAME) }),
+            &Reply::Hello(Hello {
+                protocol: PROTOCOL,
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+                role,
+                max_frame: Some(MAX_WORKER_FRAME),
+            }),
             &mut hello,
         );
         let mut pause = RETRY_FIRST;
@@ -112,12 +125,30 @@ impl Link {
                 Err(refusal) => drop(answer(&mut stream, &Reply::Error(refusal)).await),
             },
             Ok(Ok(Request::Attach { exec_id, after_seq })) => match self.execs.get(exec_id) {
-                Some(exec) => self.serve_exec(exec, after_seq, stream, decoder, false).await,
+                Some(exec) => {
+                    self.serve_exec(exec, after_seq, stream, decoder, false)
+                        .await
+                }
                 None => drop(answer(&mut stream, &Reply::Error(unknown_exec(exec_id))).await),
             },
-            Ok(Ok(Request::Execs)) => drop(answer(&mut stream, &Reply::Execs { execs: self.execs.list() }).await),
-            Ok(Ok(Request::Signal { exec_id, signal, scope })) => {
-                let reply = self.execs.signal(exec_id, signal, scope).map_or_else(Reply::Error, |()| Reply::Ok { changed: None });
+            Ok(Ok(Request::Execs)) => drop(
+                answer(
+                    &mut stream,
+                    &Reply::Execs {
+                        execs: self.execs.list(),
+                    },
+                )
+                .await,
+            ),
+            Ok(Ok(Request::Signal {
+                exec_id,
+                signal,
+                scope,
+            })) => {
+                let reply = self
+                    .execs
+                    .signal(exec_id, signal, scope)
+                    .map_or_else(Reply::Error, |()| Reply::Ok { changed: None });
                 drop(answer(&mut stream, &reply).await);
             }
             Ok(Ok(Request::SignalAll { signal })) => {
@@ -125,16 +156,36 @@ impl Link {
                 drop(answer(&mut stream, &Reply::Ok { changed: None }).await);
             }
             Ok(Ok(Request::Unknown)) => {
-                drop(answer(&mut stream, &Reply::Error(AgentError::new(ErrorCode::InvalidRequest, "this agent does not know that request"))).await);
+                drop(
+                    answer(
+                        &mut stream,
+                        &Reply::Error(AgentError::new(
+                            ErrorCode::InvalidRequest,
+                            "this agent does not know that request",
+                        )),
+                    )
+                    .await,
+                );
             }
         }
     }
 
     /// Sends output and exit, takes acknowledgements and standard input, until the worker has it all or goes away.
-    async fn serve_exec(&self, exec: Rc<Exec>, after_seq: u64, stream: UnixStream, decoder: Decoder, started: bool) {
+    async fn serve_exec(
+        &self,
+        exec: Rc<Exec>,
+        after_seq: u64,
+        stream: UnixStream,
+        decoder: Decoder,
+        started: bool,
+    ) {
         let generation = exec.attach(after_seq);
         let (reader, mut writer) = stream.into_split();
-        if started && answer(&mut writer, &Reply::Started { pid: 0 }).await.is_err() {
+        if started
+            && answer(&mut writer, &Reply::Started { pid: 0 })
+                .await
+                .is_err()
+        {
             return;
         }
         let (replies, mut from_reader) = tokio::sync::mpsc::channel(16);
@@ -186,17 +237,26 @@ impl Link {
 }
 
 fn unknown_exec(id: ExecId) -> AgentError {
-    AgentError::new(ErrorCode::ExecNotFound, format!("exec {id} is not known here"))
+    AgentError::new(
+        ErrorCode::ExecNotFound,
+        format!("exec {id} is not known here"),
+    )
 }
 
-async fn answer(stream: &mut (impl tokio::io::AsyncWrite + Unpin), reply: &Reply) -> io::Result<()> {
+async fn answer(
+    stream: &mut (impl tokio::io::AsyncWrite + Unpin),
+    reply: &Reply,
+) -> io::Result<()> {
     let mut out = Vec::new();
     encode_message(reply, &mut out);
     stream.write_all(&out).await
 }
 
 /// Reads until there is a whole request. The outer error is the connection's, the inner one is told to the worker.
-async fn first_request(stream: &mut UnixStream, decoder: &mut Decoder) -> io::Result<Result<Request, AgentError>> {
+async fn first_request(
+    stream: &mut UnixStream,
+    decoder: &mut Decoder,
+) -> io::Result<Result<Request, AgentError>> {
     let bad = |what: String| Ok(Err(AgentError::new(ErrorCode::InvalidRequest, what)));
     loop {
         match decoder.next_frame() {
@@ -223,7 +283,12 @@ async fn first_request(stream: &mut UnixStream, decoder: &mut Decoder) -> io::Re
 }
 
 /// Acknowledgements and standard input. Ends when the worker has the exit or the connection is of no more use.
-async fn read_worker(exec: Rc<Exec>, reader: OwnedReadHalf, mut decoder: Decoder, replies: tokio::sync::mpsc::Sender<Reply>) {
+async fn read_worker(
+    exec: Rc<Exec>,
+    reader: OwnedReadHalf,
+    mut decoder: Decoder,
+    replies: tokio::sync::mpsc::Sender<Reply>,
+) {
     let (stdin, mut stdin_queue) = tokio::sync::mpsc::channel::<Option<Vec<u8>>>(2);
     let feeding = {
         let exec = Rc::clone(&exec);
@@ -233,7 +298,13 @@ async fn read_worker(exec: Rc<Exec>, reader: OwnedReadHalf, mut decoder: Decoder
                     exec.stdin.borrow_mut().take();
                     continue;
                 };
-                let reply = if write_stdin(&exec, &data).await { Reply::StdinTaken { bytes: data.len() as u64 } } else { Reply::StdinClosed };
+                let reply = if write_stdin(&exec, &data).await {
+                    Reply::StdinTaken {
+                        bytes: data.len() as u64,
+                    }
+                } else {
+                    Reply::StdinClosed
+                };
                 if replies.send(reply).await.is_err() {
                     return;
                 }
@@ -285,7 +356,9 @@ async fn read_worker(exec: Rc<Exec>, reader: OwnedReadHalf, mut decoder: Decoder
 /// Writes all of `data` to the command's standard input; false when that is closed.
 async fn write_stdin(exec: &Exec, mut data: &[u8]) -> bool {
     while !data.is_empty() {
-        let Some(pipe) = exec.stdin.borrow().clone() else { return false };
+        let Some(pipe) = exec.stdin.borrow().clone() else {
+            return false;
+        };
         let wrote = tokio::select! {
             wrote = pipe.async_io(Interest::WRITABLE, |fd| rustix::io::write(fd, data).map_err(io::Error::from)) => wrote,
             () = stdin_closed(exec) => return false,
@@ -312,7 +385,9 @@ async fn stdin_closed(exec: &Exec) {
 
 /// Hands the connection to a child that serves one file operation. Memory that the work takes is the child's.
 fn serve_file(execs: &Rc<Execs>, op: FileOp, stream: UnixStream, decoder: Decoder) {
-    let Ok(stream) = stream.into_std() else { return };
+    let Ok(stream) = stream.into_std() else {
+        return;
+    };
     match sys::fork() {
         Ok(Fork::Child) => {
             sys::set_name(c"cynode-file");
@@ -327,12 +402,19 @@ fn serve_file(execs: &Rc<Execs>, op: FileOp, stream: UnixStream, decoder: Decode
             let ended = execs.processes.own(pid);
             let connection = sys::watch(stream.into(), Interest::READABLE).ok();
             let processes = Rc::clone(&execs.processes);
-            tokio::task::spawn_local(async move { attend(&processes, pid, ended, connection, FILE_OPERATION).await });
+            tokio::task::spawn_local(async move {
+                attend(&processes, pid, ended, connection, FILE_OPERATION).await
+            });
         }
         Err(_) => {
             // One small frame into an empty socket buffer: it does not block.
-            let refusal =
-                AgentError { errno: Some("EAGAIN".to_owned()), ..AgentError::new(ErrorCode::PidsExhausted, "no process slot is free for the file operation") };
+            let refusal = AgentError {
+                errno: Some("EAGAIN".to_owned()),
+                ..AgentError::new(
+                    ErrorCode::PidsExhausted,
+                    "no process slot is free for the file operation",
+                )
+            };
             drop(Peer::new(stream, decoder).reply(&Reply::Error(refusal)));
         }
     }
@@ -341,7 +423,13 @@ fn serve_file(execs: &Rc<Execs>, op: FileOp, stream: UnixStream, decoder: Decode
 /// Sees a child that serves a file operation to its end. It and all that it started are ended when the worker gives up,
 /// which it says by closing the connection; when it takes too long; and at once when it was stopped: only code in the sandbox
 /// that wants the caller to wait for ever does that, and no alarm of its own would wake it.
-async fn attend(processes: &Processes, pid: i32, ended: oneshot::Receiver<i32>, connection: Option<AsyncFd<OwnedFd>>, limit: Duration) {
+async fn attend(
+    processes: &Processes,
+    pid: i32,
+    ended: oneshot::Receiver<i32>,
+    connection: Option<AsyncFd<OwnedFd>>,
+    limit: Duration,
+) {
     let mut ended = std::pin::pin!(ended);
     let closed = async {
         match &connection {
@@ -385,18 +473,34 @@ mod tests {
 
     /// A child that would run for long, and a connection of its own to the worker's end.
     #[expect(clippy::zombie_processes, reason = "its owner reaps it")]
-    fn child(processes: &Processes) -> (i32, oneshot::Receiver<i32>, AsyncFd<OwnedFd>, std::os::unix::net::UnixStream) {
+    fn child(
+        processes: &Processes,
+    ) -> (
+        i32,
+        oneshot::Receiver<i32>,
+        AsyncFd<OwnedFd>,
+        std::os::unix::net::UnixStream,
+    ) {
         let child = Command::new("sleep").arg("1000").spawn().expect("started");
         let pid = child.id().cast_signed();
         let (ours, workers) = std::os::unix::net::UnixStream::pair().expect("a pair");
         ours.set_nonblocking(true).expect("non-blocking");
-        (pid, processes.own(pid), sys::watch(ours.into(), Interest::READABLE).expect("watched"), workers)
+        (
+            pid,
+            processes.own(pid),
+            sys::watch(ours.into(), Interest::READABLE).expect("watched"),
+            workers,
+        )
     }
 
     #[tokio::test]
     async fn a_file_operation_that_is_stopped_or_late_or_not_wanted_any_more_is_killed() {
         let hour = Duration::from_secs(3_600);
-        for (reason, stop, limit, close) in [("stopped", true, hour, false), ("late", false, Duration::from_millis(50), false), ("closed", false, hour, true)] {
+        for (reason, stop, limit, close) in [
+            ("stopped", true, hour, false),
+            ("late", false, Duration::from_millis(50), false),
+            ("closed", false, hour, true),
+        ] {
             let processes = Processes::default();
             let (pid, ended, connection, worker) = child(&processes);
             if stop {
@@ -405,7 +509,10 @@ mod tests {
             let worker = (!close).then_some(worker);
             attend(&processes, pid, ended, Some(connection), limit).await;
             drop(worker);
-            assert!(!processes.is_owned(pid) && sys::kill(pid, 0).is_err(), "{reason}");
+            assert!(
+                !processes.is_owned(pid) && sys::kill(pid, 0).is_err(),
+                "{reason}"
+            );
         }
     }
 
@@ -413,7 +520,13 @@ mod tests {
     async fn a_file_operation_that_works_is_let_alone() {
         let processes = Processes::default();
         let (pid, ended, connection, _worker) = child(&processes);
-        let attending = attend(&processes, pid, ended, Some(connection), Duration::from_secs(3_600));
+        let attending = attend(
+            &processes,
+            pid,
+            ended,
+            Some(connection),
+            Duration::from_secs(3_600),
+        );
         assert!(tokio::time::timeout(3 * LOOK, attending).await.is_err());
         assert!(processes.is_owned(pid));
         processes.end_tree(pid).await;

@@ -17,7 +17,11 @@ pub(crate) struct Peer {
 impl Peer {
     /// `decoder` holds what was read of the connection already.
     pub(crate) fn new(stream: UnixStream, decoder: Decoder) -> Self {
-        Self { stream, decoder, buffer: Vec::new() }
+        Self {
+            stream,
+            decoder,
+            buffer: Vec::new(),
+        }
     }
 
     #[cfg(test)]
@@ -54,7 +58,9 @@ impl Peer {
             match self.decoder.next_frame().map_err(io::Error::other)? {
                 Some(Frame::Data(data)) => return Ok(Some(data)),
                 Some(Frame::End) => return Ok(None),
-                Some(other) => return Err(io::Error::other(format!("expected data, got {other:?}"))),
+                Some(other) => {
+                    return Err(io::Error::other(format!("expected data, got {other:?}")));
+                }
                 None => {}
             }
             let count = self.stream.read(&mut self.buffer)?;

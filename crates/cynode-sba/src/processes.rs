@@ -99,7 +99,9 @@ impl Processes {
         let owned = self.owned.borrow();
         let orphans: Vec<i32> = table()
             .into_iter()
-            .filter(|process| process.parent == me && !process.zombie && !owned.contains_key(&process.pid))
+            .filter(|process| {
+                process.parent == me && !process.zombie && !owned.contains_key(&process.pid)
+            })
             .map(|process| process.pid)
             .collect();
         for pid in &orphans {
@@ -128,16 +130,24 @@ struct Process {
 
 /// All processes that can be seen.
 fn table() -> Vec<Process> {
-    let Ok(directory) = std::fs::read_dir("/proc") else { return Vec::new() };
+    let Ok(directory) = std::fs::read_dir("/proc") else {
+        return Vec::new();
+    };
     directory
         .filter_map(|entry| {
             let pid: i32 = entry.ok()?.file_name().to_str()?.parse().ok()?;
             let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
             // "pid (name) state ppid …": the name may hold anything, parentheses too, so look from its end.
             let end = stat.iter().rposition(|byte| *byte == b')')?;
-            let mut fields = std::str::from_utf8(&stat[end + 1..]).ok()?.split_ascii_whitespace();
+            let mut fields = std::str::from_utf8(&stat[end + 1..])
+                .ok()?
+                .split_ascii_whitespace();
             let state = fields.next()?;
-            Some(Process { pid, parent: fields.next()?.parse().ok()?, zombie: state == "Z" || state == "X" })
+            Some(Process {
+                pid,
+                parent: fields.next()?.parse().ok()?,
+                zombie: state == "Z" || state == "X",
+            })
         })
         .collect()
 }

@@ -85,12 +85,22 @@ struct Plan {
 impl Plan {
     fn new(start: &ExecStart) -> Result<Self, AgentError> {
         let invalid = |what: &str| AgentError::new(ErrorCode::InvalidRequest, what);
-        let string = |text: &str, what: &str| CString::new(text).map_err(|_| invalid(&format!("{what} holds a NUL byte")));
-        let program = start.argv.first().filter(|program| !program.is_empty()).ok_or_else(|| invalid("argv must name a command"))?;
+        let string = |text: &str, what: &str| {
+            CString::new(text).map_err(|_| invalid(&format!("{what} holds a NUL byte")))
+        };
+        let program = start
+            .argv
+            .first()
+            .filter(|program| !program.is_empty())
+            .ok_or_else(|| invalid("argv must name a command"))?;
         let candidates = if program.contains('/') {
             vec![string(program, "argv[0]")?]
         } else {
-            let path = start.env.iter().find(|(name, _)| name == "PATH").map_or(DEFAULT_PATH, |(_, value)| value);
+            let path = start
+                .env
+                .iter()
+                .find(|(name, _)| name == "PATH")
+                .map_or(DEFAULT_PATH, |(_, value)| value);
             path.split(':')
                 .filter(|directory| !directory.is_empty())
                 .map(|directory| string(&format!("{directory}/{program}"), "argv[0]"))
@@ -98,16 +108,33 @@ impl Plan {
         };
         Ok(Self {
             candidates,
-            argv: start.argv.iter().map(|argument| string(argument, "argv")).collect::<Result<_, _>>()?,
-            env: start.env.iter().map(|(name, value)| string(&format!("{name}={value}"), "env")).collect::<Result<_, _>>()?,
-            cwd: CString::new(PathBuf::from(WORKSPACE).join(&start.cwd).into_os_string().into_vec()).map_err(|_| invalid("cwd holds a NUL byte"))?,
+            argv: start
+                .argv
+                .iter()
+                .map(|argument| string(argument, "argv"))
+                .collect::<Result<_, _>>()?,
+            env: start
+                .env
+                .iter()
+                .map(|(name, value)| string(&format!("{name}={value}"), "env"))
+                .collect::<Result<_, _>>()?,
+            cwd: CString::new(
+                PathBuf::from(WORKSPACE)
+                    .join(&start.cwd)
+                    .into_os_string()
+                    .into_vec(),
+            )
+            .map_err(|_| invalid("cwd holds a NUL byte"))?,
         })
     }
 }
 
 pub(crate) fn spawn(start: &ExecStart) -> Result<Spawned, AgentError> {
     let plan = Plan::new(start)?;
-    let pipe = || rustix::pipe::pipe_with(PipeFlags::CLOEXEC).map_err(|error| failed("opening a pipe", error.raw_os_error()));
+    let pipe = || {
+        rustix::pipe::pipe_with(PipeFlags::CLOEXEC)
+            .map_err(|error| failed("opening a pipe", error.raw_os_error()))
+    };
     let (report, report_out) = pipe()?;
     let (stdout, stdout_in) = pipe()?;
     let (stderr, stderr_in) = pipe()?;
@@ -122,16 +149,31 @@ pub(crate) fn spawn(start: &ExecStart) -> Result<Spawned, AgentError> {
     match sys::fork() {
         Ok(Fork::Child) => {
             // Nothing may unwind out of the copy into the runtime of its parent.
-            let _ended = std::panic::catch_unwind(|| subreaper(&plan, &stdin_out, &stdout_in, &stderr_in, &report_out));
+            let _ended = std::panic::catch_unwind(|| {
+                subreaper(&plan, &stdin_out, &stdout_in, &stderr_in, &report_out)
+            });
             sys::exit_now(70)
         }
         Ok(Fork::Parent(subreaper)) => {
-            for fd in [Some(&stdout), Some(&stderr), Some(&report), stdin.as_ref()].into_iter().flatten() {
-                rustix::io::ioctl_fionbio(fd, true).map_err(|error| failed("preparing a pipe", error.raw_os_error()))?;
+            for fd in [Some(&stdout), Some(&stderr), Some(&report), stdin.as_ref()]
+                .into_iter()
+                .flatten()
+            {
+                rustix::io::ioctl_fionbio(fd, true)
+                    .map_err(|error| failed("preparing a pipe", error.raw_os_error()))?;
             }
-            Ok(Spawned { subreaper, stdin, stdout, stderr, report })
+            Ok(Spawned {
+                subreaper,
+                stdin,
+                stdout,
+                stderr,
+                report,
+            })
         }
-        Err(error) => Err(failed("starting the command", error.raw_os_error().unwrap_or(libc::EAGAIN))),
+        Err(error) => Err(failed(
+            "starting the command",
+            error.raw_os_error().unwrap_or(libc::EAGAIN),
+        )),
     }
 }
 
@@ -139,30 +181,61 @@ pub(crate) fn spawn(start: &ExecStart) -> Result<Spawned, AgentError> {
 fn failed(what: &str, errno: i32) -> AgentError {
     let (code, detail) = match errno {
         libc::EAGAIN => (ErrorCode::PidsExhausted, "no process slot is free"),
-        libc::ENOMEM => (ErrorCode::PidsExhausted, "no memory is left for another process"),
-        libc::EMFILE => (ErrorCode::ExecFailed, "too many commands run at once for the sandbox's limit of open files (limits.nofile)"),
+        libc::ENOMEM => (
+            ErrorCode::PidsExhausted,
+            "no memory is left for another process",
+        ),
+        libc::EMFILE => (
+            ErrorCode::ExecFailed,
+            "too many commands run at once for the sandbox's limit of open files (limits.nofile)",
+        ),
         libc::ENFILE => (ErrorCode::Internal, "the host has no open file left"),
         _ => (ErrorCode::Internal, "unexpected"),
     };
-    AgentError { errno: Some(sys::errno_name(errno)), ..AgentError::new(code, format!("{what}: {detail}")) }
+    AgentError {
+        errno: Some(sys::errno_name(errno)),
+        ..AgentError::new(code, format!("{what}: {detail}"))
+    }
 }
 
 /// The error of a command that did not start.
 pub(crate) fn start_error(start: &ExecStart, report: Report) -> AgentError {
     let error = |errno: i32, what: String| AgentError {
         errno: Some(sys::errno_name(errno)),
-        ..AgentError::new(ErrorCode::ExecFailed, format!("{what}: {}", io::Error::from_raw_os_error(errno)))
+        ..AgentError::new(
+            ErrorCode::ExecFailed,
+            format!("{what}: {}", io::Error::from_raw_os_error(errno)),
+        )
     };
     match report {
-        Report::CwdFailed { errno } => error(errno, format!("can't change to directory {:?}", start.cwd)),
-        Report::StartFailed { errno: errno @ (libc::EAGAIN | libc::ENOMEM) } => failed("starting the command", errno),
-        Report::StartFailed { errno } => error(errno, format!("can't start {:?}", start.argv.first().map_or("", String::as_str))),
-        Report::Started { .. } | Report::Ended { .. } => AgentError::new(ErrorCode::Internal, "the command's supervisor sent reports out of order"),
+        Report::CwdFailed { errno } => {
+            error(errno, format!("can't change to directory {:?}", start.cwd))
+        }
+        Report::StartFailed {
+            errno: errno @ (libc::EAGAIN | libc::ENOMEM),
+        } => failed("starting the command", errno),
+        Report::StartFailed { errno } => error(
+            errno,
+            format!(
+                "can't start {:?}",
+                start.argv.first().map_or("", String::as_str)
+            ),
+        ),
+        Report::Started { .. } | Report::Ended { .. } => AgentError::new(
+            ErrorCode::Internal,
+            "the command's supervisor sent reports out of order",
+        ),
     }
 }
 
 /// The life of the forked copy.
-fn subreaper(plan: &Plan, stdin: &OwnedFd, stdout: &OwnedFd, stderr: &OwnedFd, report: &OwnedFd) -> ! {
+fn subreaper(
+    plan: &Plan,
+    stdin: &OwnedFd,
+    stdout: &OwnedFd,
+    stderr: &OwnedFd,
+    report: &OwnedFd,
+) -> ! {
     sys::block_all_signals();
     // Well below PIPE_BUF, so it is written whole. Its number is above the standard streams', which are open in every process
     // that Rust's runtime started.
@@ -173,7 +246,9 @@ fn subreaper(plan: &Plan, stdin: &OwnedFd, stdout: &OwnedFd, stderr: &OwnedFd, r
     };
     for (fd, target) in [(stdin, 0), (stdout, 1), (stderr, 2)] {
         if let Err(error) = sys::become_fd(fd.as_raw_fd(), target) {
-            say(Report::StartFailed { errno: error.raw_os_error().unwrap_or(libc::EINVAL) });
+            say(Report::StartFailed {
+                errno: error.raw_os_error().unwrap_or(libc::EINVAL),
+            });
             sys::exit_now(0);
         }
     }
@@ -184,7 +259,9 @@ fn subreaper(plan: &Plan, stdin: &OwnedFd, stdout: &OwnedFd, stderr: &OwnedFd, r
     }
     rustix::process::umask(Mode::from_raw_mode(0o022));
     if let Err(error) = rustix::process::chdir(&plan.cwd) {
-        say(Report::CwdFailed { errno: error.raw_os_error() });
+        say(Report::CwdFailed {
+            errno: error.raw_os_error(),
+        });
         sys::exit_now(0);
     }
     let main = match start(plan) {

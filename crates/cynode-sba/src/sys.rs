@@ -42,7 +42,10 @@ pub(crate) fn exit_now(code: i32) -> ! {
 /// Closes every descriptor from 3 on, except `keep`.
 pub(crate) fn close_all_but(keep: RawFd) {
     let keep = u32::try_from(keep).unwrap_or(u32::MAX);
-    for (first, last) in [(3, keep.saturating_sub(1)), (keep.saturating_add(1).max(3), u32::MAX)] {
+    for (first, last) in [
+        (3, keep.saturating_sub(1)),
+        (keep.saturating_add(1).max(3), u32::MAX),
+    ] {
         if first <= last {
             // SAFETY: only called in a forked copy, which uses none of the closed descriptors afterwards.
             unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
@@ -60,7 +63,11 @@ pub(crate) fn close_standard_streams() {
 /// Makes `fd` be `target` (0, 1 or 2), without close-on-exec.
 pub(crate) fn become_fd(fd: RawFd, target: RawFd) -> io::Result<()> {
     // SAFETY: both are plain descriptor numbers; `dup2` checks them.
-    if unsafe { libc::dup2(fd, target) } == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    if unsafe { libc::dup2(fd, target) } == -1 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
 }
 
 pub(crate) fn set_not_dumpable() -> io::Result<()> {
@@ -78,7 +85,11 @@ pub(crate) fn set_name(name: &CStr) {
 
 fn prctl(option: i32, value: libc::c_ulong) -> io::Result<()> {
     // SAFETY: these options take one integer.
-    if unsafe { libc::prctl(option, value, 0, 0, 0) } == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    if unsafe { libc::prctl(option, value, 0, 0, 0) } == -1 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
 }
 
 /// Whether a child is stopped at this moment. Nothing is reaped by asking.
@@ -111,7 +122,11 @@ pub(crate) fn signal_fd(signals: &[i32]) -> io::Result<OwnedFd> {
             return Err(io::Error::last_os_error());
         }
         let fd = libc::signalfd(-1, &raw const set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK);
-        if fd == -1 { Err(io::Error::last_os_error()) } else { Ok(OwnedFd::from_raw_fd(fd)) }
+        if fd == -1 {
+            Err(io::Error::last_os_error())
+        } else {
+            Ok(OwnedFd::from_raw_fd(fd))
+        }
     }
 }
 
@@ -135,13 +150,20 @@ pub(crate) fn read_signal(fd: &OwnedFd) -> io::Result<Arrived> {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         // A sender inside can forge `ssi_pid` by `sigqueue`, but not together with the code of `kill`.
-        Ok(Arrived { signal: info.ssi_signo.cast_signed(), from_outside: info.ssi_code == libc::SI_USER && info.ssi_pid == 0 })
+        Ok(Arrived {
+            signal: info.ssi_signo.cast_signed(),
+            from_outside: info.ssi_code == libc::SI_USER && info.ssi_pid == 0,
+        })
     }
 }
 
 pub(crate) fn kill(pid: i32, signal: i32) -> io::Result<()> {
     // SAFETY: `kill` takes two integers.
-    if unsafe { libc::kill(pid, signal) } == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    if unsafe { libc::kill(pid, signal) } == -1 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
 }
 
 pub(crate) enum Waited {
@@ -179,7 +201,11 @@ pub(crate) fn decode_status(status: i32) -> (Option<i32>, Option<i32>) {
 pub(crate) fn bytes_waiting(fd: &OwnedFd) -> usize {
     let mut count: libc::c_int = 0;
     // SAFETY: `FIONREAD` writes one int.
-    if unsafe { libc::ioctl(fd.as_raw_fd(), libc::FIONREAD, &raw mut count) } == -1 { 0 } else { usize::try_from(count).unwrap_or(0) }
+    if unsafe { libc::ioctl(fd.as_raw_fd(), libc::FIONREAD, &raw mut count) } == -1 {
+        0
+    } else {
+        usize::try_from(count).unwrap_or(0)
+    }
 }
 
 // glibc has it since 2.26; the libc crate does not name it for every target.
@@ -188,8 +214,13 @@ const POSIX_SPAWN_SETSID: i16 = 0x80;
 /// Starts `path` in a new session with default signal handling; the standard streams are inherited. The error is the
 /// one of `execve`.
 pub(crate) fn spawn(path: &CStr, argv: &[CString], env: &[CString]) -> io::Result<i32> {
-    let pointers =
-        |strings: &[CString]| -> Vec<*mut libc::c_char> { strings.iter().map(|string| string.as_ptr().cast_mut()).chain([ptr::null_mut()]).collect() };
+    let pointers = |strings: &[CString]| -> Vec<*mut libc::c_char> {
+        strings
+            .iter()
+            .map(|string| string.as_ptr().cast_mut())
+            .chain([ptr::null_mut()])
+            .collect()
+    };
     let (argv, env) = (pointers(argv), pointers(env));
     // SAFETY: attributes and sets are initialised before use and destroyed after; argv and env are arrays of pointers to
     // NUL-terminated strings that outlive the call and end in a null pointer.
@@ -204,13 +235,28 @@ pub(crate) fn spawn(path: &CStr, argv: &[CString], env: &[CString]) -> io::Resul
         libc::sigemptyset(&raw mut none);
         libc::posix_spawnattr_setsigdefault(&raw mut attributes, &raw const all);
         libc::posix_spawnattr_setsigmask(&raw mut attributes, &raw const none);
-        #[expect(clippy::cast_possible_truncation, reason = "the flags are small constants")]
-        let flags = (libc::POSIX_SPAWN_SETSIGDEF | libc::POSIX_SPAWN_SETSIGMASK) as i16 | POSIX_SPAWN_SETSID;
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "the flags are small constants"
+        )]
+        let flags = (libc::POSIX_SPAWN_SETSIGDEF | libc::POSIX_SPAWN_SETSIGMASK) as i16
+            | POSIX_SPAWN_SETSID;
         libc::posix_spawnattr_setflags(&raw mut attributes, flags);
         let mut pid = 0;
-        let code = libc::posix_spawn(&raw mut pid, path.as_ptr(), ptr::null(), &raw const attributes, argv.as_ptr(), env.as_ptr());
+        let code = libc::posix_spawn(
+            &raw mut pid,
+            path.as_ptr(),
+            ptr::null(),
+            &raw const attributes,
+            argv.as_ptr(),
+            env.as_ptr(),
+        );
         libc::posix_spawnattr_destroy(&raw mut attributes);
-        if code == 0 { Ok(pid) } else { Err(io::Error::from_raw_os_error(code)) }
+        if code == 0 {
+            Ok(pid)
+        } else {
+            Err(io::Error::from_raw_os_error(code))
+        }
     }
 }
 

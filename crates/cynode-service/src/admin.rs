@@ -20,10 +20,15 @@ use crate::{
 };
 
 /// Says why the role can't do its job, when it can't.
-pub type Readiness = Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Result<(), String>> + Send>> + Send + Sync>;
+pub type Readiness =
+    Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Result<(), String>> + Send>> + Send + Sync>;
 
 /// Decides whether somebody beyond this machine may read the metrics with a token; the address is for the record.
-pub type MetricsReader = Arc<dyn Fn(String, Option<IpAddr>) -> Pin<Box<dyn Future<Output = Result<(), ApiError>> + Send>> + Send + Sync>;
+pub type MetricsReader = Arc<
+    dyn Fn(String, Option<IpAddr>) -> Pin<Box<dyn Future<Output = Result<(), ApiError>> + Send>>
+        + Send
+        + Sync,
+>;
 
 /// Shorter ones can be guessed.
 const LEAST_TOKEN: usize = 16;
@@ -33,7 +38,11 @@ pub fn metrics_token(file: Option<&Path>) -> io::Result<Option<Token>> {
     let Some(path) = file else { return Ok(None) };
     let token = read_or_create_token(path)?;
     if token.len() < LEAST_TOKEN {
-        let what = format!("{} holds a token of {} bytes; it must have at least {LEAST_TOKEN}: remove the file to have one made", path.display(), token.len());
+        let what = format!(
+            "{} holds a token of {} bytes; it must have at least {LEAST_TOKEN}: remove the file to have one made",
+            path.display(),
+            token.len()
+        );
         return Err(io::Error::new(io::ErrorKind::InvalidData, what));
     }
     Ok(Some(Token::new(&token)))
@@ -43,21 +52,33 @@ pub fn metrics_token(file: Option<&Path>) -> io::Result<Option<Token>> {
 #[must_use]
 pub fn by_tokens(own: Option<Token>, tokens: Tokens) -> MetricsReader {
     Arc::new(move |offered, _| {
-        let admitted = own.as_ref().is_some_and(|own| own.admits(&offered)) | tokens.admits(&offered);
-        Box::pin(std::future::ready(if admitted { Ok(()) } else { Err(no_reader("the token is not valid here")) }))
+        let admitted =
+            own.as_ref().is_some_and(|own| own.admits(&offered)) | tokens.admits(&offered);
+        Box::pin(std::future::ready(if admitted {
+            Ok(())
+        } else {
+            Err(no_reader("the token is not valid here"))
+        }))
     })
 }
 
 /// The refusal of somebody who may not read the metrics.
 pub fn no_reader(detail: &str) -> ApiError {
     let remedy = "Beyond the machine itself /metrics needs 'Authorization: Bearer' with the token in metrics_token_file, an administrator's or the worker's.";
-    Problem::new(ErrorCode::Unauthorized, detail).with_remedy(remedy).into()
+    Problem::new(ErrorCode::Unauthorized, detail)
+        .with_remedy(remedy)
+        .into()
 }
 
 /// Whether a request comes from this machine, and for nobody else: a proxy here that says so speaks for others.
 fn is_local(extensions: &Extensions, headers: &HeaderMap) -> bool {
-    let passed_on = ["forwarded", "x-forwarded-for", "x-real-ip", "via"].iter().any(|name| headers.contains_key(*name));
-    !passed_on && extensions.get::<Peer>().is_some_and(|Peer(peer)| peer.ip().to_canonical().is_loopback())
+    let passed_on = ["forwarded", "x-forwarded-for", "x-real-ip", "via"]
+        .iter()
+        .any(|name| headers.contains_key(*name));
+    !passed_on
+        && extensions
+            .get::<Peer>()
+            .is_some_and(|Peer(peer)| peer.ip().to_canonical().is_loopback())
 }
 
 /// Installs the process's metrics recorder; a second call in one process (a test) gives the same.
@@ -66,7 +87,10 @@ pub fn metrics_recorder() -> PrometheusHandle {
     RECORDER
         .get_or_init(|| {
             let builder = PrometheusBuilder::new()
-                .set_buckets(&[0.000_5, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])
+                .set_buckets(&[
+                    0.000_5, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512,
+                    1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0,
+                ])
                 .expect("the list of buckets is not empty");
             let recorder = builder.build_recorder();
             let handle = recorder.handle();
@@ -77,7 +101,10 @@ pub fn metrics_recorder() -> PrometheusHandle {
         .clone()
 }
 
-pub fn routes<S: Clone + Send + Sync + 'static>(readiness: Readiness, reader: MetricsReader) -> Router<S> {
+pub fn routes<S: Clone + Send + Sync + 'static>(
+    readiness: Readiness,
+    reader: MetricsReader,
+) -> Router<S> {
     let handle = metrics_recorder();
     Router::new()
         .route("/healthz", get(async || "ok\n"))
@@ -87,12 +114,31 @@ pub fn routes<S: Clone + Send + Sync + 'static>(readiness: Readiness, reader: Me
         .with_state((handle, reader))
 }
 
-async fn metrics(State((handle, reader)): State<(PrometheusHandle, MetricsReader)>, request: Request) -> Result<impl IntoResponse, ApiError> {
+async fn metrics(
+    State((handle, reader)): State<(PrometheusHandle, MetricsReader)>,
+    request: Request,
+) -> Result<impl IntoResponse, ApiError> {
     if !is_local(request.extensions(), request.headers()) {
-        let offered = auth::offered(request.headers()).map_err(|error| if error.0.is(ErrorCode::Unauthorized) { no_reader(&error.0.detail) } else { error })?;
-        reader(offered.to_owned(), request.extensions().get::<Peer>().map(|Peer(peer)| peer.ip())).await?;
+        let offered = auth::offered(request.headers()).map_err(|error| {
+            if error.0.is(ErrorCode::Unauthorized) {
+                no_reader(&error.0.detail)
+            } else {
+                error
+            }
+        })?;
+        reader(
+            offered.to_owned(),
+            request
+                .extensions()
+                .get::<Peer>()
+                .map(|Peer(peer)| peer.ip()),
+        )
+        .await?;
     }
-    Ok(([("content-type", "text/plain; version=0.0.4")], handle.render()))
+    Ok((
+        [("content-type", "text/plain; version=0.0.4")],
+        handle.render(),
+    ))
 }
 
 async fn readyz(State(readiness): State<Readiness>) -> impl IntoResponse {
@@ -111,7 +157,10 @@ mod tests {
 
     fn router() -> Router {
         let tokens = Tokens::new(vec![Token::new("role")]);
-        routes(Arc::new(|| Box::pin(async { Ok(()) })), by_tokens(Some(Token::new("scraper")), tokens))
+        routes(
+            Arc::new(|| Box::pin(async { Ok(()) })),
+            by_tokens(Some(Token::new("scraper")), tokens),
+        )
     }
 
     async fn status(path: &str, peer: Option<&str>, headers: &[(&str, &str)]) -> u16 {
@@ -121,32 +170,96 @@ mod tests {
         }
         let mut request = request.body(Body::empty()).expect("a request");
         if let Some(peer) = peer {
-            request.extensions_mut().insert(Peer(peer.parse().expect("an address")));
+            request
+                .extensions_mut()
+                .insert(Peer(peer.parse().expect("an address")));
         }
-        router().oneshot(request).await.expect("an answer").status().as_u16()
+        router()
+            .oneshot(request)
+            .await
+            .expect("an answer")
+            .status()
+            .as_u16()
     }
 
     #[tokio::test]
     async fn metrics_are_open_on_loopback_and_need_a_token_beyond_it() {
-        for local in ["127.0.0.1:1", "127.8.8.8:1", "[::1]:1", "[::ffff:127.0.0.1]:1"] {
+        for local in [
+            "127.0.0.1:1",
+            "127.8.8.8:1",
+            "[::1]:1",
+            "[::ffff:127.0.0.1]:1",
+        ] {
             assert_eq!(status("/metrics", Some(local), &[]).await, 200, "{local}");
         }
-        for remote in [Some("10.0.0.1:1"), Some("192.0.2.1:1"), Some("[fe80::1]:1"), Some("[::ffff:10.0.0.1]:1"), Some("0.0.0.0:1"), None] {
+        for remote in [
+            Some("10.0.0.1:1"),
+            Some("192.0.2.1:1"),
+            Some("[fe80::1]:1"),
+            Some("[::ffff:10.0.0.1]:1"),
+            Some("0.0.0.0:1"),
+            None,
+        ] {
             assert_eq!(status("/metrics", remote, &[]).await, 401, "{remote:?}");
-            for wrong in ["Bearer", "Bearer ", "Bearer scrape", "Bearer scraperr", "Basic scraper", "scraper"] {
-                assert_eq!(status("/metrics", remote, &[("authorization", wrong)]).await, 401, "{remote:?} {wrong}");
+            for wrong in [
+                "Bearer",
+                "Bearer ",
+                "Bearer scrape",
+                "Bearer scraperr",
+                "Basic scraper",
+                "scraper",
+            ] {
+                assert_eq!(
+                    status("/metrics", remote, &[("authorization", wrong)]).await,
+                    401,
+                    "{remote:?} {wrong}"
+                );
             }
             for good in ["Bearer scraper", "bearer role"] {
-                assert_eq!(status("/metrics", remote, &[("authorization", good)]).await, 200, "{remote:?} {good}");
+                assert_eq!(
+                    status("/metrics", remote, &[("authorization", good)]).await,
+                    200,
+                    "{remote:?} {good}"
+                );
             }
-            assert_eq!(status("/metrics", remote, &[("authorization", "Bearer role"), ("authorization", "Bearer x")]).await, 400);
+            assert_eq!(
+                status(
+                    "/metrics",
+                    remote,
+                    &[
+                        ("authorization", "Bearer role"),
+                        ("authorization", "Bearer x")
+                    ]
+                )
+                .await,
+                400
+            );
             // These say nothing but how the role is.
-            assert_eq!((status("/healthz", remote, &[]).await, status("/readyz", remote, &[]).await), (200, 200));
+            assert_eq!(
+                (
+                    status("/healthz", remote, &[]).await,
+                    status("/readyz", remote, &[]).await
+                ),
+                (200, 200)
+            );
         }
         // A proxy on this machine is not whom it speaks for.
         for name in ["Forwarded", "X-Forwarded-For", "X-Real-IP", "Via"] {
-            assert_eq!(status("/metrics", Some("127.0.0.1:1"), &[(name, "192.0.2.1")]).await, 401, "{name}");
-            assert_eq!(status("/metrics", Some("127.0.0.1:1"), &[(name, "192.0.2.1"), ("authorization", "Bearer scraper")]).await, 200, "{name}");
+            assert_eq!(
+                status("/metrics", Some("127.0.0.1:1"), &[(name, "192.0.2.1")]).await,
+                401,
+                "{name}"
+            );
+            assert_eq!(
+                status(
+                    "/metrics",
+                    Some("127.0.0.1:1"),
+                    &[(name, "192.0.2.1"), ("authorization", "Bearer scraper")]
+                )
+                .await,
+                200,
+                "{name}"
+            );
         }
     }
 
@@ -156,9 +269,16 @@ mod tests {
         assert!(reader("role".to_owned(), None).await.is_ok());
         for wrong in ["", "scraper"] {
             let refused = reader(wrong.to_owned(), None).await.expect_err(wrong);
-            assert!(refused.0.remedy.contains("metrics_token_file"), "{refused:?}");
+            assert!(
+                refused.0.remedy.contains("metrics_token_file"),
+                "{refused:?}"
+            );
         }
-        assert!(by_tokens(None, Tokens::default())(String::new(), None).await.is_err());
+        assert!(
+            by_tokens(None, Tokens::default())(String::new(), None)
+                .await
+                .is_err()
+        );
     }
 
     #[test]
@@ -170,11 +290,24 @@ mod tests {
         let made = metrics_token(Some(&path)).expect("made").expect("a token");
         let text = fs_err::read_to_string(&path).expect("there");
         assert!(made.admits(text.trim()));
-        assert_eq!(fs_err::metadata(&path).expect("there").permissions().mode() & 0o777, 0o600);
-        assert!(metrics_token(Some(&path)).expect("read").expect("a token").admits(text.trim()));
+        assert_eq!(
+            fs_err::metadata(&path).expect("there").permissions().mode() & 0o777,
+            0o600
+        );
+        assert!(
+            metrics_token(Some(&path))
+                .expect("read")
+                .expect("a token")
+                .admits(text.trim())
+        );
         assert!(metrics_token(Some(&directory.path().join("missing/metrics.token"))).is_err());
         fs_err::write(&path, "x".repeat(15)).expect("written");
-        assert!(metrics_token(Some(&path)).expect_err("too short").to_string().contains("at least 16"));
+        assert!(
+            metrics_token(Some(&path))
+                .expect_err("too short")
+                .to_string()
+                .contains("at least 16")
+        );
         fs_err::write(&path, "x".repeat(16)).expect("written");
         assert!(metrics_token(Some(&path)).expect("long enough").is_some());
     }

@@ -46,16 +46,27 @@ pub struct Payer(pub u128);
 
 /// Holds the answer to a request within the budgets.
 pub async fn hold(request: Request, next: Next) -> Response {
-    let payer = request.extensions().get::<Payer>().copied().unwrap_or_default();
+    let payer = request
+        .extensions()
+        .get::<Payer>()
+        .copied()
+        .unwrap_or_default();
     let response = next.run(request).await;
     // Only a body that is in memory as a whole knows its size.
-    if response.body().size_hint().exact().is_none_or(|size| size <= UNCOUNTED_BYTES) {
+    if response
+        .body()
+        .size_hint()
+        .exact()
+        .is_none_or(|size| size <= UNCOUNTED_BYTES)
+    {
         return response;
     }
     let (parts, body) = response.into_parts();
     match axum::body::to_bytes(body, usize::MAX).await {
         Ok(bytes) => Response::from_parts(parts, Body::new(Answers::take(&ANSWERS, payer, bytes))),
-        Err(_) => ApiError::new(ErrorCode::Internal, "the answer could not be made").into_response(),
+        Err(_) => {
+            ApiError::new(ErrorCode::Internal, "the answer could not be made").into_response()
+        }
     }
 }
 
@@ -79,10 +90,24 @@ impl Answers {
         let now = this.clock.fetch_add(1, Ordering::Relaxed);
         let size = bytes.len();
         let mut held = this.held.lock();
-        make_room(&mut held, MAX_CALLER_BYTES.saturating_sub(size), |entry| entry.payer == payer);
+        make_room(&mut held, MAX_CALLER_BYTES.saturating_sub(size), |entry| {
+            entry.payer == payer
+        });
         make_room(&mut held, MAX_BYTES.saturating_sub(size), |_| true);
-        held.insert(now, Entry { payer, left: bytes, size, read_at: now });
-        Held { answers: Arc::clone(this), id: now, left: size }
+        held.insert(
+            now,
+            Entry {
+                payer,
+                left: bytes,
+                size,
+                read_at: now,
+            },
+        );
+        Held {
+            answers: Arc::clone(this),
+            id: now,
+            left: size,
+        }
     }
 
     /// The next piece of an answer; `None` when it had to make room.
@@ -102,7 +127,12 @@ fn make_room(held: &mut HashMap<u64, Entry>, room: usize, counts: impl Fn(&Entry
         if counted().map(|(_, entry)| entry.size).sum::<usize>() <= room {
             return;
         }
-        let Some(oldest) = counted().min_by_key(|(_, entry)| entry.read_at).map(|(id, _)| *id) else { return };
+        let Some(oldest) = counted()
+            .min_by_key(|(_, entry)| entry.read_at)
+            .map(|(id, _)| *id)
+        else {
+            return;
+        };
         held.remove(&oldest);
         metrics::counter!("cynode_answers_dropped_total").increment(1);
     }
@@ -120,7 +150,10 @@ impl HttpBody for Held {
     type Data = Bytes;
     type Error = std::io::Error;
 
-    fn poll_frame(mut self: Pin<&mut Self>, _context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         if self.left == 0 {
             return Poll::Ready(None);
         }
@@ -129,7 +162,9 @@ impl HttpBody for Held {
                 self.left -= piece.len();
                 Ok(Frame::data(piece))
             }
-            None => Err(std::io::Error::other("the answer was not read in time and made room for others")),
+            None => Err(std::io::Error::other(
+                "the answer was not read in time and made room for others",
+            )),
         }))
     }
 
@@ -159,7 +194,10 @@ mod tests {
     }
 
     async fn read(body: Held) -> Option<usize> {
-        axum::body::to_bytes(Body::new(body), usize::MAX).await.ok().map(|bytes| bytes.len())
+        axum::body::to_bytes(Body::new(body), usize::MAX)
+            .await
+            .ok()
+            .map(|bytes| bytes.len())
     }
 
     #[tokio::test]
@@ -177,7 +215,11 @@ mod tests {
             unread.push(take(2));
         }
         assert_eq!(held_bytes(&answers), MAX_CALLER_BYTES + MIB);
-        assert_eq!(read(unread.remove(0)).await, None, "it was cut off, not ended");
+        assert_eq!(
+            read(unread.remove(0)).await,
+            None,
+            "it was cut off, not ended"
+        );
         assert_eq!(read(unread.pop().expect("the newest")).await, Some(MIB));
         assert_eq!(read(other).await, Some(MIB));
         drop(unread);
@@ -193,24 +235,46 @@ mod tests {
             unread.push(Answers::take(&answers, Payer(payer), vec![7; MIB].into()));
             assert!(held_bytes(&answers) <= MAX_BYTES);
             if payer % 20 == 0 {
-                let frame = std::future::poll_fn(|context| Pin::new(&mut reader).poll_frame(context)).await;
+                let frame =
+                    std::future::poll_fn(|context| Pin::new(&mut reader).poll_frame(context)).await;
                 assert!(frame.is_some_and(|frame| frame.is_ok()));
             }
         }
         // What it had not read yet is still there.
-        assert_eq!(axum::body::to_bytes(reader, usize::MAX).await.map(|bytes| bytes.len()).ok(), Some(MIB - 9 * PIECE));
+        assert_eq!(
+            axum::body::to_bytes(reader, usize::MAX)
+                .await
+                .map(|bytes| bytes.len())
+                .ok(),
+            Some(MIB - 9 * PIECE)
+        );
     }
 
     #[tokio::test]
     async fn an_answer_is_the_same_through_here() {
         let router = axum::Router::new()
-            .route("/{size}", axum::routing::get(async |axum::extract::Path(size): axum::extract::Path<usize>| vec![b'x'; size]))
+            .route(
+                "/{size}",
+                axum::routing::get(
+                    async |axum::extract::Path(size): axum::extract::Path<usize>| vec![b'x'; size],
+                ),
+            )
             .layer(axum::middleware::from_fn(hold));
         for size in [0, 1, 65_536, 65_537, 3 * MIB + 1] {
-            let request = Request::get(format!("/{size}")).body(Body::empty()).expect("a request");
-            let response = tower::ServiceExt::oneshot(router.clone(), request).await.expect("an answer");
+            let request = Request::get(format!("/{size}"))
+                .body(Body::empty())
+                .expect("a request");
+            let response = tower::ServiceExt::oneshot(router.clone(), request)
+                .await
+                .expect("an answer");
             assert_eq!(response.body().size_hint().exact(), Some(size as u64));
-            assert_eq!(axum::body::to_bytes(response.into_body(), usize::MAX).await.expect("read").len(), size);
+            assert_eq!(
+                axum::body::to_bytes(response.into_body(), usize::MAX)
+                    .await
+                    .expect("read")
+                    .len(),
+                size
+            );
         }
     }
 }

@@ -35,7 +35,9 @@ impl Token {
 
     #[must_use]
     pub fn admits(&self, offered: &str) -> bool {
-        Sha256::digest(offered.as_bytes()).ct_eq(self.0.as_slice()).into()
+        Sha256::digest(offered.as_bytes())
+            .ct_eq(self.0.as_slice())
+            .into()
     }
 }
 
@@ -57,32 +59,49 @@ impl Tokens {
     #[must_use]
     pub fn admits(&self, offered: &str) -> bool {
         // All are compared, whichever fits.
-        self.0.read().iter().fold(false, |found, token| token.admits(offered) | found)
+        self.0
+            .read()
+            .iter()
+            .fold(false, |found, token| token.admits(offered) | found)
     }
 }
 
 /// Refuses requests without a token that is good.
 pub async fn require(State(token): State<Tokens>, request: Request, next: Next) -> Response {
     match offered(request.headers()) {
-        Ok(offered) if token.admits(offered) => match connections::attribute(request.extensions(), CallerId::Orchestrator) {
-            Ok(()) => next.run(request).await,
-            Err(error) => error.into_response(),
-        },
-        Ok(_) => ApiError::new(ErrorCode::Unauthorized, "the token is not valid here").into_response(),
+        Ok(offered) if token.admits(offered) => {
+            match connections::attribute(request.extensions(), CallerId::Orchestrator) {
+                Ok(()) => next.run(request).await,
+                Err(error) => error.into_response(),
+            }
+        }
+        Ok(_) => {
+            ApiError::new(ErrorCode::Unauthorized, "the token is not valid here").into_response()
+        }
         Err(error) => error.into_response(),
     }
 }
 
 /// The token that a request shows.
 pub fn offered(headers: &HeaderMap) -> Result<&str, ApiError> {
-    if headers.get_all(header::AUTHORIZATION).iter().nth(1).is_some() {
+    if headers
+        .get_all(header::AUTHORIZATION)
+        .iter()
+        .nth(1)
+        .is_some()
+    {
         // Whoever stands between might have looked at the other one.
         return Err(ApiError::invalid("Authorization: was sent more than once"));
     }
-    let offered = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()).and_then(|value| {
-        let (scheme, token) = value.split_once(' ')?;
-        scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
-    });
+    let offered = headers
+        .get(header::AUTHORIZATION)
+        .and_then(|value| value.to_str().ok())
+        .and_then(|value| {
+            let (scheme, token) = value.split_once(' ')?;
+            scheme
+                .eq_ignore_ascii_case("bearer")
+                .then_some(token.trim())
+        });
     offered.ok_or_else(|| ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent"))
 }
 

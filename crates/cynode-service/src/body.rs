@@ -26,7 +26,11 @@ pub const MAX_PAUSE: Duration = Duration::from_secs(30);
 const SLACK: Duration = Duration::from_secs(60);
 const RATE: u64 = 1_024;
 const MAX_TIME: Duration = Duration::from_secs(3_600);
-const PACE: Pace = Pace { slack: SLACK, rate: RATE, total: MAX_TIME };
+const PACE: Pace = Pace {
+    slack: SLACK,
+    rate: RATE,
+    total: MAX_TIME,
+};
 /// The time for all of a body whose caller is not known.
 const MAX_UNAUTHENTICATED_TIME: Duration = Duration::from_secs(10);
 
@@ -42,7 +46,11 @@ enum Late {
 pub async fn limit_pauses(request: Request, next: Next) -> Response {
     let connection = request.extensions().get::<Connection>().cloned();
     let limited = |body: Body| {
-        if body.is_end_stream() { body } else { Body::new(Impatient::new(body, MAX_PAUSE, PACE, connection)) }
+        if body.is_end_stream() {
+            body
+        } else {
+            Body::new(Impatient::new(body, MAX_PAUSE, PACE, connection))
+        }
     };
     next.run(request.map(limited)).await
 }
@@ -75,14 +83,32 @@ struct Impatient {
 
 impl Impatient {
     const fn new(body: Body, pause: Duration, pace: Pace, connection: Option<Connection>) -> Self {
-        Self { body, pause, pace, connection, is_awaited: false, bytes: 0, waited: Duration::ZERO, waiting: None }
+        Self {
+            body,
+            pause,
+            pace,
+            connection,
+            is_awaited: false,
+            bytes: 0,
+            waited: Duration::ZERO,
+            waiting: None,
+        }
     }
 
     /// What is left of the time that these many bytes may take.
     fn left(&self) -> Duration {
-        let is_known = self.connection.as_ref().is_none_or(Connection::is_authenticated);
-        let total = if is_known { self.pace.total } else { self.pace.total.min(MAX_UNAUTHENTICATED_TIME) };
-        Pace { total, ..self.pace }.allowance(self.bytes).saturating_sub(self.waited)
+        let is_known = self
+            .connection
+            .as_ref()
+            .is_none_or(Connection::is_authenticated);
+        let total = if is_known {
+            self.pace.total
+        } else {
+            self.pace.total.min(MAX_UNAUTHENTICATED_TIME)
+        };
+        Pace { total, ..self.pace }
+            .allowance(self.bytes)
+            .saturating_sub(self.waited)
     }
 
     fn arrived(&mut self) {
@@ -99,13 +125,18 @@ impl HttpBody for Impatient {
     type Data = Bytes;
     type Error = axum::Error;
 
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         if let Poll::Ready(piece) = Pin::new(&mut self.body).poll_frame(context) {
             if let Some((since, _)) = self.waiting.take() {
                 self.waited += since.elapsed();
             }
             match &piece {
-                Some(Ok(frame)) => self.bytes += frame.data_ref().map_or(0, |data| data.len() as u64),
+                Some(Ok(frame)) => {
+                    self.bytes += frame.data_ref().map_or(0, |data| data.len() as u64)
+                }
                 Some(Err(_)) | None => self.arrived(),
             }
             return Poll::Ready(piece);
@@ -117,9 +148,15 @@ impl HttpBody for Impatient {
             }
         }
         let limit = self.pause.min(self.left());
-        let (_, timer) = self.waiting.get_or_insert_with(|| (Instant::now(), Box::pin(tokio::time::sleep(limit))));
+        let (_, timer) = self
+            .waiting
+            .get_or_insert_with(|| (Instant::now(), Box::pin(tokio::time::sleep(limit))));
         ready!(timer.as_mut().poll(context));
-        let late = if limit < self.pause { Late::Rate(self.pace) } else { Late::Pause(self.pause) };
+        let late = if limit < self.pause {
+            Late::Rate(self.pace)
+        } else {
+            Late::Pause(self.pause)
+        };
         Poll::Ready(Some(Err(axum::Error::new(late))))
     }
 
@@ -149,7 +186,11 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_millis(200);
     const FOREVER: Duration = Duration::from_secs(3_600);
-    const EASY: Pace = Pace { slack: FOREVER, rate: 0, total: FOREVER };
+    const EASY: Pace = Pace {
+        slack: FOREVER,
+        rate: 0,
+        total: FOREVER,
+    };
 
     #[derive(Deserialize)]
     struct Empty {}
@@ -161,9 +202,19 @@ mod tests {
         type Data = Bytes;
         type Error = axum::Error;
 
-        fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
-            let Some(pause) = self.0.first().copied() else { return Poll::Ready(None) };
-            ready!(self.1.get_or_insert_with(|| Box::pin(tokio::time::sleep(pause))).as_mut().poll(context));
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            context: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+            let Some(pause) = self.0.first().copied() else {
+                return Poll::Ready(None);
+            };
+            ready!(
+                self.1
+                    .get_or_insert_with(|| Box::pin(tokio::time::sleep(pause)))
+                    .as_mut()
+                    .poll(context)
+            );
             self.1 = None;
             self.0.remove(0);
             Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(b" ")))))
@@ -173,11 +224,20 @@ mod tests {
     async fn status(pauses: Vec<Duration>, pace: Pace) -> u16 {
         let limit = move |body| Body::new(Impatient::new(body, LIMIT, pace, None));
         let limited = move |request: Request, next: Next| next.run(request.map(limit));
-        let router = Router::new().route("/", post(async |JsonBody(Empty {}): JsonBody<Empty>| ())).layer(middleware::from_fn(limited));
+        let router = Router::new()
+            .route("/", post(async |JsonBody(Empty {}): JsonBody<Empty>| ()))
+            .layer(middleware::from_fn(limited));
         let mut body = pauses;
         body.insert(0, Duration::ZERO);
-        let request = Request::post("/").body(Body::new(Slow(body, None))).expect("a request");
-        router.oneshot(request).await.expect("an answer").status().as_u16()
+        let request = Request::post("/")
+            .body(Body::new(Slow(body, None)))
+            .expect("a request");
+        router
+            .oneshot(request)
+            .await
+            .expect("an answer")
+            .status()
+            .as_u16()
     }
 
     #[tokio::test]
@@ -191,9 +251,42 @@ mod tests {
     async fn a_body_below_its_rate_or_beyond_its_total_time_is_refused() {
         // Each pause alone is short enough.
         let trickle = vec![LIMIT / 20; 10_000];
-        assert_eq!(status(trickle.clone(), Pace { slack: LIMIT, rate: 1_000, total: FOREVER }).await, 408);
-        assert_eq!(status(trickle, Pace { slack: FOREVER, rate: 1, total: LIMIT }).await, 408);
-        assert_eq!(status(vec![LIMIT / 20; 10], Pace { slack: 50 * LIMIT, rate: 1_000, total: FOREVER }).await, 400);
+        assert_eq!(
+            status(
+                trickle.clone(),
+                Pace {
+                    slack: LIMIT,
+                    rate: 1_000,
+                    total: FOREVER
+                }
+            )
+            .await,
+            408
+        );
+        assert_eq!(
+            status(
+                trickle,
+                Pace {
+                    slack: FOREVER,
+                    rate: 1,
+                    total: LIMIT
+                }
+            )
+            .await,
+            408
+        );
+        assert_eq!(
+            status(
+                vec![LIMIT / 20; 10],
+                Pace {
+                    slack: 50 * LIMIT,
+                    rate: 1_000,
+                    total: FOREVER
+                }
+            )
+            .await,
+            400
+        );
     }
 
     #[test]
@@ -203,15 +296,26 @@ mod tests {
             (body.bytes, body.waited) = (bytes, Duration::from_secs(waited));
             body
         };
-        for (bytes, waited, left) in [(0, 0, 60), (0, 60, 0), (1_024, 60, 1), (10 << 20, 3_599, 1), (1 << 30, 3_600, 0)] {
-            assert_eq!(body(bytes, waited).left().as_secs(), left, "{bytes} bytes after {waited} s");
+        for (bytes, waited, left) in [
+            (0, 0, 60),
+            (0, 60, 0),
+            (1_024, 60, 1),
+            (10 << 20, 3_599, 1),
+            (1 << 30, 3_600, 0),
+        ] {
+            assert_eq!(
+                body(bytes, waited).left().as_secs(),
+                left,
+                "{bytes} bytes after {waited} s"
+            );
         }
     }
 
     #[tokio::test]
     async fn only_the_callers_own_pauses_count() {
         let mut body = Impatient::new(Body::new(Slow(vec![LIMIT / 5; 3], None)), LIMIT, EASY, None);
-        let mut piece = async || std::future::poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await;
+        let mut piece =
+            async || std::future::poll_fn(|context| Pin::new(&mut body).poll_frame(context)).await;
         while let Some(next) = piece().await {
             assert!(next.is_ok());
             tokio::time::sleep(2 * LIMIT).await;

@@ -5,8 +5,13 @@ use std::collections::BTreeMap;
 
 use cynode_api::{
     ErrorCode, LimitsRequest,
-    exec_limits::{MAX_ARGUMENT_BYTES, MAX_ARGUMENT_LENGTH, MAX_ARGV, MAX_ARGV_BYTES, POINTER_BYTES},
-    session_limits::{MAX_LABEL_BYTES, MAX_LABELS, MAX_LIFETIME_SECONDS, MAX_REASON_BYTES, MIN_DISK_BYTES, MIN_MEMORY_BYTES, MIN_NOFILE, MIN_PIDS},
+    exec_limits::{
+        MAX_ARGUMENT_BYTES, MAX_ARGUMENT_LENGTH, MAX_ARGV, MAX_ARGV_BYTES, POINTER_BYTES,
+    },
+    session_limits::{
+        MAX_LABEL_BYTES, MAX_LABELS, MAX_LIFETIME_SECONDS, MAX_REASON_BYTES, MIN_DISK_BYTES,
+        MIN_MEMORY_BYTES, MIN_NOFILE, MIN_PIDS,
+    },
 };
 
 use crate::ApiError;
@@ -16,32 +21,60 @@ pub fn check_seconds(field: &str, seconds: u64) -> Result<u64, ApiError> {
     if (1..=MAX_LIFETIME_SECONDS).contains(&seconds) {
         Ok(seconds)
     } else {
-        Err(ApiError::invalid(format!("{field}: must lie between 1 and {MAX_LIFETIME_SECONDS}")))
+        Err(ApiError::invalid(format!(
+            "{field}: must lie between 1 and {MAX_LIFETIME_SECONDS}"
+        )))
     }
 }
 
 /// Why a session is ended.
 pub fn check_reason(reason: &str) -> Result<(), ApiError> {
-    if reason.len() > MAX_REASON_BYTES { Err(ApiError::invalid(format!("reason: more than {MAX_REASON_BYTES} bytes"))) } else { Ok(()) }
+    if reason.len() > MAX_REASON_BYTES {
+        Err(ApiError::invalid(format!(
+            "reason: more than {MAX_REASON_BYTES} bytes"
+        )))
+    } else {
+        Ok(())
+    }
 }
 
 /// Limits that some machine may have. What is absent has a default.
 pub fn check_limits(request: &LimitsRequest) -> Result<(), ApiError> {
-    if request.cpus.is_some_and(|cpus| !(0.01..=1_024.0).contains(&cpus)) {
-        return Err(ApiError::invalid("limits.cpus: must lie between 0.01 and 1024"));
+    if request
+        .cpus
+        .is_some_and(|cpus| !(0.01..=1_024.0).contains(&cpus))
+    {
+        return Err(ApiError::invalid(
+            "limits.cpus: must lie between 0.01 and 1024",
+        ));
     }
-    if request.pids.is_some_and(|pids| !(MIN_PIDS..=1 << 20).contains(&pids)) {
-        return Err(ApiError::invalid(format!("limits.pids: must lie between {MIN_PIDS} and {}", 1 << 20)));
+    if request
+        .pids
+        .is_some_and(|pids| !(MIN_PIDS..=1 << 20).contains(&pids))
+    {
+        return Err(ApiError::invalid(format!(
+            "limits.pids: must lie between {MIN_PIDS} and {}",
+            1 << 20
+        )));
     }
     if request.nofile.is_some_and(|nofile| nofile < MIN_NOFILE) {
-        return Err(ApiError::invalid(format!("limits.nofile: must be at least {MIN_NOFILE}")));
+        return Err(ApiError::invalid(format!(
+            "limits.nofile: must be at least {MIN_NOFILE}"
+        )));
     }
-    for (name, value, least) in [("memory_bytes", request.memory_bytes, MIN_MEMORY_BYTES), ("disk_bytes", request.disk_bytes, MIN_DISK_BYTES)] {
+    for (name, value, least) in [
+        ("memory_bytes", request.memory_bytes, MIN_MEMORY_BYTES),
+        ("disk_bytes", request.disk_bytes, MIN_DISK_BYTES),
+    ] {
         if value.is_some_and(|value| value < least) {
-            return Err(ApiError::invalid(format!("limits.{name}: must be at least {least}")));
+            return Err(ApiError::invalid(format!(
+                "limits.{name}: must be at least {least}"
+            )));
         }
         if value.is_some_and(|value| value > 1 << 50) {
-            return Err(ApiError::invalid(format!("limits.{name}: is beyond any machine")));
+            return Err(ApiError::invalid(format!(
+                "limits.{name}: is beyond any machine"
+            )));
         }
     }
     Ok(())
@@ -50,18 +83,30 @@ pub fn check_limits(request: &LimitsRequest) -> Result<(), ApiError> {
 /// argv and environment that `execve` takes. What the sandbox adds to the environment counts too, so that the kernel may still say
 /// that it is too much (`E2BIG`).
 pub fn check_arguments(argv: &[String], env: &BTreeMap<String, String>) -> Result<(), ApiError> {
-    let too_large = |detail: String| Err(ApiError::new(ErrorCode::TooLarge, format!("{detail}; pass it in a file or as standard input")));
+    let too_large = |detail: String| {
+        Err(ApiError::new(
+            ErrorCode::TooLarge,
+            format!("{detail}; pass it in a file or as standard input"),
+        ))
+    };
     let longest = MAX_ARGUMENT_LENGTH - 1;
     if argv.first().is_none_or(String::is_empty) {
-        return Err(ApiError::invalid("argv: must hold the command's name first"));
+        return Err(ApiError::invalid(
+            "argv: must hold the command's name first",
+        ));
     }
     let mut total = 0_usize;
     for (index, argument) in argv.iter().enumerate() {
         if argument.contains('\0') {
-            return Err(ApiError::invalid(format!("argv[{index}]: holds a NUL character")));
+            return Err(ApiError::invalid(format!(
+                "argv[{index}]: holds a NUL character"
+            )));
         }
         if argument.len() > longest {
-            return too_large(format!("argv[{index}]: {} bytes, and a process takes at most {longest} in one word", argument.len()));
+            return too_large(format!(
+                "argv[{index}]: {} bytes, and a process takes at most {longest} in one word",
+                argument.len()
+            ));
         }
         total = total.saturating_add(argument.len() + 1 + POINTER_BYTES);
     }
@@ -69,12 +114,17 @@ pub fn check_arguments(argv: &[String], env: &BTreeMap<String, String>) -> Resul
     for (name, value) in env {
         let length = name.len() + 1 + value.len();
         if length > longest {
-            return too_large(format!("env.{}: {length} bytes, and a process takes at most {longest} in one variable", shown(name)));
+            return too_large(format!(
+                "env.{}: {length} bytes, and a process takes at most {longest} in one variable",
+                shown(name)
+            ));
         }
         total = total.saturating_add(length + 1 + POINTER_BYTES);
     }
     if total > MAX_ARGUMENT_BYTES {
-        return too_large(format!("argv and env: {total} bytes with an end and a pointer for each word, and a process takes at most {MAX_ARGUMENT_BYTES}"));
+        return too_large(format!(
+            "argv and env: {total} bytes with an end and a pointer for each word, and a process takes at most {MAX_ARGUMENT_BYTES}"
+        ));
     }
     Ok(())
 }
@@ -87,34 +137,71 @@ fn shown(name: &str) -> String {
 /// A command that can be passed to a process; `field` is its name in the request.
 pub fn check_argv(field: &str, argv: &[String]) -> Result<(), ApiError> {
     if argv.first().is_none_or(String::is_empty) {
-        return Err(ApiError::invalid(format!("{field}: must hold the command's name first")));
+        return Err(ApiError::invalid(format!(
+            "{field}: must hold the command's name first"
+        )));
     }
-    if argv.len() > MAX_ARGV || argv.iter().map(|argument| argument.len() + 1).sum::<usize>() > MAX_ARGV_BYTES {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("{field}: more than {MAX_ARGV} arguments or {MAX_ARGV_BYTES} bytes")));
+    if argv.len() > MAX_ARGV
+        || argv
+            .iter()
+            .map(|argument| argument.len() + 1)
+            .sum::<usize>()
+            > MAX_ARGV_BYTES
+    {
+        return Err(ApiError::new(
+            ErrorCode::TooLarge,
+            format!("{field}: more than {MAX_ARGV} arguments or {MAX_ARGV_BYTES} bytes"),
+        ));
     }
     match argv.iter().position(|argument| argument.contains('\0')) {
-        Some(index) => Err(ApiError::invalid(format!("{field}[{index}]: holds a NUL character"))),
+        Some(index) => Err(ApiError::invalid(format!(
+            "{field}[{index}]: holds a NUL character"
+        ))),
         None => Ok(()),
     }
 }
 
 /// Names and values that a process's environment can hold. `CYNODE_` belongs to the system.
-pub fn check_env(env: &BTreeMap<String, String>, max_count: usize, max_bytes: usize) -> Result<(), ApiError> {
+pub fn check_env(
+    env: &BTreeMap<String, String>,
+    max_count: usize,
+    max_bytes: usize,
+) -> Result<(), ApiError> {
     if env.len() > max_count {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("env: more than {max_count} variables")));
+        return Err(ApiError::new(
+            ErrorCode::TooLarge,
+            format!("env: more than {max_count} variables"),
+        ));
     }
-    if env.iter().map(|(name, value)| name.len() + value.len() + 2).sum::<usize>() > max_bytes {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("env: more than {max_bytes} bytes")));
+    if env
+        .iter()
+        .map(|(name, value)| name.len() + value.len() + 2)
+        .sum::<usize>()
+        > max_bytes
+    {
+        return Err(ApiError::new(
+            ErrorCode::TooLarge,
+            format!("env: more than {max_bytes} bytes"),
+        ));
     }
     for (name, value) in env {
         if name.is_empty() || name.contains(['=', '\0']) {
-            return Err(ApiError::invalid(format!("env: {:?} is not a name that a variable can have", shown(name))));
+            return Err(ApiError::invalid(format!(
+                "env: {:?} is not a name that a variable can have",
+                shown(name)
+            )));
         }
         if value.contains('\0') {
-            return Err(ApiError::invalid(format!("env.{}: the value holds a NUL character", shown(name))));
+            return Err(ApiError::invalid(format!(
+                "env.{}: the value holds a NUL character",
+                shown(name)
+            )));
         }
         if name.starts_with("CYNODE_") {
-            return Err(ApiError::invalid(format!("env.{}: names that begin with CYNODE_ are set by the system", shown(name))));
+            return Err(ApiError::invalid(format!(
+                "env.{}: names that begin with CYNODE_ are set by the system",
+                shown(name)
+            )));
         }
     }
     Ok(())
@@ -122,12 +209,21 @@ pub fn check_env(env: &BTreeMap<String, String>, max_count: usize, max_bytes: us
 
 pub fn check_labels(labels: &BTreeMap<String, String>) -> Result<(), ApiError> {
     if labels.len() > MAX_LABELS {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("labels: more than {MAX_LABELS}")));
+        return Err(ApiError::new(
+            ErrorCode::TooLarge,
+            format!("labels: more than {MAX_LABELS}"),
+        ));
     }
     match labels.iter().find(|(name, value)| {
-        name.is_empty() || name.len() > MAX_LABEL_BYTES || value.len() > MAX_LABEL_BYTES || name.contains(['=', '\0', '\n']) || value.contains('\0')
+        name.is_empty()
+            || name.len() > MAX_LABEL_BYTES
+            || value.len() > MAX_LABEL_BYTES
+            || name.contains(['=', '\0', '\n'])
+            || value.contains('\0')
     }) {
-        Some((name, _)) => Err(ApiError::invalid(format!("labels: {name:?} is not a label (names without '=', at most {MAX_LABEL_BYTES} bytes each)"))),
+        Some((name, _)) => Err(ApiError::invalid(format!(
+            "labels: {name:?} is not a label (names without '=', at most {MAX_LABEL_BYTES} bytes each)"
+        ))),
         None => Ok(()),
     }
 }
@@ -137,19 +233,37 @@ mod tests {
     use super::*;
 
     fn check(argv: &[String], env: &[(&str, String)]) -> Result<(), (String, String)> {
-        let env = env.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect();
+        let env = env
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), value.clone()))
+            .collect();
         check_arguments(argv, &env).map_err(|error| (error.0.code, error.0.detail))
     }
 
     #[test]
     fn a_word_and_a_variable_are_as_long_as_a_process_takes() {
         let longest = MAX_ARGUMENT_LENGTH - 1;
-        assert_eq!(check(&["a".to_owned(), "x".repeat(longest)], &[("A", "x".repeat(longest - 2))]), Ok(()));
+        assert_eq!(
+            check(
+                &["a".to_owned(), "x".repeat(longest)],
+                &[("A", "x".repeat(longest - 2))]
+            ),
+            Ok(())
+        );
         let said = |result: Result<(), (String, String)>, place: &str| {
-            assert!(matches!(&result, Err((code, detail)) if code == "too_large" && detail.starts_with(place)), "{result:?}");
+            assert!(
+                matches!(&result, Err((code, detail)) if code == "too_large" && detail.starts_with(place)),
+                "{result:?}"
+            );
         };
-        said(check(&["a".to_owned(), "x".repeat(longest + 1)], &[]), "argv[1]: ");
-        said(check(&["a".to_owned()], &[("A", "x".repeat(longest - 1))]), "env.A: ");
+        said(
+            check(&["a".to_owned(), "x".repeat(longest + 1)], &[]),
+            "argv[1]: ",
+        );
+        said(
+            check(&["a".to_owned()], &[("A", "x".repeat(longest - 1))]),
+            "env.A: ",
+        );
     }
 
     #[test]
@@ -161,10 +275,16 @@ mod tests {
         assert!(argv.len() > 4_096);
         assert_eq!(check(&argv, &[]), Ok(()));
         argv[1].push('x');
-        assert!(check(&argv, &[]).is_err_and(|(code, detail)| code == "too_large" && detail.contains(&(MAX_ARGUMENT_BYTES + 1).to_string())));
+        assert!(
+            check(&argv, &[]).is_err_and(|(code, detail)| code == "too_large"
+                && detail.contains(&(MAX_ARGUMENT_BYTES + 1).to_string()))
+        );
         argv.pop();
         assert_eq!(check(&argv, &[]), Ok(()));
-        assert!(check(&argv, &[("A", String::new())]).is_err(), "the environment counts");
+        assert!(
+            check(&argv, &[("A", String::new())]).is_err(),
+            "the environment counts"
+        );
     }
 
     #[test]
@@ -179,10 +299,21 @@ mod tests {
             (vec!["a"], vec![("CYNODE_X", "")], "env.CYNODE_X: "),
         ] {
             let argv: Vec<String> = argv.into_iter().map(str::to_owned).collect();
-            let env: Vec<(&str, String)> = env.into_iter().map(|(name, value)| (name, value.to_owned())).collect();
-            assert!(check(&argv, &env).is_err_and(|(code, detail)| code == "invalid_request" && detail.starts_with(said)), "{said}");
+            let env: Vec<(&str, String)> = env
+                .into_iter()
+                .map(|(name, value)| (name, value.to_owned()))
+                .collect();
+            assert!(
+                check(&argv, &env).is_err_and(
+                    |(code, detail)| code == "invalid_request" && detail.starts_with(said)
+                ),
+                "{said}"
+            );
         }
         let long = "=".repeat(10_000);
-        assert!(check(&["a".to_owned()], &[(&long, String::new())]).is_err_and(|(_, detail)| detail.len() < 200));
+        assert!(
+            check(&["a".to_owned()], &[(&long, String::new())])
+                .is_err_and(|(_, detail)| detail.len() < 200)
+        );
     }
 }

@@ -14,7 +14,13 @@ use tokio::{
 pub const INLINE_BYTES: usize = 64 * 1024;
 
 /// As many at once as there are processors; the threads that serve connections compete with them.
-static PERMITS: LazyLock<Semaphore> = LazyLock::new(|| Semaphore::new(std::thread::available_parallelism().map_or(2, usize::from).max(2)));
+static PERMITS: LazyLock<Semaphore> = LazyLock::new(|| {
+    Semaphore::new(
+        std::thread::available_parallelism()
+            .map_or(2, usize::from)
+            .max(2),
+    )
+});
 
 /// Leave to run work that may take long.
 #[derive(Debug)]
@@ -23,7 +29,11 @@ pub struct Permit(Option<SemaphorePermit<'static>>);
 /// Waits for leave to work on `bytes` of input. Little work needs none.
 pub async fn permit(bytes: usize) -> Permit {
     // The semaphore is never closed.
-    Permit(if bytes > INLINE_BYTES { PERMITS.acquire().await.ok() } else { None })
+    Permit(if bytes > INLINE_BYTES {
+        PERMITS.acquire().await.ok()
+    } else {
+        None
+    })
 }
 
 impl Permit {
@@ -31,7 +41,11 @@ impl Permit {
     pub fn run<T>(self, work: impl FnOnce() -> T) -> T {
         let is_much = self.0.is_some();
         // Runtimes of one thread, in tests, have nowhere else to run it.
-        if is_much && Handle::current().runtime_flavor() == RuntimeFlavor::MultiThread { tokio::task::block_in_place(work) } else { work() }
+        if is_much && Handle::current().runtime_flavor() == RuntimeFlavor::MultiThread {
+            tokio::task::block_in_place(work)
+        } else {
+            work()
+        }
     }
 }
 
@@ -57,7 +71,11 @@ mod tests {
         let waiting = Arc::new(parking_lot::Mutex::new(waiting));
         let tasks: Vec<_> = (0..2 * most)
             .map(|_| {
-                let (running, peak, waiting) = (Arc::clone(&running), Arc::clone(&peak), Arc::clone(&waiting));
+                let (running, peak, waiting) = (
+                    Arc::clone(&running),
+                    Arc::clone(&peak),
+                    Arc::clone(&waiting),
+                );
                 tokio::spawn(apart(INLINE_BYTES + 1, move || {
                     peak.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
                     waiting.lock().recv().expect("a word");

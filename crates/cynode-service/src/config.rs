@@ -9,7 +9,10 @@ use toml::{Table, Value};
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     #[error("can't read the configuration {path}")]
-    Read { path: PathBuf, source: std::io::Error },
+    Read {
+        path: PathBuf,
+        source: std::io::Error,
+    },
     #[error("{path} is not valid TOML: {message}")]
     Syntax { path: PathBuf, message: String },
     #[error("configuration: {key}: {message}")]
@@ -30,27 +33,55 @@ pub fn load<T: DeserializeOwned>(
         None => Table::new(),
     };
     let prefix = format!("CYNODE_{}_", section.to_uppercase());
-    let environment = environment.into_iter().filter_map(|(name, value)| Some((name.strip_prefix(&prefix)?.to_lowercase().replace("__", "."), value)));
+    let environment = environment.into_iter().filter_map(|(name, value)| {
+        Some((
+            name.strip_prefix(&prefix)?
+                .to_lowercase()
+                .replace("__", "."),
+            value,
+        ))
+    });
     for (key, value) in environment.chain(flags) {
         insert(&mut table, &key, &value);
     }
     serde_path_to_error::deserialize(Value::Table(table)).map_err(|error| {
         let path = error.path().to_string();
-        let key = if path == "." { section.to_owned() } else { format!("{section}.{path}") };
-        ConfigError::Value { key, message: error.into_inner().message().trim().to_owned() }
+        let key = if path == "." {
+            section.to_owned()
+        } else {
+            format!("{section}.{path}")
+        };
+        ConfigError::Value {
+            key,
+            message: error.into_inner().message().trim().to_owned(),
+        }
     })
 }
 
 fn read_section(path: &Path, section: &str) -> Result<Table, ConfigError> {
-    let text = fs_err::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
-    let mut table: Table = text.parse().map_err(|error: toml::de::Error| ConfigError::Syntax { path: path.to_owned(), message: error.to_string() })?;
+    let text = fs_err::read_to_string(path).map_err(|source| ConfigError::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    let mut table: Table = text
+        .parse()
+        .map_err(|error: toml::de::Error| ConfigError::Syntax {
+            path: path.to_owned(),
+            message: error.to_string(),
+        })?;
     if let Some(unknown) = table.keys().find(|key| !SECTIONS.contains(&key.as_str())) {
-        return Err(ConfigError::Value { key: unknown.clone(), message: format!("unknown section; known are {}", SECTIONS.join(", ")) });
+        return Err(ConfigError::Value {
+            key: unknown.clone(),
+            message: format!("unknown section; known are {}", SECTIONS.join(", ")),
+        });
     }
     match table.remove(section) {
         None => Ok(Table::new()),
         Some(Value::Table(table)) => Ok(table),
-        Some(_) => Err(ConfigError::Value { key: section.to_owned(), message: "must be a section".to_owned() }),
+        Some(_) => Err(ConfigError::Value {
+            key: section.to_owned(),
+            message: "must be a section".to_owned(),
+        }),
     }
 }
 
@@ -60,12 +91,17 @@ const SECTIONS: &[&str] = &["orchestrator", "worker"];
 /// Sets a key, or a key within a key. The value is what TOML reads in it, else a string.
 fn insert(table: &mut Table, key: &str, value: &str) {
     if let Some((outer, inner)) = key.split_once('.')
-        && let Value::Table(nested) = table.entry(outer).or_insert_with(|| Value::Table(Table::new()))
+        && let Value::Table(nested) = table
+            .entry(outer)
+            .or_insert_with(|| Value::Table(Table::new()))
     {
         return insert(nested, inner, value);
     }
-    let parsed =
-        format!("value = {value}").parse::<Table>().ok().and_then(|mut table| table.remove("value")).unwrap_or_else(|| Value::String(value.to_owned()));
+    let parsed = format!("value = {value}")
+        .parse::<Table>()
+        .ok()
+        .and_then(|mut table| table.remove("value"))
+        .unwrap_or_else(|| Value::String(value.to_owned()));
     table.insert(key.to_owned(), parsed);
 }
 
@@ -75,10 +111,15 @@ pub fn default_state_dir(is_root: bool, environment: impl Fn(&str) -> Option<Str
     if is_root {
         return PathBuf::from("/var/lib/cynode");
     }
-    environment("XDG_STATE_HOME").filter(|path| path.starts_with('/')).map_or_else(
-        || PathBuf::from(environment("HOME").unwrap_or_else(|| "/".to_owned())).join(".local/state/cynode"),
-        |path| PathBuf::from(path).join("cynode"),
-    )
+    environment("XDG_STATE_HOME")
+        .filter(|path| path.starts_with('/'))
+        .map_or_else(
+            || {
+                PathBuf::from(environment("HOME").unwrap_or_else(|| "/".to_owned()))
+                    .join(".local/state/cynode")
+            },
+            |path| PathBuf::from(path).join("cynode"),
+        )
 }
 
 #[cfg(test)]
@@ -95,14 +136,33 @@ mod tests {
     }
 
     fn sample(environment: &[(&str, &str)], flags: &[(&str, &str)]) -> Result<Sample, ConfigError> {
-        let own = |pairs: &[(&str, &str)]| pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect::<Vec<_>>();
+        let own = |pairs: &[(&str, &str)]| {
+            pairs
+                .iter()
+                .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
+                .collect::<Vec<_>>()
+        };
         load(None, "worker", own(environment), own(flags))
     }
 
     #[test]
     fn flags_win_over_the_environment() {
-        let read = sample(&[("CYNODE_WORKER_LISTEN", "a"), ("CYNODE_WORKER_SIZE", "3"), ("OTHER", "x")], &[("listen", "b")]).expect("valid");
-        assert_eq!(read, Sample { listen: "b".to_owned(), size: 3 });
+        let read = sample(
+            &[
+                ("CYNODE_WORKER_LISTEN", "a"),
+                ("CYNODE_WORKER_SIZE", "3"),
+                ("OTHER", "x"),
+            ],
+            &[("listen", "b")],
+        )
+        .expect("valid");
+        assert_eq!(
+            read,
+            Sample {
+                listen: "b".to_owned(),
+                size: 3
+            }
+        );
     }
 
     #[test]
@@ -116,13 +176,17 @@ mod tests {
 
     #[test]
     fn an_unknown_key_is_named() {
-        let error = sample(&[("CYNODE_WORKER_LISTN", "a")], &[]).expect_err("unknown").to_string();
+        let error = sample(&[("CYNODE_WORKER_LISTN", "a")], &[])
+            .expect_err("unknown")
+            .to_string();
         assert!(error.contains("listn"), "{error}");
     }
 
     #[test]
     fn a_value_of_the_wrong_type_names_its_key() {
-        let error = sample(&[], &[("size", "many")]).expect_err("not a number").to_string();
+        let error = sample(&[], &[("size", "many")])
+            .expect_err("not a number")
+            .to_string();
         assert!(error.contains("worker.size"), "{error}");
     }
 }

@@ -56,7 +56,10 @@ impl CallerId {
     #[must_use]
     pub const fn share(self) -> Self {
         match self {
-            Self::Agent { user, .. } => Self::Agent { user, token: Uuid::nil() },
+            Self::Agent { user, .. } => Self::Agent {
+                user,
+                token: Uuid::nil(),
+            },
             other => other,
         }
     }
@@ -69,13 +72,18 @@ impl CallerId {
     }
 
     const fn is_privileged(self) -> bool {
-        matches!(self, Self::Orchestrator | Self::Node(_) | Self::Administrator(_))
+        matches!(
+            self,
+            Self::Orchestrator | Self::Node(_) | Self::Administrator(_)
+        )
     }
 }
 
 /// Counts the connection of a request among its caller's. A request that did not come by one (a tool's) counts nowhere.
 pub fn attribute(extensions: &http::Extensions, caller: CallerId) -> Result<(), ApiError> {
-    extensions.get::<Connection>().map_or(Ok(()), |connection| connection.attribute(caller))
+    extensions
+        .get::<Connection>()
+        .map_or(Ok(()), |connection| connection.attribute(caller))
 }
 
 /// How the connections of a listener are divided.
@@ -94,7 +102,9 @@ impl Capacity {
     }
 
     fn authenticated(self) -> usize {
-        self.connections.saturating_sub(self.unauthenticated()).max(2)
+        self.connections
+            .saturating_sub(self.unauthenticated())
+            .max(2)
     }
 
     /// What users and agents have together; the rest is kept for nodes and administrators.
@@ -103,7 +113,11 @@ impl Capacity {
     }
 
     fn of_caller(self, caller: CallerId) -> usize {
-        if caller == CallerId::Orchestrator { self.authenticated() } else { self.part(CALLER_PART) }
+        if caller == CallerId::Orchestrator {
+            self.authenticated()
+        } else {
+            self.part(CALLER_PART)
+        }
     }
 
     fn of_token(self) -> usize {
@@ -152,7 +166,10 @@ struct Pool(BTreeMap<u64, Member>);
 
 impl Pool {
     fn first(&self, fits: impl Fn(&Member) -> bool) -> Option<(u64, Instant)> {
-        self.0.values().find(|member| fits(member)).map(|member| (member.id, member.since))
+        self.0
+            .values()
+            .find(|member| fits(member))
+            .map(|member| (member.id, member.since))
     }
 }
 
@@ -197,7 +214,11 @@ impl Table {
         if let Some(caller) = share {
             self.authenticated -= 1;
             self.ordinary -= usize::from(!caller.is_privileged());
-            if self.callers.get(&caller).is_some_and(|pool| pool.0.is_empty()) {
+            if self
+                .callers
+                .get(&caller)
+                .is_some_and(|pool| pool.0.is_empty())
+            {
                 self.callers.remove(&caller);
             }
         }
@@ -206,24 +227,36 @@ impl Table {
 
     fn close(&mut self, id: u64, share: &'static str) {
         if let Some(member) = self.take(id) {
-            metrics::counter!("cynode_connections_closed_for_others_total", "share" => share).increment(1);
+            metrics::counter!("cynode_connections_closed_for_others_total", "share" => share)
+                .increment(1);
             member.closer.close();
         }
     }
 
     fn set(&mut self, id: u64, phase: Phase) {
-        let Some((share, turn)) = self.places.get(&id).copied() else { return };
+        let Some((share, turn)) = self.places.get(&id).copied() else {
+            return;
+        };
         let next = self.turn();
         let pool = self.pool(share);
         if let Some(member) = pool.0.remove(&turn) {
-            pool.0.insert(next, Member { phase, since: Instant::now(), ..member });
+            pool.0.insert(
+                next,
+                Member {
+                    phase,
+                    since: Instant::now(),
+                    ..member
+                },
+            );
             self.places.insert(id, (share, next));
         }
     }
 
     /// Closes a connection of a caller on which nothing is being served.
     fn close_idle(&mut self, share: CallerId, token: Option<Uuid>) -> bool {
-        let idle = |member: &Member| member.phase == Phase::Head && (token.is_none() || member.token == token);
+        let idle = |member: &Member| {
+            member.phase == Phase::Head && (token.is_none() || member.token == token)
+        };
         let found = self.callers.get(&share).and_then(|pool| pool.first(idle));
         found.inspect(|(id, _)| self.close(*id, "caller")).is_some()
     }
@@ -231,8 +264,13 @@ impl Table {
     /// The same of the caller that has the most, if that is more than so many.
     fn close_idle_of_largest(&mut self, more_than: usize, fits: impl Fn(CallerId) -> bool) -> bool {
         let has_idle = |pool: &Pool| pool.first(|member| member.phase == Phase::Head).is_some();
-        let largest = self.callers.iter().filter(|(caller, pool)| fits(**caller) && pool.0.len() > more_than && has_idle(pool));
-        let largest = largest.max_by_key(|(_, pool)| pool.0.len()).map(|(caller, _)| *caller);
+        let largest = self
+            .callers
+            .iter()
+            .filter(|(caller, pool)| fits(**caller) && pool.0.len() > more_than && has_idle(pool));
+        let largest = largest
+            .max_by_key(|(_, pool)| pool.0.len())
+            .map(|(caller, _)| *caller);
         largest.is_some_and(|caller| self.close_idle(caller, None))
     }
 }
@@ -253,7 +291,13 @@ impl Shares {
     }
 
     fn with(capacity: Capacity, grace: Duration, served: Duration) -> Arc<Self> {
-        Arc::new(Self { capacity, grace, served, table: Mutex::default(), freed: Notify::new() })
+        Arc::new(Self {
+            capacity,
+            grace,
+            served,
+            table: Mutex::default(),
+            freed: Notify::new(),
+        })
     }
 
     /// Waits until a new connection can be taken; closes another one for it when there is no room.
@@ -264,9 +308,19 @@ impl Shares {
                 if table.unauthenticated.0.len() < self.capacity.unauthenticated() {
                     return;
                 }
-                let awaited = table.unauthenticated.first(|member| member.phase != Phase::Served).map(|(id, since)| (id, since, self.grace));
-                let oldest = awaited.or_else(|| table.unauthenticated.first(|_| true).map(|(id, since)| (id, since, self.served)));
-                let Some((id, since, patience)) = oldest else { return };
+                let awaited = table
+                    .unauthenticated
+                    .first(|member| member.phase != Phase::Served)
+                    .map(|(id, since)| (id, since, self.grace));
+                let oldest = awaited.or_else(|| {
+                    table
+                        .unauthenticated
+                        .first(|_| true)
+                        .map(|(id, since)| (id, since, self.served))
+                });
+                let Some((id, since, patience)) = oldest else {
+                    return;
+                };
                 let left = patience.saturating_sub(since.elapsed());
                 if left.is_zero() {
                     table.close(id, "unauthenticated");
@@ -281,8 +335,12 @@ impl Shares {
     /// Closes the connection that has been awaited longest, however short that is: the process has no descriptor left.
     pub(crate) fn close_oldest(&self) -> bool {
         let mut table = self.table.lock();
-        let oldest = table.unauthenticated.first(|member| member.phase != Phase::Served);
-        let closed = oldest.inspect(|(id, _)| table.close(*id, "unauthenticated")).is_some();
+        let oldest = table
+            .unauthenticated
+            .first(|member| member.phase != Phase::Served);
+        let closed = oldest
+            .inspect(|(id, _)| table.close(*id, "unauthenticated"))
+            .is_some();
         closed || table.close_idle_of_largest(0, |_| true)
     }
 
@@ -290,7 +348,16 @@ impl Shares {
         let closer = Arc::<Closer>::default();
         let mut table = shares.table.lock();
         let id = table.turn();
-        table.put(None, Member { id, phase: Phase::Head, since: Instant::now(), token: None, closer: Arc::clone(&closer) });
+        table.put(
+            None,
+            Member {
+                id,
+                phase: Phase::Head,
+                since: Instant::now(),
+                token: None,
+                closer: Arc::clone(&closer),
+            },
+        );
         Place(Connection(Arc::new(Inner {
             id,
             shares: Arc::clone(shares),
@@ -308,7 +375,12 @@ impl Shares {
         let share = caller.share();
         let members = |table: &Table| table.callers.get(&share).map_or(0, |pool| pool.0.len());
         if let Some(token) = caller.token() {
-            let of_token = table.callers.get(&share).map_or(0, |pool| pool.0.values().filter(|member| member.token == Some(token)).count());
+            let of_token = table.callers.get(&share).map_or(0, |pool| {
+                pool.0
+                    .values()
+                    .filter(|member| member.token == Some(token))
+                    .count()
+            });
             if of_token >= self.capacity.of_token() && !table.close_idle(share, Some(token)) {
                 return false;
             }
@@ -316,14 +388,17 @@ impl Shares {
         if members(table) >= self.capacity.of_caller(caller) && !table.close_idle(share, None) {
             return false;
         }
-        let full =
-            |table: &Table| table.authenticated >= self.capacity.authenticated() || !caller.is_privileged() && table.ordinary >= self.capacity.ordinary();
+        let full = |table: &Table| {
+            table.authenticated >= self.capacity.authenticated()
+                || !caller.is_privileged() && table.ordinary >= self.capacity.ordinary()
+        };
         if !full(table) {
             return true;
         }
         let own = members(table);
         if caller.is_privileged() {
-            return table.close_idle_of_largest(0, |other| !other.is_privileged()) || table.close_idle_of_largest(own, |_| true);
+            return table.close_idle_of_largest(0, |other| !other.is_privileged())
+                || table.close_idle_of_largest(own, |_| true);
         }
         table.close_idle_of_largest(own, |other| !other.is_privileged())
     }
@@ -372,13 +447,27 @@ impl Connection {
         let share = caller.share();
         let mut table = inner.shares.table.lock();
         self.rejoin(&mut table);
-        let Some((present, turn)) = table.places.get(&inner.id).copied() else { return Ok(()) };
-        if present == Some(share) && table.pool(present).0.get(&turn).is_some_and(|member| member.token == caller.token()) {
+        let Some((present, turn)) = table.places.get(&inner.id).copied() else {
+            return Ok(());
+        };
+        if present == Some(share)
+            && table
+                .pool(present)
+                .0
+                .get(&turn)
+                .is_some_and(|member| member.token == caller.token())
+        {
             return Ok(());
         }
-        let Some(member) = table.take(inner.id) else { return Ok(()) };
+        let Some(member) = table.take(inner.id) else {
+            return Ok(());
+        };
         let entered = inner.shares.enter(&mut table, caller);
-        let (share, token) = if entered { (Some(share), caller.token()) } else { (None, None) };
+        let (share, token) = if entered {
+            (Some(share), caller.token())
+        } else {
+            (None, None)
+        };
         table.put(share, Member { token, ..member });
         drop(table);
         inner.is_authenticated.store(entered, Ordering::Relaxed);
@@ -387,7 +476,10 @@ impl Connection {
             return Ok(());
         }
         metrics::counter!("cynode_connections_refused_total").increment(1);
-        Err(ApiError::new(ErrorCode::TooManyRequests, "every connection that this caller may have is in use"))
+        Err(ApiError::new(
+            ErrorCode::TooManyRequests,
+            "every connection that this caller may have is in use",
+        ))
     }
 
     /// Counts this connection among the unauthenticated again: its token turned out not to be good.
@@ -395,7 +487,13 @@ impl Connection {
         let inner = &self.0;
         let mut table = inner.shares.table.lock();
         if let Some(member) = table.take(inner.id) {
-            table.put(None, Member { token: None, ..member });
+            table.put(
+                None,
+                Member {
+                    token: None,
+                    ..member
+                },
+            );
         }
         inner.is_authenticated.store(false, Ordering::Relaxed);
     }
@@ -415,7 +513,16 @@ impl Connection {
     fn rejoin(&self, table: &mut Table) {
         let inner = &self.0;
         if inner.closer.is_closing.swap(false, Ordering::Relaxed) {
-            table.put(None, Member { id: inner.id, phase: Phase::Served, since: Instant::now(), token: None, closer: Arc::clone(&inner.closer) });
+            table.put(
+                None,
+                Member {
+                    id: inner.id,
+                    phase: Phase::Served,
+                    since: Instant::now(),
+                    token: None,
+                    closer: Arc::clone(&inner.closer),
+                },
+            );
             inner.is_authenticated.store(false, Ordering::Relaxed);
         }
     }
@@ -465,9 +572,16 @@ impl Connection {
         }
         self.set(Phase::Body);
         let mut table = self.0.shares.table.lock();
-        let bodies = table.unauthenticated.0.values().filter(|member| member.phase == Phase::Body).count();
+        let bodies = table
+            .unauthenticated
+            .0
+            .values()
+            .filter(|member| member.phase == Phase::Body)
+            .count();
         if bodies > MAX_UNAUTHENTICATED_BODIES
-            && let Some((id, _)) = table.unauthenticated.first(|member| member.phase == Phase::Body)
+            && let Some((id, _)) = table
+                .unauthenticated
+                .first(|member| member.phase == Phase::Body)
         {
             table.close(id, "unauthenticated");
         }
@@ -511,7 +625,10 @@ mod tests {
     }
 
     fn agent(user: u128, token: u128) -> CallerId {
-        CallerId::Agent { user: Uuid::from_u128(user), token: Uuid::from_u128(token) }
+        CallerId::Agent {
+            user: Uuid::from_u128(user),
+            token: Uuid::from_u128(token),
+        }
     }
 
     fn is_closed(place: &Place) -> bool {
@@ -535,12 +652,17 @@ mod tests {
     fn refused(shares: &Arc<Shares>, caller: CallerId) -> bool {
         let place = Shares::admit(shares);
         place.0.begin();
-        place.0.attribute(caller).is_err_and(|error| error.0.is(ErrorCode::TooManyRequests) && error.0.status == 429)
+        place
+            .0
+            .attribute(caller)
+            .is_err_and(|error| error.0.is(ErrorCode::TooManyRequests) && error.0.status == 429)
     }
 
     /// Whether a new connection is not taken yet.
     async fn waits(shares: &Shares) -> bool {
-        tokio::time::timeout(Duration::from_millis(20), shares.make_room()).await.is_err()
+        tokio::time::timeout(Duration::from_millis(20), shares.make_room())
+            .await
+            .is_err()
     }
 
     const NEVER: Duration = Duration::from_secs(3_600);
@@ -559,7 +681,10 @@ mod tests {
         places[1].0.begin();
         places[1].0.finish();
         assert!(!waits(&shares).await);
-        assert_eq!(places.iter().map(is_closed).collect::<Vec<_>>(), [false, false, true, false]);
+        assert_eq!(
+            places.iter().map(is_closed).collect::<Vec<_>>(),
+            [false, false, true, false]
+        );
         places.push(Shares::admit(&shares));
         // An answer that is not read, and a body that does not come, are awaited too.
         places[3].0.begin();
@@ -595,10 +720,19 @@ mod tests {
         let places = [Shares::admit(&shares), Shares::admit(&shares)];
         assert!(!waits(&shares).await && is_closed(&places[0]));
         places[0].0.begin();
-        assert!(!is_closed(&places[0]) && tokio::time::timeout(Duration::from_millis(20), places[0].0.closed()).await.is_err());
+        assert!(
+            !is_closed(&places[0])
+                && tokio::time::timeout(Duration::from_millis(20), places[0].0.closed())
+                    .await
+                    .is_err()
+        );
         // It counts again, so the next new connection closes another.
         assert!(!waits(&shares).await && is_closed(&places[1]));
-        assert!(tokio::time::timeout(NEVER, places[1].0.closed()).await.is_ok());
+        assert!(
+            tokio::time::timeout(NEVER, places[1].0.closed())
+                .await
+                .is_ok()
+        );
         places[1].0.attribute(user(1)).expect("there is room");
         assert!(!is_closed(&places[1]) && places[1].0.is_authenticated());
     }
@@ -643,11 +777,22 @@ mod tests {
     async fn nodes_and_administrators_get_in_when_users_have_taken_all_the_rest() {
         // 64 connections: 48 for the authenticated, four of them for nodes and administrators, eight for each caller.
         let shares = Shares::new(Capacity { connections: 64 });
-        let crowd: Vec<_> = (0..44).flat_map(|number| entered(&shares, user(number / 8), 1, true)).collect();
+        let crowd: Vec<_> = (0..44)
+            .flat_map(|number| entered(&shares, user(number / 8), 1, true))
+            .collect();
         assert!(refused(&shares, user(100)));
-        let privileged = [CallerId::Administrator(Uuid::from_u128(1)), CallerId::Node(Uuid::from_u128(2))];
-        let first: Vec<_> = privileged.iter().flat_map(|caller| entered(&shares, *caller, 2, true)).collect();
-        assert!(refused(&shares, privileged[0]), "their places are taken by themselves");
+        let privileged = [
+            CallerId::Administrator(Uuid::from_u128(1)),
+            CallerId::Node(Uuid::from_u128(2)),
+        ];
+        let first: Vec<_> = privileged
+            .iter()
+            .flat_map(|caller| entered(&shares, *caller, 2, true))
+            .collect();
+        assert!(
+            refused(&shares, privileged[0]),
+            "their places are taken by themselves"
+        );
         assert!(!crowd.iter().chain(&first).any(is_closed));
         // Whoever has many and uses them not makes room for one who has few.
         crowd[0].0.finish();
@@ -668,13 +813,20 @@ mod tests {
         assert_eq!(shares.table.lock().unauthenticated.0.len(), 1);
         drop(places);
         let table = shares.table.lock();
-        assert!(table.places.is_empty() && table.callers.is_empty() && table.authenticated == 0 && table.ordinary == 0);
+        assert!(
+            table.places.is_empty()
+                && table.callers.is_empty()
+                && table.authenticated == 0
+                && table.ordinary == 0
+        );
     }
 
     #[tokio::test]
     async fn of_many_unauthenticated_bodies_the_longest_awaited_is_given_up() {
         let shares = Shares::new(Capacity { connections: 4_096 });
-        let places: Vec<_> = (0..=MAX_UNAUTHENTICATED_BODIES).map(|_| Shares::admit(&shares)).collect();
+        let places: Vec<_> = (0..=MAX_UNAUTHENTICATED_BODIES)
+            .map(|_| Shares::admit(&shares))
+            .collect();
         for place in &places {
             place.0.begin();
             assert!(!is_closed(&places[0]));

@@ -13,15 +13,29 @@ const JSON: &str = "application/json";
 const PROBLEM: &str = "application/problem+json";
 
 /// Any route can answer so.
-const ANY: &[ErrorCode] = &[ErrorCode::InvalidRequest, ErrorCode::Unauthorized, ErrorCode::Internal];
+const ANY: &[ErrorCode] = &[
+    ErrorCode::InvalidRequest,
+    ErrorCode::Unauthorized,
+    ErrorCode::Internal,
+];
 /// So can one that takes a body.
 const BODY: &[ErrorCode] = &[ErrorCode::RequestTimeout, ErrorCode::TooLarge];
 
 /// What calls on one session refuse with, on whichever side they are answered: a method and a path below `…/sessions`.
 const SESSION: &[(&str, &[ErrorCode])] = &[
     ("GET /{id}", &[ErrorCode::SessionNotFound]),
-    ("PATCH /{id}", &[ErrorCode::SessionNotFound, ErrorCode::SessionEnded, ErrorCode::NotRunning]),
-    ("POST /{id}/end", &[ErrorCode::SessionNotFound, ErrorCode::RuntimeUnavailable]),
+    (
+        "PATCH /{id}",
+        &[
+            ErrorCode::SessionNotFound,
+            ErrorCode::SessionEnded,
+            ErrorCode::NotRunning,
+        ],
+    ),
+    (
+        "POST /{id}/end",
+        &[ErrorCode::SessionNotFound, ErrorCode::RuntimeUnavailable],
+    ),
     (
         "POST /{id}/resume",
         &[
@@ -35,15 +49,49 @@ const SESSION: &[(&str, &[ErrorCode])] = &[
     ),
     ("POST /{id}/signal", SANDBOX),
     ("POST /{id}/exec", SANDBOX),
-    ("POST /{id}/exec", &[ErrorCode::ExecIdInUse, ErrorCode::ExecFailed, ErrorCode::PidsExhausted, ErrorCode::RuntimeUnavailable, ErrorCode::NoSpace]),
-    ("GET /{id}/execs", &[ErrorCode::SessionNotFound, ErrorCode::SessionEnded, ErrorCode::NotRunning]),
+    (
+        "POST /{id}/exec",
+        &[
+            ErrorCode::ExecIdInUse,
+            ErrorCode::ExecFailed,
+            ErrorCode::PidsExhausted,
+            ErrorCode::RuntimeUnavailable,
+            ErrorCode::NoSpace,
+        ],
+    ),
+    (
+        "GET /{id}/execs",
+        &[
+            ErrorCode::SessionNotFound,
+            ErrorCode::SessionEnded,
+            ErrorCode::NotRunning,
+        ],
+    ),
     ("GET /{id}/execs/{exec_id}", EXEC),
     ("GET /{id}/execs/{exec_id}/output", EXEC),
-    ("GET /{id}/execs/{exec_id}/output", &[ErrorCode::OutputExpired]),
+    (
+        "GET /{id}/execs/{exec_id}/output",
+        &[ErrorCode::OutputExpired],
+    ),
     ("POST /{id}/execs/{exec_id}/signal", EXEC),
-    ("POST /{id}/execs/{exec_id}/signal", &[ErrorCode::ExecEnded, ErrorCode::AgentUnavailable, ErrorCode::RuntimeUnavailable]),
+    (
+        "POST /{id}/execs/{exec_id}/signal",
+        &[
+            ErrorCode::ExecEnded,
+            ErrorCode::AgentUnavailable,
+            ErrorCode::RuntimeUnavailable,
+        ],
+    ),
     ("POST /{id}/execs/{exec_id}/stdin", EXEC),
-    ("POST /{id}/execs/{exec_id}/stdin", &[ErrorCode::ExecEnded, ErrorCode::StdinClosed, ErrorCode::StdinFull, ErrorCode::AgentUnavailable]),
+    (
+        "POST /{id}/execs/{exec_id}/stdin",
+        &[
+            ErrorCode::ExecEnded,
+            ErrorCode::StdinClosed,
+            ErrorCode::StdinFull,
+            ErrorCode::AgentUnavailable,
+        ],
+    ),
     ("GET /{id}/files", FILES),
     ("GET /{id}/files", &[ErrorCode::RangeNotSatisfiable]),
     ("HEAD /{id}/files", FILES),
@@ -54,7 +102,10 @@ const SESSION: &[(&str, &[ErrorCode])] = &[
     ("POST /{id}/files:list", FILES),
     ("POST /{id}/files:search", FILES),
     ("POST /{id}/files:patch", FILES),
-    ("POST /{id}/files:patch", &[ErrorCode::PatchRejected, ErrorCode::NoSpace]),
+    (
+        "POST /{id}/files:patch",
+        &[ErrorCode::PatchRejected, ErrorCode::NoSpace],
+    ),
     ("POST /{id}/files:move", FILES),
     ("POST /{id}/files:move", CHANGED),
     ("POST /{id}/files:mkdir", FILES),
@@ -64,13 +115,26 @@ const SESSION: &[(&str, &[ErrorCode])] = &[
     ("POST /{id}/import", FILES),
     ("POST /{id}/import", CHANGED),
     ("GET /{id}/pty", SANDBOX),
-    ("GET /{id}/pty", &[ErrorCode::PtyNotAllowed, ErrorCode::RuntimeUnavailable]),
+    (
+        "GET /{id}/pty",
+        &[ErrorCode::PtyNotAllowed, ErrorCode::RuntimeUnavailable],
+    ),
 ];
 
 /// A call that needs a sandbox that runs.
-const SANDBOX: &[ErrorCode] =
-    &[ErrorCode::SessionNotFound, ErrorCode::NotRunning, ErrorCode::AgentRequired, ErrorCode::SessionEnded, ErrorCode::AgentUnavailable];
-const EXEC: &[ErrorCode] = &[ErrorCode::SessionNotFound, ErrorCode::ExecNotFound, ErrorCode::NotRunning, ErrorCode::SessionEnded];
+const SANDBOX: &[ErrorCode] = &[
+    ErrorCode::SessionNotFound,
+    ErrorCode::NotRunning,
+    ErrorCode::AgentRequired,
+    ErrorCode::SessionEnded,
+    ErrorCode::AgentUnavailable,
+];
+const EXEC: &[ErrorCode] = &[
+    ErrorCode::SessionNotFound,
+    ErrorCode::ExecNotFound,
+    ErrorCode::NotRunning,
+    ErrorCode::SessionEnded,
+];
 /// One that works on files there.
 const FILES: &[ErrorCode] = &[
     ErrorCode::PermissionDenied,
@@ -84,13 +148,21 @@ const FILES: &[ErrorCode] = &[
     ErrorCode::AgentUnavailable,
     ErrorCode::PidsExhausted,
 ];
-const CHANGED: &[ErrorCode] = &[ErrorCode::NotEmpty, ErrorCode::AlreadyExists, ErrorCode::PreconditionFailed, ErrorCode::NoSpace];
+const CHANGED: &[ErrorCode] = &[
+    ErrorCode::NotEmpty,
+    ErrorCode::AlreadyExists,
+    ErrorCode::PreconditionFailed,
+    ErrorCode::NoSpace,
+];
 
 /// The refusals of calls on one session, for the addresses below `sessions`.
 #[must_use]
 pub fn in_sessions(sessions: &str) -> Vec<Refusals> {
     let place = |route: &str| route.replacen(' ', &format!(" {sessions}"), 1);
-    SESSION.iter().map(|(route, codes)| (place(route), *codes)).collect()
+    SESSION
+        .iter()
+        .map(|(route, codes)| (place(route), *codes))
+        .collect()
 }
 
 /// Completes a description. `any` is what every route of this role refuses with, `some` what single routes do: `default` stays,
@@ -106,7 +178,11 @@ pub fn complete(mut document: Value, any: &[ErrorCode], some: &[Refusals]) -> Va
         for (method, operation) in operations.as_object_mut().into_iter().flatten() {
             let route = format!("{} {path}", method.to_uppercase());
             let mut codes = [ANY, any].concat();
-            codes.extend(some.iter().filter(|(named, _)| *named == route).flat_map(|(_, codes)| codes.iter()));
+            codes.extend(
+                some.iter()
+                    .filter(|(named, _)| *named == route)
+                    .flat_map(|(_, codes)| codes.iter()),
+            );
             complete_operation(operation, &schemas, &mut shared, method == "head", codes);
         }
         described.insert(path, operations);
@@ -120,27 +196,49 @@ pub fn complete(mut document: Value, any: &[ErrorCode], some: &[Refusals]) -> Va
 }
 
 fn object(value: Value) -> Map<String, Value> {
-    if let Value::Object(members) = value { members } else { Map::new() }
+    if let Value::Object(members) = value {
+        members
+    } else {
+        Map::new()
+    }
 }
 
-fn complete_operation(operation: &mut Value, schemas: &Value, shared: &mut Map<String, Value>, is_head: bool, mut codes: Vec<ErrorCode>) {
+fn complete_operation(
+    operation: &mut Value,
+    schemas: &Value,
+    shared: &mut Map<String, Value>,
+    is_head: bool,
+    mut codes: Vec<ErrorCode>,
+) {
     // Two things may have a `list`; a name belongs to one operation.
-    if let (Some(tag), Some(name)) = (operation["tags"][0].as_str(), operation["operationId"].as_str()) {
+    if let (Some(tag), Some(name)) = (
+        operation["tags"][0].as_str(),
+        operation["operationId"].as_str(),
+    ) {
         operation["operationId"] = format!("{tag}_{name}").into();
     }
-    for parameter in operation.get_mut("parameters").and_then(Value::as_array_mut).into_iter().flatten() {
+    for parameter in operation
+        .get_mut("parameters")
+        .and_then(Value::as_array_mut)
+        .into_iter()
+        .flatten()
+    {
         if parameter["in"] == "path" {
             codes.push(ErrorCode::NotFound);
         }
         if parameter["in"] == "query" && parameter["name"] == "limit" {
-            parameter["schema"] = json!({"type": "integer", "format": "int32", "minimum": 1, "maximum": 1_000});
+            parameter["schema"] =
+                json!({"type": "integer", "format": "int32", "minimum": 1, "maximum": 1_000});
         }
     }
     if operation["requestBody"].is_object() {
         codes.extend(BODY);
         let body = &mut operation["requestBody"];
         bytes_as_such(&mut body["content"]);
-        if let Some(name) = body["content"][JSON]["schema"]["$ref"].as_str().and_then(|name| name.rsplit('/').next()) {
+        if let Some(name) = body["content"][JSON]["schema"]["$ref"]
+            .as_str()
+            .and_then(|name| name.rsplit('/').next())
+        {
             codes.push(ErrorCode::UnsupportedMediaType);
             if schemas[name]["properties"]["version"].is_object() {
                 codes.push(ErrorCode::UnsupportedVersion);
@@ -149,16 +247,26 @@ fn complete_operation(operation: &mut Value, schemas: &Value, shared: &mut Map<S
             body["required"] = schemas[name]["required"].is_array().into();
         }
     }
-    let Some(responses) = operation["responses"].as_object_mut() else { return };
+    let Some(responses) = operation["responses"].as_object_mut() else {
+        return;
+    };
     for (status, response) in responses.iter_mut() {
         // Nothing to say is not the same as not saying it: the standard wants the member.
         if response["description"].as_str().is_none_or(str::is_empty) {
-            let status = status.parse::<u16>().ok().and_then(|status| http::StatusCode::from_u16(status).ok());
-            response["description"] = status.and_then(|status| status.canonical_reason()).unwrap_or("A refusal that is not named above").into();
+            let status = status
+                .parse::<u16>()
+                .ok()
+                .and_then(|status| http::StatusCode::from_u16(status).ok());
+            response["description"] = status
+                .and_then(|status| status.canonical_reason())
+                .unwrap_or("A refusal that is not named above")
+                .into();
         }
         bytes_as_such(&mut response["content"]);
         if response["content"].is_null() {
-            response.as_object_mut().map(|members| members.remove("content"));
+            response
+                .as_object_mut()
+                .map(|members| members.remove("content"));
         }
     }
     let mut by_status: BTreeMap<u16, Vec<&str>> = BTreeMap::new();
@@ -174,10 +282,14 @@ fn complete_operation(operation: &mut Value, schemas: &Value, shared: &mut Map<S
         if is_head {
             name += ".head";
         } else {
-            response["content"] = json!({PROBLEM: {"schema": {"$ref": "#/components/schemas/Problem"}}});
+            response["content"] =
+                json!({PROBLEM: {"schema": {"$ref": "#/components/schemas/Problem"}}});
         }
         if !responses.contains_key(&status.to_string()) {
-            responses.insert(status.to_string(), json!({"$ref": format!("#/components/responses/{name}")}));
+            responses.insert(
+                status.to_string(),
+                json!({"$ref": format!("#/components/responses/{name}")}),
+            );
             shared.insert(name, response);
         }
     }
@@ -207,16 +319,45 @@ mod tests {
             }}},
             "components": {"schemas": {"Thing": {"properties": {"version": {}}}}},
         });
-        let done =
-            complete(document, &[ErrorCode::StoreUnavailable], &[("PUT /v1/things/{path}".to_owned(), &[ErrorCode::NotAFile, ErrorCode::AlreadyExists])]);
+        let done = complete(
+            document,
+            &[ErrorCode::StoreUnavailable],
+            &[(
+                "PUT /v1/things/{path}".to_owned(),
+                &[ErrorCode::NotAFile, ErrorCode::AlreadyExists],
+            )],
+        );
         let put = &done["paths"]["/v1/things/{path}"]["put"];
-        assert_eq!((&put["operationId"], &put["requestBody"]["required"]), (&json!("things_put"), &json!(false)));
-        let statuses: Vec<_> = put["responses"].as_object().expect("responses").keys().map(String::as_str).collect();
-        assert_eq!(statuses, ["200", "400", "401", "404", "408", "409", "413", "415", "422", "500", "503", "default"]);
-        assert_eq!(put["responses"]["409"]["$ref"], "#/components/responses/not_a_file.already_exists");
-        assert_eq!(done["components"]["responses"]["not_a_file.already_exists"]["description"], "`not_a_file`, `already_exists`");
+        assert_eq!(
+            (&put["operationId"], &put["requestBody"]["required"]),
+            (&json!("things_put"), &json!(false))
+        );
+        let statuses: Vec<_> = put["responses"]
+            .as_object()
+            .expect("responses")
+            .keys()
+            .map(String::as_str)
+            .collect();
+        assert_eq!(
+            statuses,
+            [
+                "200", "400", "401", "404", "408", "409", "413", "415", "422", "500", "503",
+                "default"
+            ]
+        );
+        assert_eq!(
+            put["responses"]["409"]["$ref"],
+            "#/components/responses/not_a_file.already_exists"
+        );
+        assert_eq!(
+            done["components"]["responses"]["not_a_file.already_exists"]["description"],
+            "`not_a_file`, `already_exists`"
+        );
         assert_eq!(put["responses"]["200"]["description"], "OK");
-        assert_eq!(put["responses"]["200"]["content"]["application/octet-stream"]["schema"]["format"], "binary");
+        assert_eq!(
+            put["responses"]["200"]["content"]["application/octet-stream"]["schema"]["format"],
+            "binary"
+        );
         assert!(done["components"]["schemas"]["Thing"].is_object());
     }
 }

@@ -59,9 +59,16 @@ impl IntoResponse for ApiError {
 fn render(problem: &Problem) -> Response {
     let status = StatusCode::from_u16(problem.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     let body = serde_json::to_vec(problem).unwrap_or_default();
-    let mut response = (status, [(header::CONTENT_TYPE, "application/problem+json")], body).into_response();
+    let mut response = (
+        status,
+        [(header::CONTENT_TYPE, "application/problem+json")],
+        body,
+    )
+        .into_response();
     if status == StatusCode::UNAUTHORIZED {
-        response.headers_mut().insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        response
+            .headers_mut()
+            .insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     }
     response
 }
@@ -73,7 +80,9 @@ pub async fn request_id(mut request: Request, next: Next) -> Response {
         .headers()
         .get(&REQUEST_ID)
         .and_then(|value| value.to_str().ok())
-        .filter(|id| (1..=64).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic()));
+        .filter(|id| {
+            (1..=64).contains(&id.len()) && id.bytes().all(|byte| byte.is_ascii_graphic())
+        });
     let id = given.map_or_else(|| uuid::Uuid::now_v7().to_string(), str::to_owned);
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
     let value = HeaderValue::from_str(&id).ok();
@@ -89,7 +98,9 @@ pub async fn request_id(mut request: Request, next: Next) -> Response {
         let headers = std::mem::take(response.headers_mut());
         response = render(&problem);
         for (name, value) in headers {
-            if let Some(name) = name.filter(|name| !response.headers().contains_key(name) && *name != header::CONTENT_LENGTH) {
+            if let Some(name) = name.filter(|name| {
+                !response.headers().contains_key(name) && *name != header::CONTENT_LENGTH
+            }) {
                 response.headers_mut().insert(name, value);
             }
         }
@@ -129,13 +140,24 @@ impl<S: Send + Sync> FromRequest<S> for JsonBytes {
             let kind = kind.to_str().unwrap_or_default().to_ascii_lowercase();
             let essence = kind.split(';').next().unwrap_or_default().trim();
             if essence != "application/json" && !essence.ends_with("+json") {
-                return Err(ApiError::new(ErrorCode::UnsupportedMediaType, format!("expected application/json, got '{essence}'")));
+                return Err(ApiError::new(
+                    ErrorCode::UnsupportedMediaType,
+                    format!("expected application/json, got '{essence}'"),
+                ));
             }
         }
         let is_reserved = request.extensions().get::<json::Reserved>().is_some();
         let (bytes, nodes, large) = take(request, is_reserved).await?;
-        let room = if is_reserved { json::Room::default() } else { json::room(bytes.len(), nodes).await };
-        Ok(Self { bytes, _large: large, _room: room })
+        let room = if is_reserved {
+            json::Room::default()
+        } else {
+            json::room(bytes.len(), nodes).await
+        };
+        Ok(Self {
+            bytes,
+            _large: large,
+            _room: room,
+        })
     }
 }
 
@@ -144,10 +166,20 @@ impl<S: Send + Sync> FromRequest<S> for JsonBytes {
 pub struct BodyLimit(pub usize);
 
 /// Reads a body to its end, and counts its nodes on the way.
-async fn take(request: Request, is_reserved: bool) -> Result<(Bytes, usize, Option<SemaphorePermit<'static>>), ApiError> {
-    let most = request.extensions().get::<BodyLimit>().map_or(MAX_BODY, |limit| limit.0);
+async fn take(
+    request: Request,
+    is_reserved: bool,
+) -> Result<(Bytes, usize, Option<SemaphorePermit<'static>>), ApiError> {
+    let most = request
+        .extensions()
+        .get::<BodyLimit>()
+        .map_or(MAX_BODY, |limit| limit.0);
     // Whoever may stall without being known must not hold what others wait for: such bodies are short, and few at once.
-    let is_reserved = is_reserved || request.extensions().get::<Connection>().is_some_and(|connection| !connection.is_authenticated());
+    let is_reserved = is_reserved
+        || request
+            .extensions()
+            .get::<Connection>()
+            .is_some_and(|connection| !connection.is_authenticated());
     let mut pieces = request.into_limited_body().into_data_stream();
     let (mut bytes, mut scan, mut large) = (Vec::new(), json::Scan::default(), None);
     while let Some(piece) = pieces.next().await {
@@ -165,7 +197,10 @@ async fn take(request: Request, is_reserved: bool) -> Result<(Bytes, usize, Opti
 }
 
 fn too_large(most: usize) -> ApiError {
-    ApiError::new(ErrorCode::TooLarge, format!("the body exceeds {most} bytes"))
+    ApiError::new(
+        ErrorCode::TooLarge,
+        format!("the body exceeds {most} bytes"),
+    )
 }
 
 /// The problem of a body that could not be read.
@@ -192,9 +227,15 @@ pub fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
     let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
         let path = error.path().to_string();
         let message = error.into_inner().to_string();
-        ApiError::invalid(if path == "." { message } else { format!("{path}: {message}") })
+        ApiError::invalid(if path == "." {
+            message
+        } else {
+            format!("{path}: {message}")
+        })
     })?;
-    deserializer.end().map_err(|error| ApiError::invalid(format!("after the body's object: {error}")))?;
+    deserializer
+        .end()
+        .map_err(|error| ApiError::invalid(format!("after the body's object: {error}")))?;
     doubled(bytes).map_or(Ok(value), |error| Err(ApiError::invalid(error)))
 }
 
@@ -208,9 +249,13 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequestParts<S> for QueryParams<T>
     async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Self, Self::Rejection> {
         check_query(&parts.uri)?;
         if let Some(name) = not_utf8(parts.uri.query().unwrap_or_default()) {
-            return Err(ApiError::invalid(format!("{name}: is not UTF-8; where bytes are taken, {name}_b64 takes them in base64")));
+            return Err(ApiError::invalid(format!(
+                "{name}: is not UTF-8; where bytes are taken, {name}_b64 takes them in base64"
+            )));
         }
-        axum::extract::Query::try_from_uri(&parts.uri).map(|query| Self(query.0)).map_err(|error| ApiError::invalid(format!("query: {}", source_text(&error))))
+        axum::extract::Query::try_from_uri(&parts.uri)
+            .map(|query| Self(query.0))
+            .map_err(|error| ApiError::invalid(format!("query: {}", source_text(&error))))
     }
 }
 
@@ -225,10 +270,17 @@ pub fn check_query(uri: &http::Uri) -> Result<(), ApiError> {
             _ => MAX_PARAMETER_BYTES,
         };
         // An escape of three letters stands for one byte.
-        let length = |text: &str| text.len() - 2 * memchr::memchr_iter(b'%', text.as_bytes()).count().min(text.len() / 3);
+        let length = |text: &str| {
+            text.len()
+                - 2 * memchr::memchr_iter(b'%', text.as_bytes())
+                    .count()
+                    .min(text.len() / 3)
+        };
         if length(name) > MAX_PARAMETER_BYTES || length(value) > most {
             let name: String = name.chars().take(50).collect();
-            return Err(ApiError::invalid(format!("{name}: must have at most {most} bytes")));
+            return Err(ApiError::invalid(format!(
+                "{name}: must have at most {most} bytes"
+            )));
         }
     }
     Ok(())
@@ -240,8 +292,17 @@ fn not_utf8(query: &str) -> Option<String> {
         let mut decoded = Vec::with_capacity(text.len());
         let mut rest = text.as_bytes();
         while let Some((&first, after)) = rest.split_first() {
-            let escaped = if first == b'%' { after.split_at_checked(2) } else { None };
-            let escaped = escaped.and_then(|(digits, after)| Some((u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?, after)));
+            let escaped = if first == b'%' {
+                after.split_at_checked(2)
+            } else {
+                None
+            };
+            let escaped = escaped.and_then(|(digits, after)| {
+                Some((
+                    u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?,
+                    after,
+                ))
+            });
             let (byte, after) = escaped.unwrap_or((first, after));
             decoded.push(byte);
             rest = after;
@@ -269,22 +330,32 @@ fn source_text(error: &dyn std::error::Error) -> String {
 
 /// Times every request by its route.
 pub async fn measure(request: Request, next: Next) -> Response {
-    let route = request.extensions().get::<axum::extract::MatchedPath>().map_or_else(|| "unknown".to_owned(), |path| path.as_str().to_owned());
+    let route = request
+        .extensions()
+        .get::<axum::extract::MatchedPath>()
+        .map_or_else(|| "unknown".to_owned(), |path| path.as_str().to_owned());
     let method = request.method().as_str().to_owned();
     let started = std::time::Instant::now();
     let response = next.run(request).await;
-    metrics::histogram!("cynode_http_request_seconds", "route" => route, "method" => method).record(started.elapsed().as_secs_f64());
+    metrics::histogram!("cynode_http_request_seconds", "route" => route, "method" => method)
+        .record(started.elapsed().as_secs_f64());
     response
 }
 
 /// The answer to an address that does not exist.
 pub fn not_found() -> std::future::Ready<ApiError> {
-    std::future::ready(ApiError(Box::new(Problem::new(ErrorCode::NotFound, "no such address").with_remedy("See /openapi.json for the addresses."))))
+    std::future::ready(ApiError(Box::new(
+        Problem::new(ErrorCode::NotFound, "no such address")
+            .with_remedy("See /openapi.json for the addresses."),
+    )))
 }
 
 /// The answer to a method that an address does not have.
 pub fn method_not_allowed() -> std::future::Ready<ApiError> {
-    std::future::ready(ApiError::new(ErrorCode::MethodNotAllowed, "this address does not take that method"))
+    std::future::ready(ApiError::new(
+        ErrorCode::MethodNotAllowed,
+        "this address does not take that method",
+    ))
 }
 
 #[cfg(test)]
@@ -293,18 +364,45 @@ mod tests {
 
     #[test]
     fn a_parameter_is_taken_up_to_its_bound_and_not_beyond() {
-        let asked = |query: &str| check_query(&format!("/x?{query}").parse().expect("an address")).map_err(|error| error.0.detail);
+        let asked = |query: &str| {
+            check_query(&format!("/x?{query}").parse().expect("an address"))
+                .map_err(|error| error.0.detail)
+        };
         let longest = file_limits::MAX_PATH_BYTES;
         assert_eq!(asked(&format!("x=1&path={}", "a".repeat(longest))), Ok(()));
-        assert_eq!(asked(&format!("path={}", "%C3%BC".repeat(longest / 2))), Ok(()));
-        assert_eq!(asked(&format!("x=1&path={}", "a".repeat(longest + 1))), Err(format!("path: must have at most {longest} bytes")));
+        assert_eq!(
+            asked(&format!("path={}", "%C3%BC".repeat(longest / 2))),
+            Ok(())
+        );
+        assert_eq!(
+            asked(&format!("x=1&path={}", "a".repeat(longest + 1))),
+            Err(format!("path: must have at most {longest} bytes"))
+        );
         assert!(asked(&format!("path={}", "%61".repeat(longest + 1))).is_err());
-        assert_eq!(asked(&format!("path_b64={}", "A".repeat(MAX_BASE64_PARAMETER_BYTES))), Ok(()));
-        assert!(asked(&format!("path_b64={}", "A".repeat(MAX_BASE64_PARAMETER_BYTES + 1))).is_err());
-        assert_eq!(asked(&format!("cursor={}", "a".repeat(MAX_PARAMETER_BYTES))), Ok(()));
+        assert_eq!(
+            asked(&format!(
+                "path_b64={}",
+                "A".repeat(MAX_BASE64_PARAMETER_BYTES)
+            )),
+            Ok(())
+        );
+        assert!(
+            asked(&format!(
+                "path_b64={}",
+                "A".repeat(MAX_BASE64_PARAMETER_BYTES + 1)
+            ))
+            .is_err()
+        );
+        assert_eq!(
+            asked(&format!("cursor={}", "a".repeat(MAX_PARAMETER_BYTES))),
+            Ok(())
+        );
         assert!(asked(&format!("cursor={}", "a".repeat(MAX_PARAMETER_BYTES + 1))).is_err());
         assert!(asked(&"a".repeat(MAX_PARAMETER_BYTES + 1)).is_err());
-        assert_eq!(asked(&format!("argv=sh&argv={}", "a".repeat(60_000))), Ok(()));
+        assert_eq!(
+            asked(&format!("argv=sh&argv={}", "a".repeat(60_000))),
+            Ok(())
+        );
     }
 
     #[tokio::test]
@@ -315,16 +413,41 @@ mod tests {
             x: serde_json::Value,
         }
         let router = axum::Router::new()
-            .route("/", axum::routing::post(async |JsonBody(_): JsonBody<Anything>| ()))
+            .route(
+                "/",
+                axum::routing::post(async |JsonBody(_): JsonBody<Anything>| ()),
+            )
             .layer(axum::extract::DefaultBodyLimit::max(MAX_BODY));
         let status = async |body: String| {
-            let request = Request::post("/").body(axum::body::Body::from(body)).expect("a request");
-            tower::ServiceExt::oneshot(router.clone(), request).await.expect("an answer").status().as_u16()
+            let request = Request::post("/")
+                .body(axum::body::Body::from(body))
+                .expect("a request");
+            tower::ServiceExt::oneshot(router.clone(), request)
+                .await
+                .expect("an answer")
+                .status()
+                .as_u16()
         };
-        assert_eq!(status(format!(r#"{{"x":[{}0]}}"#, "0,".repeat(5_000_000))).await, 413);
-        assert_eq!(status(format!(r#"{{"x":[{}0]}}"#, "0,".repeat(json::MAX_NODES - 10))).await, 200);
-        assert_eq!(status(format!(r#"{{"x":"{}"}}"#, "a".repeat(MAX_BODY - 8))).await, 200);
-        assert_eq!(status(format!(r#"{{"x":"{}"}}"#, "a".repeat(MAX_BODY))).await, 413);
+        assert_eq!(
+            status(format!(r#"{{"x":[{}0]}}"#, "0,".repeat(5_000_000))).await,
+            413
+        );
+        assert_eq!(
+            status(format!(
+                r#"{{"x":[{}0]}}"#,
+                "0,".repeat(json::MAX_NODES - 10)
+            ))
+            .await,
+            200
+        );
+        assert_eq!(
+            status(format!(r#"{{"x":"{}"}}"#, "a".repeat(MAX_BODY - 8))).await,
+            200
+        );
+        assert_eq!(
+            status(format!(r#"{{"x":"{}"}}"#, "a".repeat(MAX_BODY))).await,
+            413
+        );
     }
 
     #[test]

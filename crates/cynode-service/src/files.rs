@@ -20,12 +20,20 @@ pub fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
 
 /// Writes a file beside its place.
 fn stage(path: &Path, bytes: &[u8]) -> io::Result<PathBuf> {
-    let name = path.file_name().ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?.to_string_lossy();
+    let name = path
+        .file_name()
+        .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?
+        .to_string_lossy();
     let staged = path.with_file_name(format!(".{name}.{}", uuid::Uuid::new_v4().simple()));
-    let written = fs_err::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&staged).and_then(|mut file| {
-        file.write_all(bytes)?;
-        file.sync_data()
-    });
+    let written = fs_err::OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(&staged)
+        .and_then(|mut file| {
+            file.write_all(bytes)?;
+            file.sync_data()
+        });
     if let Err(error) = written {
         drop(fs_err::remove_file(&staged));
         return Err(error);
@@ -35,7 +43,13 @@ fn stage(path: &Path, bytes: &[u8]) -> io::Result<PathBuf> {
 
 /// Reads a token file (one line), making it first when it is not there. Of several that make it at once, one does.
 pub fn read_or_create_token(path: &Path) -> io::Result<String> {
-    let token = || format!("cyn_{}{}\n", uuid::Uuid::new_v4().simple(), uuid::Uuid::new_v4().simple());
+    let token = || {
+        format!(
+            "cyn_{}{}\n",
+            uuid::Uuid::new_v4().simple(),
+            uuid::Uuid::new_v4().simple()
+        )
+    };
     match fs_err::read_to_string(path) {
         Ok(text) if !text.trim().is_empty() => return Ok(text.trim().to_owned()),
         Ok(_) => replace(path, token().as_bytes())?,
@@ -59,15 +73,30 @@ mod tests {
 
     #[test]
     fn of_many_that_make_a_token_at_once_all_have_the_same() {
-        let directory = std::env::temp_dir().join(format!("cynode-{}", uuid::Uuid::new_v4().simple()));
+        let directory =
+            std::env::temp_dir().join(format!("cynode-{}", uuid::Uuid::new_v4().simple()));
         fs_err::create_dir(&directory).expect("a directory");
         let path = directory.join("token");
         let tokens: Vec<String> = std::thread::scope(|scope| {
-            let makers: Vec<_> = (0..16).map(|_| scope.spawn(|| read_or_create_token(&path).expect("a token"))).collect();
-            makers.into_iter().map(|maker| maker.join().expect("no panic")).collect()
+            let makers: Vec<_> = (0..16)
+                .map(|_| scope.spawn(|| read_or_create_token(&path).expect("a token")))
+                .collect();
+            makers
+                .into_iter()
+                .map(|maker| maker.join().expect("no panic"))
+                .collect()
         });
-        assert!(tokens.iter().all(|token| *token == tokens[0] && token.len() > 40), "{tokens:?}");
-        assert_eq!(fs_err::read_dir(&directory).expect("a directory").count(), 1, "nothing is left beside it");
+        assert!(
+            tokens
+                .iter()
+                .all(|token| *token == tokens[0] && token.len() > 40),
+            "{tokens:?}"
+        );
+        assert_eq!(
+            fs_err::read_dir(&directory).expect("a directory").count(),
+            1,
+            "nothing is left beside it"
+        );
         fs_err::remove_dir_all(directory).expect("removed");
     }
 }

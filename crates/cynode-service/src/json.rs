@@ -52,7 +52,14 @@ impl Default for Scan {
 impl Scan {
     #[must_use]
     pub const fn up_to(max_nodes: usize) -> Self {
-        Self { max_nodes, separators: 0, depth: 0, deepest: 0, is_in_string: false, is_escaped: false }
+        Self {
+            max_nodes,
+            separators: 0,
+            depth: 0,
+            deepest: 0,
+            is_in_string: false,
+            is_escaped: false,
+        }
     }
 
     /// Refuses a text as soon as it holds too many nodes.
@@ -65,13 +72,20 @@ impl Scan {
                 continue;
             }
             if self.is_in_string {
-                let Some(at) = memchr::memchr2(b'"', b'\\', rest) else { return Ok(()) };
+                let Some(at) = memchr::memchr2(b'"', b'\\', rest) else {
+                    return Ok(());
+                };
                 self.is_in_string = rest[at] != b'"';
                 self.is_escaped = rest[at] == b'\\';
                 rest = &rest[at + 1..];
                 continue;
             }
-            let Some(at) = rest.iter().position(|byte| matches!(byte, b'"' | b',' | b':' | b'[' | b'{' | b']' | b'}')) else { return Ok(()) };
+            let Some(at) = rest
+                .iter()
+                .position(|byte| matches!(byte, b'"' | b',' | b':' | b'[' | b'{' | b']' | b'}'))
+            else {
+                return Ok(());
+            };
             match rest[at] {
                 b'"' => self.is_in_string = true,
                 b']' | b'}' => self.depth = self.depth.saturating_sub(1),
@@ -82,7 +96,13 @@ impl Scan {
                 }
             }
             if self.nodes() > self.max_nodes {
-                return Err(ApiError::new(ErrorCode::TooLarge, format!("the body holds more than {} values and names", self.max_nodes)));
+                return Err(ApiError::new(
+                    ErrorCode::TooLarge,
+                    format!(
+                        "the body holds more than {} values and names",
+                        self.max_nodes
+                    ),
+                ));
             }
             rest = &rest[at + 1..];
         }
@@ -108,23 +128,35 @@ pub fn check(text: &[u8]) -> Result<(), ApiError> {
     let mut scan = Scan::default();
     scan.feed(text)?;
     if scan.deepest > MAX_DEPTH {
-        return Err(ApiError::invalid(format!("the body is nested more than {MAX_DEPTH} levels deep")));
+        return Err(ApiError::invalid(format!(
+            "the body is nested more than {MAX_DEPTH} levels deep"
+        )));
     }
     Ok(())
 }
 
 /// A share of the memory for parsing.
 #[derive(Debug, Default)]
-pub struct Room(#[expect(dead_code, reason = "held for its drop")] Option<SemaphorePermit<'static>>);
+pub struct Room(
+    #[expect(dead_code, reason = "held for its drop")] Option<SemaphorePermit<'static>>,
+);
 
 /// Waits for memory to parse a text of this size. Small texts need none: requests in flight are bounded by their number.
 pub async fn room(bytes: usize, nodes: usize) -> Room {
     if bytes <= compute::INLINE_BYTES {
         return Room::default();
     }
-    let kib = (2 * bytes).saturating_add(NODE_BYTES * nodes).div_ceil(1024).min(MAX_PARSING_KIB);
+    let kib = (2 * bytes)
+        .saturating_add(NODE_BYTES * nodes)
+        .div_ceil(1024)
+        .min(MAX_PARSING_KIB);
     // The semaphore is never closed.
-    Room(PARSING.acquire_many(u32::try_from(kib).unwrap_or(u32::MAX)).await.ok())
+    Room(
+        PARSING
+            .acquire_many(u32::try_from(kib).unwrap_or(u32::MAX))
+            .await
+            .ok(),
+    )
 }
 
 /// Marks a request whose body holds its room already.
@@ -133,7 +165,11 @@ pub struct Reserved;
 
 /// A body that is in memory, and gives its room back when it has been read.
 pub fn body(bytes: Bytes, room: Room) -> Body {
-    if bytes.len() <= PIECE { Body::from(bytes) } else { Body::new(Reading { bytes, _room: room }) }
+    if bytes.len() <= PIECE {
+        Body::from(bytes)
+    } else {
+        Body::new(Reading { bytes, _room: room })
+    }
 }
 
 struct Reading {
@@ -145,7 +181,10 @@ impl HttpBody for Reading {
     type Data = Bytes;
     type Error = std::convert::Infallible;
 
-    fn poll_frame(mut self: Pin<&mut Self>, _context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        _context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
         let length = self.bytes.len().min(PIECE);
         Poll::Ready((length > 0).then(|| Ok(Frame::data(self.bytes.split_to(length)))))
     }
@@ -175,7 +214,10 @@ mod tests {
         assert_eq!(code(&list(MAX_NODES)).as_deref(), Some("too_large"));
         let names = |count: usize| format!("{{{}\"x\":0}}", "\"x\":0,".repeat(count - 1));
         assert_eq!(code(&names((MAX_NODES - 1) / 2)), None);
-        assert_eq!(code(&names(MAX_NODES / 2 + 1)).as_deref(), Some("too_large"));
+        assert_eq!(
+            code(&names(MAX_NODES / 2 + 1)).as_deref(),
+            Some("too_large")
+        );
     }
 
     #[test]
@@ -183,18 +225,27 @@ mod tests {
         let nested = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
         assert_eq!(code(&nested(MAX_DEPTH)), None);
         assert!(serde_json::from_str::<serde_json::Value>(&nested(MAX_DEPTH)).is_ok());
-        assert_eq!(code(&nested(MAX_DEPTH + 1)).as_deref(), Some("invalid_request"));
+        assert_eq!(
+            code(&nested(MAX_DEPTH + 1)).as_deref(),
+            Some("invalid_request")
+        );
         // Beside one another they are not deep.
         assert_eq!(code(&format!("[{}0]", "[],".repeat(1_000))), None);
     }
 
     #[test]
     fn what_stands_in_strings_is_not_counted_however_the_text_is_cut() {
-        let text = format!(r#"{{"a":"{}","b\"[":["\\",",[{{:"]}}"#, r#"[[[[,,,,::::\"{{{{\\"#.repeat(100_000));
+        let text = format!(
+            r#"{{"a":"{}","b\"[":["\\",",[{{:"]}}"#,
+            r#"[[[[,,,,::::\"{{{{\\"#.repeat(100_000)
+        );
         assert_eq!(count(text.as_bytes()).ok(), Some(7));
         for size in [1, 2, 3, 7, 4_096] {
             let mut scan = Scan::default();
-            for piece in text.as_bytes()[..text.len().min(20_000)].chunks(size).chain(text.as_bytes()[text.len().min(20_000)..].chunks(4_096)) {
+            for piece in text.as_bytes()[..text.len().min(20_000)]
+                .chunks(size)
+                .chain(text.as_bytes()[text.len().min(20_000)..].chunks(4_096))
+            {
                 scan.feed(piece).expect("within the bounds");
             }
             assert_eq!(scan.nodes(), 7, "{size}");
@@ -206,13 +257,26 @@ mod tests {
         fn nodes(value: &serde_json::Value) -> usize {
             1 + match value {
                 serde_json::Value::Array(items) => items.iter().map(nodes).sum(),
-                serde_json::Value::Object(members) => members.values().map(|member| 1 + nodes(member)).sum(),
+                serde_json::Value::Object(members) => {
+                    members.values().map(|member| 1 + nodes(member)).sum()
+                }
                 _ => 0,
             }
         }
-        for text in ["0", "[]", "{}", "[0]", "[0,1]", r#"{"a":0}"#, r#"{"a":[{},{"b":[]}],"c":"d,e"}"#] {
+        for text in [
+            "0",
+            "[]",
+            "{}",
+            "[0]",
+            "[0,1]",
+            r#"{"a":0}"#,
+            r#"{"a":[{},{"b":[]}],"c":"d,e"}"#,
+        ] {
             let value = serde_json::from_str(text).expect("JSON");
-            assert!(count(text.as_bytes()).is_ok_and(|counted| counted >= nodes(&value)), "{text}");
+            assert!(
+                count(text.as_bytes()).is_ok_and(|counted| counted >= nodes(&value)),
+                "{text}"
+            );
         }
     }
 
@@ -223,7 +287,13 @@ mod tests {
         let body = body(Bytes::from(vec![b'x'; size]), room(size, 1).await);
         assert!(PARSING.available_permits() < before);
         assert_eq!(body.size_hint().exact(), Some(size as u64));
-        assert_eq!(axum::body::to_bytes(body, usize::MAX).await.expect("bytes").len(), size);
+        assert_eq!(
+            axum::body::to_bytes(body, usize::MAX)
+                .await
+                .expect("bytes")
+                .len(),
+            size
+        );
         assert_eq!(PARSING.available_permits(), before);
     }
 }

@@ -21,7 +21,16 @@ const LONGEST: Duration = Duration::from_secs(10);
 
 pub async fn read_away(request: Request, next: Next) -> Response {
     let waits = request.headers().contains_key(header::EXPECT);
-    let request = request.map(|body| if body.is_end_stream() { body } else { Body::from_stream(Lingering { rest: Some(body.into_data_stream()), waits }) });
+    let request = request.map(|body| {
+        if body.is_end_stream() {
+            body
+        } else {
+            Body::from_stream(Lingering {
+                rest: Some(body.into_data_stream()),
+                waits,
+            })
+        }
+    });
     next.run(request).await
 }
 
@@ -38,7 +47,9 @@ impl Stream for Lingering {
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         self.waits = false;
-        let Some(rest) = &mut self.rest else { return Poll::Ready(None) };
+        let Some(rest) = &mut self.rest else {
+            return Poll::Ready(None);
+        };
         let piece = rest.poll_next_unpin(context);
         if !matches!(piece, Poll::Pending | Poll::Ready(Some(Ok(_)))) {
             self.rest = None;
@@ -49,7 +60,9 @@ impl Stream for Lingering {
 
 impl Drop for Lingering {
     fn drop(&mut self) {
-        let Some(mut rest) = self.rest.take().filter(|_| !self.waits) else { return };
+        let Some(mut rest) = self.rest.take().filter(|_| !self.waits) else {
+            return;
+        };
         tokio::spawn(tokio::time::timeout(LONGEST, async move {
             let mut left = MOST_BYTES;
             while let Some(Ok(piece)) = rest.next().await {
@@ -74,12 +87,21 @@ mod tests {
             *seen.lock() += 1;
             piece.map(|_: i32| Bytes::from_static(b"piece"))
         });
-        Lingering { rest: Some(Body::from_stream(pieces).into_data_stream()), waits }
+        Lingering {
+            rest: Some(Body::from_stream(pieces).into_data_stream()),
+            waits,
+        }
     }
 
     #[tokio::test]
     async fn what_nobody_reads_is_read_away_unless_the_caller_waits() {
-        for (waits, read_before, expected) in [(false, 0, 10), (false, 3, 10), (true, 0, 0), (true, 1, 10), (false, 10, 10)] {
+        for (waits, read_before, expected) in [
+            (false, 0, 10),
+            (false, 3, 10),
+            (true, 0, 0),
+            (true, 1, 10),
+            (false, 10, 10),
+        ] {
             let seen = std::sync::Arc::default();
             let mut body = body(&seen, waits);
             for _ in 0..read_before {
@@ -90,7 +112,11 @@ mod tests {
             for _ in 0..100 {
                 tokio::task::yield_now().await;
             }
-            assert_eq!(*seen.lock(), expected, "waits: {waits}, read before: {read_before}");
+            assert_eq!(
+                *seen.lock(),
+                expected,
+                "waits: {waits}, read before: {read_before}"
+            );
         }
     }
 }

@@ -12,14 +12,23 @@ const BACKLOG: u32 = 4_096;
 
 #[derive(Debug, thiserror::Error)]
 pub enum ListenError {
-    #[error("{0} is not a loopback address: give tls.cert and tls.key, or --insecure-listen to do without")]
+    #[error(
+        "{0} is not a loopback address: give tls.cert and tls.key, or --insecure-listen to do without"
+    )]
     Insecure(SocketAddr),
     #[error("can't listen on {address}")]
-    Bind { address: SocketAddr, source: std::io::Error },
+    Bind {
+        address: SocketAddr,
+        source: std::io::Error,
+    },
     #[error("tls.cert and tls.key must be given together")]
     HalfTls,
     #[error("can't read {path} as {what}")]
-    Pem { path: PathBuf, what: &'static str, source: rustls::pki_types::pem::Error },
+    Pem {
+        path: PathBuf,
+        what: &'static str,
+        source: rustls::pki_types::pem::Error,
+    },
     #[error("the certificate and key can't be used")]
     Tls(#[source] rustls::Error),
 }
@@ -49,7 +58,11 @@ impl Bound {
     /// The address as a base URL.
     #[must_use]
     pub fn url(&self) -> String {
-        format!("{}://{}", if self.tls.is_some() { "https" } else { "http" }, self.address)
+        format!(
+            "{}://{}",
+            if self.tls.is_some() { "https" } else { "http" },
+            self.address
+        )
     }
 }
 
@@ -74,24 +87,49 @@ pub fn prepare(address: SocketAddr, tls: &Tls) -> Result<Prepared, ListenError> 
 }
 
 impl Prepared {
-    #[expect(clippy::unused_async, reason = "registering a socket needs a runtime, which being async makes sure of")]
+    #[expect(
+        clippy::unused_async,
+        reason = "registering a socket needs a runtime, which being async makes sure of"
+    )]
     pub async fn bind(self) -> Result<Bound, ListenError> {
         let Self { address, tls } = self;
         let failed = |source| ListenError::Bind { address, source };
-        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }.map_err(failed)?;
-        socket.set_reuseaddr(true).and_then(|()| socket.bind(address)).map_err(failed)?;
+        let socket = if address.is_ipv4() {
+            TcpSocket::new_v4()
+        } else {
+            TcpSocket::new_v6()
+        }
+        .map_err(failed)?;
+        socket
+            .set_reuseaddr(true)
+            .and_then(|()| socket.bind(address))
+            .map_err(failed)?;
         let listener = socket.listen(BACKLOG).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        Ok(Bound { listener, tls, address })
+        Ok(Bound {
+            listener,
+            tls,
+            address,
+        })
     }
 }
 
 /// Certificates of those who are trusted; at least one.
 fn authorities(path: &PathBuf) -> Result<(), ListenError> {
     use rustls::pki_types::{CertificateDer, pem, pem::PemObject as _};
-    let failed = |source| ListenError::Pem { path: path.clone(), what: "trusted certificates", source };
-    let found: Vec<_> = CertificateDer::pem_file_iter(path).and_then(Iterator::collect).map_err(failed)?;
-    if found.is_empty() { Err(failed(pem::Error::NoItemsFound)) } else { Ok(()) }
+    let failed = |source| ListenError::Pem {
+        path: path.clone(),
+        what: "trusted certificates",
+        source,
+    };
+    let found: Vec<_> = CertificateDer::pem_file_iter(path)
+        .and_then(Iterator::collect)
+        .map_err(failed)?;
+    if found.is_empty() {
+        Err(failed(pem::Error::NoItemsFound))
+    } else {
+        Ok(())
+    }
 }
 
 fn tls_config(cert: &PathBuf, key: &PathBuf) -> Result<rustls::ServerConfig, ListenError> {
@@ -100,7 +138,12 @@ fn tls_config(cert: &PathBuf, key: &PathBuf) -> Result<rustls::ServerConfig, Lis
         let path = path.clone();
         move |source| ListenError::Pem { path, what, source }
     };
-    let chain = CertificateDer::pem_file_iter(cert).and_then(Iterator::collect).map_err(pem(cert, "a certificate chain"))?;
+    let chain = CertificateDer::pem_file_iter(cert)
+        .and_then(Iterator::collect)
+        .map_err(pem(cert, "a certificate chain"))?;
     let key = PrivateKeyDer::from_pem_file(key).map_err(pem(key, "a private key"))?;
-    rustls::ServerConfig::builder().with_no_client_auth().with_single_cert(chain, key).map_err(ListenError::Tls)
+    rustls::ServerConfig::builder()
+        .with_no_client_auth()
+        .with_single_cert(chain, key)
+        .map_err(ListenError::Tls)
 }

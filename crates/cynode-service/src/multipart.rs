@@ -25,9 +25,13 @@ const MAX_NAME: usize = 64;
 /// The boundary, when the body is a form; `None` when it is of another type.
 pub fn boundary(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
     let mut types = headers.get_all(header::CONTENT_TYPE).iter();
-    let Some(kind) = types.next() else { return Ok(None) };
+    let Some(kind) = types.next() else {
+        return Ok(None);
+    };
     let invalid = |why: &str| Err(ApiError::invalid(format!("content-type: {why}")));
-    let Some(kind) = kind.to_str().ok() else { return Ok(None) };
+    let Some(kind) = kind.to_str().ok() else {
+        return Ok(None);
+    };
     let (essence, parameters) = kind.split_once(';').unwrap_or((kind, ""));
     if !essence.trim().eq_ignore_ascii_case("multipart/form-data") {
         return Ok(None);
@@ -36,13 +40,22 @@ pub fn boundary(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
         return invalid("is there twice");
     }
     let mut found = None;
-    for parameter in parameters.split(';').map(str::trim).filter(|parameter| !parameter.is_empty()) {
-        let Some((name, value)) = parameter.split_once('=') else { return invalid("a parameter has no value") };
+    for parameter in parameters
+        .split(';')
+        .map(str::trim)
+        .filter(|parameter| !parameter.is_empty())
+    {
+        let Some((name, value)) = parameter.split_once('=') else {
+            return invalid("a parameter has no value");
+        };
         if !name.trim().eq_ignore_ascii_case("boundary") {
             continue;
         }
         let value = value.trim();
-        let value = value.strip_prefix('"').and_then(|value| value.strip_suffix('"')).unwrap_or(value);
+        let value = value
+            .strip_prefix('"')
+            .and_then(|value| value.strip_suffix('"'))
+            .unwrap_or(value);
         if found.replace(value.to_owned()).is_some() {
             return invalid("the boundary is there twice");
         }
@@ -50,8 +63,16 @@ pub fn boundary(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
     let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"'()+_,-./:=? ".contains(&byte);
     match found {
         None => invalid("multipart/form-data needs a boundary"),
-        Some(boundary) if (1..=MAX_BOUNDARY).contains(&boundary.len()) && boundary.bytes().all(is_allowed) && !boundary.ends_with(' ') => Ok(Some(boundary)),
-        Some(_) => invalid("the boundary must be 1 to 70 letters, digits or '()+_,-./:=? and not end in a blank"),
+        Some(boundary)
+            if (1..=MAX_BOUNDARY).contains(&boundary.len())
+                && boundary.bytes().all(is_allowed)
+                && !boundary.ends_with(' ') =>
+        {
+            Ok(Some(boundary))
+        }
+        Some(_) => invalid(
+            "the boundary must be 1 to 70 letters, digits or '()+_,-./:=? and not end in a blank",
+        ),
     }
 }
 
@@ -79,7 +100,12 @@ impl Multipart {
     #[must_use]
     pub fn new(body: Body, boundary: &str) -> Self {
         // The first delimiter has no line before it.
-        Self { pieces: body.into_data_stream(), buffer: BytesMut::from(&b"\r\n"[..]), delimiter: format!("\r\n--{boundary}").into_bytes(), state: State::Start }
+        Self {
+            pieces: body.into_data_stream(),
+            buffer: BytesMut::from(&b"\r\n"[..]),
+            delimiter: format!("\r\n--{boundary}").into_bytes(),
+            state: State::Start,
+        }
     }
 
     /// The name of the next part; `None` after the last one. Skips what was not read of the part before.
@@ -95,11 +121,15 @@ impl Multipart {
             return Ok(None);
         }
         let head = loop {
-            if let Some(end) = memchr::memmem::find(&self.buffer, b"\r\n\r\n").filter(|end| end + 4 <= MAX_PART_HEAD) {
+            if let Some(end) = memchr::memmem::find(&self.buffer, b"\r\n\r\n")
+                .filter(|end| end + 4 <= MAX_PART_HEAD)
+            {
                 break self.buffer.split_to(end + 4);
             }
             if self.buffer.len() > MAX_PART_HEAD {
-                return Err(ApiError::invalid(format!("the head of a part is longer than {MAX_PART_HEAD} bytes")));
+                return Err(ApiError::invalid(format!(
+                    "the head of a part is longer than {MAX_PART_HEAD} bytes"
+                )));
             }
             if !self.fill().await? {
                 return Err(cut_off());
@@ -151,12 +181,16 @@ impl Multipart {
                 self.buffer.advance(2);
                 while self.buffer.len() <= 2 && self.fill().await? {}
                 if !matches!(&self.buffer[..], b"" | b"\r\n") {
-                    return Err(ApiError::invalid("the body goes on after its last boundary"));
+                    return Err(ApiError::invalid(
+                        "the body goes on after its last boundary",
+                    ));
                 }
                 self.state = State::Ended;
                 Ok(())
             }
-            _ => Err(ApiError::invalid("a boundary is not followed by a line end; choose one that no part holds")),
+            _ => Err(ApiError::invalid(
+                "a boundary is not followed by a line end; choose one that no part holds",
+            )),
         }
     }
 
@@ -167,7 +201,10 @@ impl Multipart {
                 self.buffer.extend_from_slice(&piece);
                 Ok(true)
             }
-            Some(Err(error)) => Err(body::problem(&error, "the body could not be read to its end")),
+            Some(Err(error)) => Err(body::problem(
+                &error,
+                "the body could not be read to its end",
+            )),
             None => Ok(false),
         }
     }
@@ -179,33 +216,56 @@ fn cut_off() -> ApiError {
 
 /// The name of a part by its header lines.
 fn part_name(head: &[u8]) -> Result<String, ApiError> {
-    let text = std::str::from_utf8(head).map_err(|_| ApiError::invalid("the head of a part is not UTF-8"))?;
+    let text = std::str::from_utf8(head)
+        .map_err(|_| ApiError::invalid("the head of a part is not UTF-8"))?;
     let mut disposition = None;
     for (number, line) in text.split("\r\n").enumerate() {
-        let Some((name, value)) = line.split_once(':').filter(|(name, _)| !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_graphic())) else {
-            return Err(ApiError::invalid("a header line of a part is not 'name: value'"));
+        let Some((name, value)) = line.split_once(':').filter(|(name, _)| {
+            !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_graphic())
+        }) else {
+            return Err(ApiError::invalid(
+                "a header line of a part is not 'name: value'",
+            ));
         };
         if number >= MAX_PART_HEADERS {
-            return Err(ApiError::invalid(format!("a part has more than {MAX_PART_HEADERS} header lines")));
+            return Err(ApiError::invalid(format!(
+                "a part has more than {MAX_PART_HEADERS} header lines"
+            )));
         }
         let value = value.trim();
         match name.to_ascii_lowercase().as_str() {
-            "content-disposition" if disposition.replace(value).is_some() => return Err(ApiError::invalid("a part has two content-disposition lines")),
-            "content-transfer-encoding" if !["binary", "8bit", "7bit"].iter().any(|plain| value.eq_ignore_ascii_case(plain)) => {
-                return Err(ApiError::invalid("content-transfer-encoding: parts are sent as they are (binary)"));
+            "content-disposition" if disposition.replace(value).is_some() => {
+                return Err(ApiError::invalid(
+                    "a part has two content-disposition lines",
+                ));
+            }
+            "content-transfer-encoding"
+                if !["binary", "8bit", "7bit"]
+                    .iter()
+                    .any(|plain| value.eq_ignore_ascii_case(plain)) =>
+            {
+                return Err(ApiError::invalid(
+                    "content-transfer-encoding: parts are sent as they are (binary)",
+                ));
             }
             _ => {}
         }
     }
-    let missing = || ApiError::invalid("a part has no 'content-disposition: form-data; name=\"…\"'");
+    let missing =
+        || ApiError::invalid("a part has no 'content-disposition: form-data; name=\"…\"'");
     let mut parameters = parameters(disposition.ok_or_else(missing)?)?.into_iter();
-    if !parameters.next().is_some_and(|(kind, value)| kind.eq_ignore_ascii_case("form-data") && value.is_none()) {
+    if !parameters
+        .next()
+        .is_some_and(|(kind, value)| kind.eq_ignore_ascii_case("form-data") && value.is_none())
+    {
         return Err(missing());
     }
     let mut names = parameters.filter(|(name, _)| name.eq_ignore_ascii_case("name"));
     match (names.next(), names.next()) {
         (Some((_, Some(name))), None) if (1..=MAX_NAME).contains(&name.len()) => Ok(name),
-        (Some(_), None) => Err(ApiError::invalid(format!("a part's name must have 1 to {MAX_NAME} bytes"))),
+        (Some(_), None) => Err(ApiError::invalid(format!(
+            "a part's name must have 1 to {MAX_NAME} bytes"
+        ))),
         (Some(_), Some(_)) => Err(ApiError::invalid("a part is named twice")),
         (None, _) => Err(missing()),
     }
@@ -240,7 +300,9 @@ fn parameters(text: &str) -> Result<Vec<(String, Option<String>)>, ApiError> {
                 }
                 rest = quoted[end.ok_or_else(broken)?..].trim_start();
                 if !rest.is_empty() && !rest.starts_with(';') {
-                    return Err(ApiError::invalid("content-disposition: something follows a quoted value"));
+                    return Err(ApiError::invalid(
+                        "content-disposition: something follows a quoted value",
+                    ));
                 }
                 value = Some(text);
             } else {
@@ -270,12 +332,21 @@ impl ExecForm {
         let mut request = BytesMut::new();
         while let Some(piece) = form.next_piece().await? {
             if request.len() + piece.len() > MAX_REQUEST_BYTES {
-                return Err(ApiError::new(ErrorCode::TooLarge, format!("request: more than {MAX_REQUEST_BYTES} bytes")));
+                return Err(ApiError::new(
+                    ErrorCode::TooLarge,
+                    format!("request: more than {MAX_REQUEST_BYTES} bytes"),
+                ));
             }
             request.extend_from_slice(&piece);
         }
         expect(form.next_part().await?, "stdin", "after 'request'")?;
-        Ok((request.freeze(), Self { form, left: MAX_FORM_STDIN_BYTES }))
+        Ok((
+            request.freeze(),
+            Self {
+                form,
+                left: MAX_FORM_STDIN_BYTES,
+            },
+        ))
     }
 
     /// The next bytes of the input; `None` when all of it and the end of the form have come.
@@ -290,7 +361,9 @@ impl ExecForm {
         }
         match self.form.next_part().await? {
             None => Ok(None),
-            Some(name) => Err(ApiError::invalid(format!("part '{name}': nothing follows the part 'stdin'"))),
+            Some(name) => Err(ApiError::invalid(format!(
+                "part '{name}': nothing follows the part 'stdin'"
+            ))),
         }
     }
 }
@@ -298,7 +371,10 @@ impl ExecForm {
 fn expect(found: Option<String>, wanted: &str, place: &str) -> Result<(), ApiError> {
     match found {
         Some(name) if name == wanted => Ok(()),
-        Some(name) => Err(ApiError::invalid(format!("part '{}': a part '{wanted}' must come {place}", name.escape_debug()))),
+        Some(name) => Err(ApiError::invalid(format!(
+            "part '{}': a part '{wanted}' must come {place}",
+            name.escape_debug()
+        ))),
         None => Err(ApiError::invalid(format!("the part '{wanted}' is missing"))),
     }
 }
@@ -313,12 +389,18 @@ mod tests {
     use super::*;
 
     fn body(bytes: &[u8], piece: usize) -> Body {
-        let pieces: Vec<_> = bytes.chunks(piece.max(1)).map(|piece| Ok::<_, std::io::Error>(Bytes::copy_from_slice(piece))).collect();
+        let pieces: Vec<_> = bytes
+            .chunks(piece.max(1))
+            .map(|piece| Ok::<_, std::io::Error>(Bytes::copy_from_slice(piece)))
+            .collect();
         Body::from_stream(stream::iter(pieces))
     }
 
     fn block_on<T>(future: impl Future<Output = T>) -> T {
-        tokio::runtime::Builder::new_current_thread().build().expect("a runtime").block_on(future)
+        tokio::runtime::Builder::new_current_thread()
+            .build()
+            .expect("a runtime")
+            .block_on(future)
     }
 
     /// All parts of a form, or what is wrong with it.
@@ -339,7 +421,9 @@ mod tests {
 
     fn exec(bytes: &[u8], piece: usize) -> Result<(Vec<u8>, Vec<u8>), String> {
         block_on(async {
-            let (request, mut form) = ExecForm::open(body(bytes, piece), "B").await.map_err(|error| error.0.detail)?;
+            let (request, mut form) = ExecForm::open(body(bytes, piece), "B")
+                .await
+                .map_err(|error| error.0.detail)?;
             let mut stdin = Vec::new();
             while let Some(piece) = form.next_piece().await.map_err(|error| error.0.detail)? {
                 stdin.extend_from_slice(&piece);
@@ -357,20 +441,45 @@ mod tests {
     fn a_boundary_is_read_as_clients_write_it() {
         let read = |kind: &str| {
             let mut headers = HeaderMap::new();
-            headers.insert(header::CONTENT_TYPE, HeaderValue::from_str(kind).expect("a header"));
+            headers.insert(
+                header::CONTENT_TYPE,
+                HeaderValue::from_str(kind).expect("a header"),
+            );
             boundary(&headers).map_err(|error| error.0.detail)
         };
         let some = |text: &str| Ok(Some(text.to_owned()));
         assert_eq!(read("application/json"), Ok(None));
         assert_eq!(read("multipart/mixed; boundary=x"), Ok(None));
-        assert_eq!(read("multipart/form-data; boundary=----WebKitFormBoundary7MA4"), some("----WebKitFormBoundary7MA4"));
-        assert_eq!(read("Multipart/Form-Data;charset=utf-8; Boundary=\"a b\""), some("a b"));
-        assert_eq!(read(&format!("multipart/form-data; boundary={}", "x".repeat(70))), some(&"x".repeat(70)));
-        for wrong in ["", "; boundary=", "; boundary=a; boundary=b", "; boundary=\"a \"", "; boundary=a@b", "; boundary"] {
-            assert!(read(&format!("multipart/form-data{wrong}")).is_err(), "{wrong}");
+        assert_eq!(
+            read("multipart/form-data; boundary=----WebKitFormBoundary7MA4"),
+            some("----WebKitFormBoundary7MA4")
+        );
+        assert_eq!(
+            read("Multipart/Form-Data;charset=utf-8; Boundary=\"a b\""),
+            some("a b")
+        );
+        assert_eq!(
+            read(&format!("multipart/form-data; boundary={}", "x".repeat(70))),
+            some(&"x".repeat(70))
+        );
+        for wrong in [
+            "",
+            "; boundary=",
+            "; boundary=a; boundary=b",
+            "; boundary=\"a \"",
+            "; boundary=a@b",
+            "; boundary",
+        ] {
+            assert!(
+                read(&format!("multipart/form-data{wrong}")).is_err(),
+                "{wrong}"
+            );
         }
         assert!(read(&format!("multipart/form-data; boundary={}", "x".repeat(71))).is_err());
-        assert_eq!(boundary(&HeaderMap::new()).map_err(|error| error.0.detail), Ok(None));
+        assert_eq!(
+            boundary(&HeaderMap::new()).map_err(|error| error.0.detail),
+            Ok(None)
+        );
     }
 
     #[test]
@@ -383,32 +492,73 @@ mod tests {
 
     #[test]
     fn what_is_wrong_with_a_form_is_said() {
-        let part = |name: &str| format!("--B\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\nx\r\n");
+        let part = |name: &str| {
+            format!("--B\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\nx\r\n")
+        };
         let (request, stdin) = (part("request"), part("stdin"));
         for (form, said) in [
             (String::new(), "ends before its last boundary"),
             ("--B--".to_owned(), "'request' is missing"),
             (format!("{request}--B--"), "'stdin' is missing"),
-            (format!("{stdin}{request}--B--"), "'request' must come first"),
-            (format!("{request}{request}--B--"), "'stdin' must come after"),
+            (
+                format!("{stdin}{request}--B--"),
+                "'request' must come first",
+            ),
+            (
+                format!("{request}{request}--B--"),
+                "'stdin' must come after",
+            ),
             (format!("{request}{stdin}{stdin}--B--"), "nothing follows"),
             (format!("{request}{stdin}"), "ends before"),
             (format!("{request}{stdin}--B--\r\nmore"), "goes on after"),
             (format!("{request}{stdin}--B--x"), "goes on after"),
-            (format!("preamble\r\n{request}{stdin}--B--"), "begin with its boundary"),
-            (format!("\r\n{request}{stdin}--B--"), "begin with its boundary"),
-            (format!("{request}--Bx\r\n{stdin}--B--"), "not followed by a line end"),
-            (request.replace("; name=\"request\"", ""), "no 'content-disposition"),
-            (request.replace("form-data", "attachment"), "no 'content-disposition"),
-            (request.replace("name=\"request\"", "name=a; name=b"), "named twice"),
+            (
+                format!("preamble\r\n{request}{stdin}--B--"),
+                "begin with its boundary",
+            ),
+            (
+                format!("\r\n{request}{stdin}--B--"),
+                "begin with its boundary",
+            ),
+            (
+                format!("{request}--Bx\r\n{stdin}--B--"),
+                "not followed by a line end",
+            ),
+            (
+                request.replace("; name=\"request\"", ""),
+                "no 'content-disposition",
+            ),
+            (
+                request.replace("form-data", "attachment"),
+                "no 'content-disposition",
+            ),
+            (
+                request.replace("name=\"request\"", "name=a; name=b"),
+                "named twice",
+            ),
             (request.replace("\"request\"", "\"request"), "does not end"),
             (request.replace("request", ""), "1 to 64 bytes"),
             (request.replace("request", &"n".repeat(65)), "1 to 64 bytes"),
-            (request.replace("Content-Disposition", "Content Disposition"), "not 'name: value'"),
+            (
+                request.replace("Content-Disposition", "Content Disposition"),
+                "not 'name: value'",
+            ),
             (format!("--B\r\n\r\n{request}"), "not 'name: value'"),
-            (request.replace("\r\n\r\n", "\r\nContent-Transfer-Encoding: base64\r\n\r\n"), "binary"),
-            (request.replace("\r\n\r\n", &format!("\r\n{}\r\n", "A: b\r\n".repeat(16))), "more than 16 header lines"),
-            (request.replace("\r\n\r\n", &format!("\r\nA: {}\r\n\r\n", "x".repeat(MAX_PART_HEAD))), "head of a part is longer"),
+            (
+                request.replace("\r\n\r\n", "\r\nContent-Transfer-Encoding: base64\r\n\r\n"),
+                "binary",
+            ),
+            (
+                request.replace("\r\n\r\n", &format!("\r\n{}\r\n", "A: b\r\n".repeat(16))),
+                "more than 16 header lines",
+            ),
+            (
+                request.replace(
+                    "\r\n\r\n",
+                    &format!("\r\nA: {}\r\n\r\n", "x".repeat(MAX_PART_HEAD)),
+                ),
+                "head of a part is longer",
+            ),
         ] {
             for piece in [1, 3, 10_000] {
                 let error = exec(form.as_bytes(), piece).expect_err(&form);
@@ -420,13 +570,22 @@ mod tests {
     #[test]
     fn a_request_and_input_have_a_limit() {
         let request = vec![b' '; MAX_REQUEST_BYTES];
-        assert_eq!(exec(&whole("B", &request, b"in"), 65_536).map(|(request, _)| request.len()), Ok(MAX_REQUEST_BYTES));
+        assert_eq!(
+            exec(&whole("B", &request, b"in"), 65_536).map(|(request, _)| request.len()),
+            Ok(MAX_REQUEST_BYTES)
+        );
         let request = vec![b' '; MAX_REQUEST_BYTES + 1];
-        assert!(exec(&whole("B", &request, b"in"), 65_536).is_err_and(|error| error.contains("request: more than")));
+        assert!(
+            exec(&whole("B", &request, b"in"), 65_536)
+                .is_err_and(|error| error.contains("request: more than"))
+        );
         assert_eq!(MAX_FORM_STDIN_BYTES, 100 * 1024 * 1024);
         for (size, read) in [(10, Ok(10)), (11, Err("too_large".to_owned()))] {
             let count = block_on(async {
-                let (_, mut form) = ExecForm::open(body(&whole("B", b"{}", &vec![0; size]), 7), "B").await.map_err(|error| error.0.code)?;
+                let (_, mut form) =
+                    ExecForm::open(body(&whole("B", b"{}", &vec![0; size]), 7), "B")
+                        .await
+                        .map_err(|error| error.0.code)?;
                 form.left = 10;
                 let mut count = 0;
                 while let Some(piece) = form.next_piece().await.map_err(|error| error.0.code)? {
@@ -438,7 +597,16 @@ mod tests {
         }
     }
 
-    const WORDS: &[&[u8]] = &[b"--B", b"\r\n", b"--", b"\r\n\r\n", b"Content-Disposition: form-data; name=\"a\"", b"\"", b";", b"x"];
+    const WORDS: &[&[u8]] = &[
+        b"--B",
+        b"\r\n",
+        b"--",
+        b"\r\n\r\n",
+        b"Content-Disposition: form-data; name=\"a\"",
+        b"\"",
+        b";",
+        b"x",
+    ];
 
     proptest! {
         #[test]

@@ -43,7 +43,10 @@ pub(crate) struct Pace {
 impl Pace {
     /// How long so many bytes may take.
     pub(crate) fn allowance(&self, bytes: u64) -> Duration {
-        let earned = bytes.saturating_mul(1_000).checked_div(self.rate).map_or(Duration::MAX, Duration::from_millis);
+        let earned = bytes
+            .saturating_mul(1_000)
+            .checked_div(self.rate)
+            .map_or(Duration::MAX, Duration::from_millis);
         self.slack.saturating_add(earned).min(self.total)
     }
 }
@@ -59,8 +62,16 @@ pub(crate) struct Paces {
 impl Default for Paces {
     fn default() -> Self {
         Self {
-            head: Pace { slack: HEAD_SLACK, rate: HEAD_RATE, total: MAX_HEAD_TIME },
-            answer: Pace { slack: ANSWER_SLACK, rate: ANSWER_RATE, total: Duration::MAX },
+            head: Pace {
+                slack: HEAD_SLACK,
+                rate: HEAD_RATE,
+                total: MAX_HEAD_TIME,
+            },
+            answer: Pace {
+                slack: ANSWER_SLACK,
+                rate: ANSWER_RATE,
+                total: Duration::MAX,
+            },
             answer_pause: MAX_ANSWER_PAUSE,
             stream_pause: MAX_STREAM_PAUSE,
         }
@@ -97,7 +108,15 @@ pub(crate) struct PacedStream {
 
 impl PacedStream {
     pub(crate) fn new(stream: TcpStream, place: Place, paces: Paces) -> Self {
-        Self { stream, place, paces, head: None, head_timer: None, answer: Answer::default(), answer_timer: None }
+        Self {
+            stream,
+            place,
+            paces,
+            head: None,
+            head_timer: None,
+            answer: Answer::default(),
+            answer_timer: None,
+        }
     }
 
     fn connection(&self) -> &Connection {
@@ -105,23 +124,53 @@ impl PacedStream {
     }
 
     fn count_head(&mut self, bytes: usize) {
-        let Some(number) = self.connection().head().filter(|_| bytes > 0) else { return };
-        let head = self.head.take().filter(|head| head.number == number).unwrap_or_else(|| Head { number, first: Instant::now(), bytes: 0 });
-        self.head = Some(Head { bytes: head.bytes + bytes as u64, ..head });
+        let Some(number) = self.connection().head().filter(|_| bytes > 0) else {
+            return;
+        };
+        let head = self
+            .head
+            .take()
+            .filter(|head| head.number == number)
+            .unwrap_or_else(|| Head {
+                number,
+                first: Instant::now(),
+                bytes: 0,
+            });
+        self.head = Some(Head {
+            bytes: head.bytes + bytes as u64,
+            ..head
+        });
         self.head_timer = None;
     }
 
     fn poll_head(&mut self, context: &mut Context<'_>) -> Poll<io::Error> {
-        let Some(head) = self.head.as_ref().filter(|head| self.place.connection().head() == Some(head.number)) else { return Poll::Pending };
+        let Some(head) = self
+            .head
+            .as_ref()
+            .filter(|head| self.place.connection().head() == Some(head.number))
+        else {
+            return Poll::Pending;
+        };
         let deadline = head.first + self.paces.head.allowance(head.bytes);
-        ready!(self.head_timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline))).as_mut().poll(context));
-        Poll::Ready(io::Error::new(io::ErrorKind::TimedOut, "the head of a request came too slowly"))
+        ready!(
+            self.head_timer
+                .get_or_insert_with(|| Box::pin(tokio::time::sleep_until(deadline)))
+                .as_mut()
+                .poll(context)
+        );
+        Poll::Ready(io::Error::new(
+            io::ErrorKind::TimedOut,
+            "the head of a request came too slowly",
+        ))
     }
 
     fn count_answer(&mut self, bytes: usize) {
         let number = self.connection().requests();
         if self.answer.number != number {
-            self.answer = Answer { number, ..Answer::default() };
+            self.answer = Answer {
+                number,
+                ..Answer::default()
+            };
         }
         self.answer.bytes += bytes as u64;
         if let Some(since) = self.answer.since.take() {
@@ -134,13 +183,34 @@ impl PacedStream {
         let streams = self.connection().streams();
         let (paces, answer) = (self.paces, &mut self.answer);
         let since = *answer.since.get_or_insert_with(Instant::now);
-        let left = if streams { paces.stream_pause } else { paces.answer_pause.min(paces.answer.allowance(answer.bytes).saturating_sub(answer.waited)) };
-        ready!(self.answer_timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(since + left))).as_mut().poll(context));
+        let left = if streams {
+            paces.stream_pause
+        } else {
+            paces.answer_pause.min(
+                paces
+                    .answer
+                    .allowance(answer.bytes)
+                    .saturating_sub(answer.waited),
+            )
+        };
+        ready!(
+            self.answer_timer
+                .get_or_insert_with(|| Box::pin(tokio::time::sleep_until(since + left)))
+                .as_mut()
+                .poll(context)
+        );
         metrics::counter!("cynode_unread_answers_total").increment(1);
-        Poll::Ready(io::Error::new(io::ErrorKind::TimedOut, "the client does not read its answer"))
+        Poll::Ready(io::Error::new(
+            io::ErrorKind::TimedOut,
+            "the client does not read its answer",
+        ))
     }
 
-    fn written(&mut self, context: &mut Context<'_>, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+    fn written(
+        &mut self,
+        context: &mut Context<'_>,
+        written: Poll<io::Result<usize>>,
+    ) -> Poll<io::Result<usize>> {
         match written {
             Poll::Ready(Ok(bytes)) => self.count_answer(bytes),
             Poll::Ready(Err(_)) => {}
@@ -151,7 +221,11 @@ impl PacedStream {
 }
 
 impl AsyncRead for PacedStream {
-    fn poll_read(mut self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         match Pin::new(&mut self.stream).poll_read(context, buffer) {
             Poll::Pending => self.poll_head(context).map(Err),
@@ -164,12 +238,20 @@ impl AsyncRead for PacedStream {
 }
 
 impl AsyncWrite for PacedStream {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(context, bytes);
         self.written(context, written)
     }
 
-    fn poll_write_vectored(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write_vectored(context, bytes);
         self.written(context, written)
     }
@@ -193,8 +275,19 @@ mod tests {
 
     #[test]
     fn slack_rate_and_total_bound_how_long_bytes_may_take() {
-        let pace = Pace { slack: Duration::from_secs(5), rate: 100, total: Duration::from_secs(20) };
-        for (bytes, seconds) in [(0, 5), (99, 5), (100, 6), (1_499, 19), (1_500, 20), (u64::MAX, 20)] {
+        let pace = Pace {
+            slack: Duration::from_secs(5),
+            rate: 100,
+            total: Duration::from_secs(20),
+        };
+        for (bytes, seconds) in [
+            (0, 5),
+            (99, 5),
+            (100, 6),
+            (1_499, 19),
+            (1_500, 20),
+            (u64::MAX, 20),
+        ] {
             assert_eq!(pace.allowance(bytes).as_secs(), seconds, "{bytes}");
         }
         assert_eq!(Pace { rate: 0, ..pace }.allowance(0), pace.total);

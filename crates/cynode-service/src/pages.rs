@@ -13,12 +13,17 @@ pub struct PageBuilder<T> {
 
 impl<T> PageBuilder<T> {
     pub const fn new(limit: usize) -> Self {
-        Self { items: Vec::new(), limit, bytes: 0 }
+        Self {
+            items: Vec::new(),
+            limit,
+            bytes: 0,
+        }
     }
 
     /// Adds an item that has this size. False when it belongs to the next page.
     pub fn add(&mut self, item: T, size: usize) -> bool {
-        let has_room = self.items.len() < self.limit && (self.items.is_empty() || self.bytes + size <= MAX_PAGE_BYTES);
+        let has_room = self.items.len() < self.limit
+            && (self.items.is_empty() || self.bytes + size <= MAX_PAGE_BYTES);
         if has_room {
             self.bytes += size;
             self.items.push(item);
@@ -62,17 +67,26 @@ mod tests {
     fn a_page_takes_items_up_to_its_count_and_its_bytes_and_at_least_one() {
         let taken = |limit: usize, sizes: &[usize]| {
             let mut page = PageBuilder::new(limit);
-            sizes.iter().take_while(|size| page.add(**size, **size)).count()
+            sizes
+                .iter()
+                .take_while(|size| page.add(**size, **size))
+                .count()
         };
         assert_eq!(taken(3, &[1; 5]), 3);
         assert_eq!(taken(9, &[MAX_PAGE_BYTES / 2, MAX_PAGE_BYTES / 2, 1]), 2);
-        assert_eq!(taken(9, &[MAX_PAGE_BYTES / 2, MAX_PAGE_BYTES / 2 + 1, 1]), 1);
+        assert_eq!(
+            taken(9, &[MAX_PAGE_BYTES / 2, MAX_PAGE_BYTES / 2 + 1, 1]),
+            1
+        );
         assert_eq!(taken(9, &[2 * MAX_PAGE_BYTES, 1]), 1);
     }
 
     #[test]
     fn the_size_is_that_of_the_text() {
-        for value in [serde_json::json!({"a": ["\u{1}", "ü", 1.5, null]}), serde_json::json!("x".repeat(10_000))] {
+        for value in [
+            serde_json::json!({"a": ["\u{1}", "ü", 1.5, null]}),
+            serde_json::json!("x".repeat(10_000)),
+        ] {
             assert_eq!(json_size(&value), value.to_string().len());
         }
     }

@@ -18,20 +18,37 @@ const OTHERS: u32 = 0o077;
 pub fn private_directory(path: &Path) -> io::Result<()> {
     make(path)?;
     // By its name it could be another one by now.
-    let directory = open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty()).map_err(at(path))?;
+    let directory = open(
+        path,
+        OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+        Mode::empty(),
+    )
+    .map_err(at(path))?;
     let found = fstat(&directory).map_err(at(path))?;
     check_owner(path, &found)?;
     match found.st_mode & 0o777 {
         0o700 => Ok(()),
-        mode => Err(refused(path, &format!("is open to others (mode {mode:03o}): look at what is in it, then run 'chmod 700 {}'", path.display()))),
+        mode => Err(refused(
+            path,
+            &format!(
+                "is open to others (mode {mode:03o}): look at what is in it, then run 'chmod 700 {}'",
+                path.display()
+            ),
+        )),
     }
 }
 
 /// Makes a directory for this user alone, and closes one of ours that is there already. For places where nobody else can write.
 pub fn closed_directory(path: &Path) -> io::Result<()> {
     make(path)?;
-    let directory = match open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty()) {
-        Err(Errno::NOTDIR | Errno::LOOP) => return Err(refused(path, "is not a directory: remove it")),
+    let directory = match open(
+        path,
+        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+        Mode::empty(),
+    ) {
+        Err(Errno::NOTDIR | Errno::LOOP) => {
+            return Err(refused(path, "is not a directory: remove it"));
+        }
         opened => opened.map_err(at(path))?,
     };
     let found = fstat(&directory).map_err(at(path))?;
@@ -44,7 +61,8 @@ pub fn closed_directory(path: &Path) -> io::Result<()> {
 
 /// Opens a lock file that nobody else can open, and makes it when there is none. It belongs to this user, or to whom its directory belongs.
 pub fn open_lock(path: &Path) -> io::Result<fs_err::File> {
-    let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let flags =
+        OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = match open(path, flags, Mode::RUSR | Mode::WUSR) {
         Err(Errno::LOOP) => return Err(refused(path, "is a symbolic link: remove it")),
         opened => opened.map_err(at(path))?,
@@ -53,9 +71,17 @@ pub fn open_lock(path: &Path) -> io::Result<fs_err::File> {
     if FileType::from_raw_mode(found.st_mode) != FileType::RegularFile {
         return Err(refused(path, "is not a file: remove it"));
     }
-    let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    if found.st_uid != geteuid().as_raw() && found.st_uid != lstat(directory).map_err(at(directory))?.st_uid {
-        return Err(refused(path, &format!("belongs to another user ({}): remove it", found.st_uid)));
+    let directory = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    if found.st_uid != geteuid().as_raw()
+        && found.st_uid != lstat(directory).map_err(at(directory))?.st_uid
+    {
+        return Err(refused(
+            path,
+            &format!("belongs to another user ({}): remove it", found.st_uid),
+        ));
     }
     if found.st_mode & OTHERS != 0 {
         fchmod(&file, Mode::RUSR | Mode::WUSR).map_err(at(path))?;
@@ -75,7 +101,13 @@ fn check_owner(path: &Path, found: &Stat) -> io::Result<()> {
         return Err(refused(path, "is not a directory: remove it"));
     }
     if found.st_uid != geteuid().as_raw() {
-        return Err(refused(path, &format!("belongs to another user ({}), who must remove it", found.st_uid)));
+        return Err(refused(
+            path,
+            &format!(
+                "belongs to another user ({}), who must remove it",
+                found.st_uid
+            ),
+        ));
     }
     Ok(())
 }
@@ -86,7 +118,12 @@ fn refused(path: &Path, why: &str) -> io::Error {
 
 fn at(path: &Path) -> impl FnOnce(Errno) -> io::Error + use<> {
     let path = path.to_owned();
-    move |error| io::Error::new(io::Error::from(error).kind(), format!("{}: {}", path.display(), io::Error::from(error)))
+    move |error| {
+        io::Error::new(
+            io::Error::from(error).kind(),
+            format!("{}: {}", path.display(), io::Error::from(error)),
+        )
+    }
 }
 
 #[cfg(test)]
@@ -119,18 +156,43 @@ mod tests {
         private_directory(&path).expect("the same again");
         for open in [0o755, 0o770, 0o777, 0o711, 0o701] {
             set_mode(&path, open);
-            let said = private_directory(&path).expect_err("open to others").to_string();
-            assert!(said.contains("chmod 700") && said.contains(&format!("{open:03o}")), "{said}");
+            let said = private_directory(&path)
+                .expect_err("open to others")
+                .to_string();
+            assert!(
+                said.contains("chmod 700") && said.contains(&format!("{open:03o}")),
+                "{said}"
+            );
             assert_eq!(mode(&path), open, "it is left as it was");
         }
         set_mode(&path, 0o700);
         symlink(&path, root.path().join("link")).expect("linked");
-        assert!(private_directory(&root.path().join("link")).expect_err("a link").to_string().contains("is not a directory"));
+        assert!(
+            private_directory(&root.path().join("link"))
+                .expect_err("a link")
+                .to_string()
+                .contains("is not a directory")
+        );
         fs_err::write(root.path().join("file"), "").expect("written");
-        assert!(private_directory(&root.path().join("file")).expect_err("a file").to_string().contains("is not a directory"));
-        assert_eq!(private_directory(&root.path().join("missing/own")).expect_err("no parent").kind(), io::ErrorKind::NotFound);
+        assert!(
+            private_directory(&root.path().join("file"))
+                .expect_err("a file")
+                .to_string()
+                .contains("is not a directory")
+        );
+        assert_eq!(
+            private_directory(&root.path().join("missing/own"))
+                .expect_err("no parent")
+                .kind(),
+            io::ErrorKind::NotFound
+        );
         if give_away(&path) {
-            assert!(private_directory(&path).expect_err("another's").to_string().contains("belongs to another user (65534)"));
+            assert!(
+                private_directory(&path)
+                    .expect_err("another's")
+                    .to_string()
+                    .contains("belongs to another user (65534)")
+            );
         }
     }
 
@@ -145,10 +207,24 @@ mod tests {
         assert_eq!(mode(&path), 0o700);
         set_mode(&path, 0o755);
         symlink(&path, root.path().join("link")).expect("linked");
-        assert!(closed_directory(&root.path().join("link")).expect_err("a link").to_string().contains("is not a directory"));
-        assert_eq!(mode(&path), 0o755, "what the link leads to is left as it was");
+        assert!(
+            closed_directory(&root.path().join("link"))
+                .expect_err("a link")
+                .to_string()
+                .contains("is not a directory")
+        );
+        assert_eq!(
+            mode(&path),
+            0o755,
+            "what the link leads to is left as it was"
+        );
         if give_away(&path) {
-            assert!(closed_directory(&path).expect_err("another's").to_string().contains("belongs to another user"));
+            assert!(
+                closed_directory(&path)
+                    .expect_err("another's")
+                    .to_string()
+                    .contains("belongs to another user")
+            );
         }
     }
 
@@ -159,7 +235,13 @@ mod tests {
         let held = open_lock(&path).expect("opened");
         assert_eq!(mode(&path), 0o600);
         flock(&held, FlockOperation::NonBlockingLockExclusive).expect("held");
-        assert!(flock(open_lock(&path).expect("opened again"), FlockOperation::NonBlockingLockExclusive).is_err());
+        assert!(
+            flock(
+                open_lock(&path).expect("opened again"),
+                FlockOperation::NonBlockingLockExclusive
+            )
+            .is_err()
+        );
         drop(held);
         // One that an earlier version made.
         set_mode(&path, 0o644);
@@ -167,12 +249,22 @@ mod tests {
         assert_eq!(mode(&path), 0o600);
         let elsewhere = root.path().join("elsewhere");
         symlink(&elsewhere, root.path().join("link")).expect("linked");
-        assert!(open_lock(&root.path().join("link")).expect_err("a link").to_string().contains("symbolic link"));
+        assert!(
+            open_lock(&root.path().join("link"))
+                .expect_err("a link")
+                .to_string()
+                .contains("symbolic link")
+        );
         assert!(!elsewhere.exists(), "nothing is made where it leads to");
         fs_err::create_dir(root.path().join("directory")).expect("made");
         assert!(open_lock(&root.path().join("directory")).is_err());
         if give_away(&path) {
-            assert!(open_lock(&path).expect_err("another's").to_string().contains("belongs to another user"));
+            assert!(
+                open_lock(&path)
+                    .expect_err("another's")
+                    .to_string()
+                    .contains("belongs to another user")
+            );
             // Whoever owns the directory could put any lock there; root looks at theirs.
             assert!(give_away(root.path()));
             assert!(open_lock(&path).is_ok());

@@ -63,7 +63,12 @@ struct Limits {
 
 impl Limits {
     fn new(connections: usize) -> Self {
-        Self { capacity: Capacity { connections }, handshake: Duration::from_secs(10), head: Duration::from_secs(30), paces: Paces::default() }
+        Self {
+            capacity: Capacity { connections },
+            handshake: Duration::from_secs(10),
+            head: Duration::from_secs(30),
+            paces: Paces::default(),
+        }
     }
 }
 
@@ -79,17 +84,30 @@ pub fn raise_open_files() {
 
 /// As many of the configured connections as there are descriptors for.
 fn affordable(connections: usize, descriptors: Option<u64>) -> usize {
-    let Some(descriptors) = descriptors else { return connections };
-    let most = (descriptors.saturating_sub(OTHER_DESCRIPTORS) / DESCRIPTORS_EACH).max(*CONNECTIONS_RANGE.start());
+    let Some(descriptors) = descriptors else {
+        return connections;
+    };
+    let most = (descriptors.saturating_sub(OTHER_DESCRIPTORS) / DESCRIPTORS_EACH)
+        .max(*CONNECTIONS_RANGE.start());
     connections.min(usize::try_from(most).unwrap_or(usize::MAX))
 }
 
 /// Serves until the token is cancelled, then lets open requests end within a short while.
-pub async fn serve(bound: Bound, router: Router, stop: CancellationToken, connections: usize) -> io::Result<()> {
+pub async fn serve(
+    bound: Bound,
+    router: Router,
+    stop: CancellationToken,
+    connections: usize,
+) -> io::Result<()> {
     let descriptors = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
     let affordable = affordable(connections, descriptors);
     if affordable < connections {
-        tracing::warn!(connections = affordable, configured = connections, ?descriptors, "The limit of open files is too low for all connections.");
+        tracing::warn!(
+            connections = affordable,
+            configured = connections,
+            ?descriptors,
+            "The limit of open files is too low for all connections."
+        );
     }
     serve_within(bound, router, stop, Limits::new(affordable)).await;
     Ok(())
@@ -115,7 +133,12 @@ async fn serve_within(bound: Bound, router: Router, stop: CancellationToken, lim
             shares.make_room().await;
             drop(stream.set_nodelay(true));
             let place = Shares::admit(&shares);
-            let (connection, tls, router, stop) = (place.connection().clone(), tls.clone(), router.clone(), stop.clone());
+            let (connection, tls, router, stop) = (
+                place.connection().clone(),
+                tls.clone(),
+                router.clone(),
+                stop.clone(),
+            );
             let stream = PacedStream::new(stream, place, limits.paces);
             connections.spawn(async move {
                 tokio::select! {
@@ -136,11 +159,20 @@ async fn serve_within(bound: Bound, router: Router, stop: CancellationToken, lim
     drop(tokio::time::timeout(DRAIN, connections.wait()).await);
 }
 
-async fn attend(stream: PacedStream, peer: Peer, tls: Option<TlsAcceptor>, router: Router, connection: &Connection, stop: CancellationToken, limits: Limits) {
+async fn attend(
+    stream: PacedStream,
+    peer: Peer,
+    tls: Option<TlsAcceptor>,
+    router: Router,
+    connection: &Connection,
+    stop: CancellationToken,
+    limits: Limits,
+) {
     match tls {
         None => attend_http(stream, peer, router, connection, stop, limits).await,
         Some(tls) => {
-            if let Ok(Ok(stream)) = tokio::time::timeout(limits.handshake, tls.accept(stream)).await {
+            if let Ok(Ok(stream)) = tokio::time::timeout(limits.handshake, tls.accept(stream)).await
+            {
                 connection.next_head();
                 attend_http(stream, peer, router, connection, stop, limits).await;
             }
@@ -169,12 +201,23 @@ async fn attend_http(
                 connection.upgrade();
             }
             connection.answer();
-            Ok::<_, Infallible>(response.map(|body| Body::new(Answer { body, rest: Bytes::new(), _served: served })))
+            Ok::<_, Infallible>(response.map(|body| {
+                Body::new(Answer {
+                    body,
+                    rest: Bytes::new(),
+                    _served: served,
+                })
+            }))
         }
     });
     let mut builder = http1::Builder::new();
-    builder.timer(TokioTimer::new()).header_read_timeout(limits.head).max_header_size(MAX_HEAD);
-    let serving = builder.serve_connection(TokioIo::new(stream), service).with_upgrades();
+    builder
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.head)
+        .max_header_size(MAX_HEAD);
+    let serving = builder
+        .serve_connection(TokioIo::new(stream), service)
+        .with_upgrades();
     let mut serving = std::pin::pin!(serving);
     // How a connection ends is its client's business.
     tokio::select! {
@@ -185,7 +228,10 @@ async fn attend_http(
 }
 
 fn is_stream<B>(response: &http::Response<B>) -> bool {
-    response.headers().get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+    response
+        .headers()
+        .get(header::CONTENT_TYPE)
+        .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
 }
 
 struct Served(Connection);
@@ -212,7 +258,10 @@ impl HttpBody for Answer {
     type Data = Bytes;
     type Error = axum::Error;
 
-    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
         if self.rest.is_empty() {
             match Pin::new(&mut self.body).poll_frame(context) {
                 Poll::Ready(Some(Ok(frame))) => match frame.into_data() {
@@ -268,18 +317,37 @@ mod tests {
 
     const LARGE: usize = 16 << 20;
     const HEAD: Duration = Duration::from_millis(400);
-    const WHOLE: &[u8] = b"GET /slow HTTP/1.1\r\nHost: x\r\nX-Caller: 1\r\nConnection: close\r\n\r\n";
-    const ECHO: &[u8] = b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
+    const WHOLE: &[u8] =
+        b"GET /slow HTTP/1.1\r\nHost: x\r\nX-Caller: 1\r\nConnection: close\r\n\r\n";
+    const ECHO: &[u8] =
+        b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi";
 
     fn limits(connections: usize) -> Limits {
-        let pace = Pace { slack: HEAD, rate: 1_000_000, total: 2 * HEAD };
-        Limits { head: HEAD, paces: Paces { head: pace, ..Paces::default() }, ..Limits::new(connections) }
+        let pace = Pace {
+            slack: HEAD,
+            rate: 1_000_000,
+            total: 2 * HEAD,
+        };
+        Limits {
+            head: HEAD,
+            paces: Paces {
+                head: pace,
+                ..Paces::default()
+            },
+            ..Limits::new(connections)
+        }
     }
 
     /// Takes everybody for the user that they say they are.
     async fn authenticate(request: Request, next: Next) -> Response {
-        let number = request.headers().get("x-caller").and_then(|value| value.to_str().ok()?.parse().ok());
-        let connection = request.extensions().get::<Connection>().expect("every request has it");
+        let number = request
+            .headers()
+            .get("x-caller")
+            .and_then(|value| value.to_str().ok()?.parse().ok());
+        let connection = request
+            .extensions()
+            .get::<Connection>()
+            .expect("every request has it");
         match number.map(|number| connection.attribute(CallerId::User(Uuid::from_u128(number)))) {
             Some(Err(error)) => error.into_response(),
             _ => next.run(request).await,
@@ -287,24 +355,54 @@ mod tests {
     }
 
     /// A server with small limits; `/slow` answers when it is told to.
-    async fn server(connections: usize) -> (SocketAddr, Arc<Semaphore>, CancellationToken, tokio::task::JoinHandle<()>) {
+    async fn server(
+        connections: usize,
+    ) -> (
+        SocketAddr,
+        Arc<Semaphore>,
+        CancellationToken,
+        tokio::task::JoinHandle<()>,
+    ) {
         server_within(limits(connections)).await
     }
 
-    async fn server_within(limits: Limits) -> (SocketAddr, Arc<Semaphore>, CancellationToken, tokio::task::JoinHandle<()>) {
-        let bound = prepare(([127, 0, 0, 1], 0).into(), &Tls::default()).expect("prepared").bind().await.expect("bound");
-        let (address, stop, go) = (bound.address, CancellationToken::new(), Arc::new(Semaphore::new(0)));
+    async fn server_within(
+        limits: Limits,
+    ) -> (
+        SocketAddr,
+        Arc<Semaphore>,
+        CancellationToken,
+        tokio::task::JoinHandle<()>,
+    ) {
+        let bound = prepare(([127, 0, 0, 1], 0).into(), &Tls::default())
+            .expect("prepared")
+            .bind()
+            .await
+            .expect("bound");
+        let (address, stop, go) = (
+            bound.address,
+            CancellationToken::new(),
+            Arc::new(Semaphore::new(0)),
+        );
         let waits = Arc::clone(&go);
         let slow = async move || {
             waits.acquire().await.expect("open").forget();
             "answer"
         };
-        let events = async || ([(header::CONTENT_TYPE, "text/event-stream")], vec![b'x'; LARGE]);
+        let events = async || {
+            (
+                [(header::CONTENT_TYPE, "text/event-stream")],
+                vec![b'x'; LARGE],
+            )
+        };
         let router = Router::new()
             .route("/large", get(async || vec![b'x'; LARGE]))
             .route("/events", get(events))
             .route("/slow", get(slow))
-            .route("/peer", get(async |Extension(Peer(peer)): Extension<Peer>| peer.to_string()))
+            .route(
+                "/peer",
+                get(async |Extension(Peer(peer)): Extension<Peer>| peer.to_string()),
+            )
             .route("/echo", post(async |body: String| body))
             .layer(middleware::from_fn(authenticate))
             .layer(middleware::from_fn(crate::body::limit_pauses));
@@ -329,16 +427,25 @@ mod tests {
     #[tokio::test]
     async fn an_answer_that_is_being_read_slowly_is_not_taken_for_an_idle_connection() {
         let (address, _go, stop, serving) = server(8).await;
-        let mut slow = connected(address, b"GET /large HTTP/1.1\r\nHost: x\r\nX-Caller: 1\r\nConnection: close\r\n\r\n").await;
+        let mut slow = connected(
+            address,
+            b"GET /large HTTP/1.1\r\nHost: x\r\nX-Caller: 1\r\nConnection: close\r\n\r\n",
+        )
+        .await;
         let mut first = [0; 1];
-        slow.read_exact(&mut first).await.expect("the answer begins");
+        slow.read_exact(&mut first)
+            .await
+            .expect("the answer begins");
         // A crowd that says nothing.
         let mut crowd = Vec::new();
         for _ in 0..12 {
             crowd.push(connected(address, b"").await);
             tokio::task::yield_now().await;
         }
-        assert!(rest(&mut slow).await.len() > LARGE, "the answer was cut off");
+        assert!(
+            rest(&mut slow).await.len() > LARGE,
+            "the answer was cut off"
+        );
         stop.cancel();
         drop(crowd);
         serving.await.expect("it ends");
@@ -347,7 +454,11 @@ mod tests {
     #[tokio::test]
     async fn a_request_knows_where_its_connection_comes_from() {
         let (address, ..) = server(4).await;
-        let mut stream = connected(address, b"GET /peer HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await;
+        let mut stream = connected(
+            address,
+            b"GET /peer HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        )
+        .await;
         let own = stream.local_addr().expect("an address").to_string();
         assert!(rest(&mut stream).await.ends_with(&own));
     }
@@ -360,15 +471,30 @@ mod tests {
             assert!(!rest(&mut stream).await.contains("200"), "{sent:?}");
         }
         // Nor is a connection kept for long on which nothing more is asked for.
-        let mut stream = connected(address, b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi").await;
+        let mut stream = connected(
+            address,
+            b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi",
+        )
+        .await;
         assert!(rest(&mut stream).await.ends_with("hi"));
     }
 
     #[tokio::test]
     async fn a_head_below_its_rate_is_cut_off_long_before_its_total_time() {
-        let pace = Pace { slack: Duration::from_millis(200), rate: 1_000, total: Duration::from_secs(3_600) };
+        let pace = Pace {
+            slack: Duration::from_millis(200),
+            rate: 1_000,
+            total: Duration::from_secs(3_600),
+        };
         let hour = Duration::from_secs(3_600);
-        let limits = Limits { head: hour, paces: Paces { head: pace, ..Paces::default() }, ..Limits::new(64) };
+        let limits = Limits {
+            head: hour,
+            paces: Paces {
+                head: pace,
+                ..Paces::default()
+            },
+            ..Limits::new(64)
+        };
         let (address, ..) = server_within(limits).await;
         // The silence before a head does not count.
         let mut late = connected(address, b"").await;
@@ -378,9 +504,13 @@ mod tests {
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         };
-        tokio::time::timeout(hour / 60, trickle).await.expect("it is cut off");
+        tokio::time::timeout(hour / 60, trickle)
+            .await
+            .expect("it is cut off");
         // A second request on a kept connection has a clock of its own.
-        late.write_all(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi").await.expect("still open");
+        late.write_all(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi")
+            .await
+            .expect("still open");
         let mut answer = vec![0; 15];
         late.read_exact(&mut answer).await.expect("answered");
         tokio::time::sleep(pace.slack * 2).await;
@@ -391,8 +521,14 @@ mod tests {
     #[tokio::test]
     async fn a_head_that_is_too_long_is_refused() {
         let (address, ..) = server(64).await;
-        for (length, expected) in [(MAX_HEAD - 1_024, "HTTP/1.1 200"), (MAX_HEAD + 1_024, "HTTP/1.1 431")] {
-            let head = format!("POST /echo HTTP/1.1\r\nHost: x\r\nX-Long: {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n", "x".repeat(length));
+        for (length, expected) in [
+            (MAX_HEAD - 1_024, "HTTP/1.1 200"),
+            (MAX_HEAD + 1_024, "HTTP/1.1 431"),
+        ] {
+            let head = format!(
+                "POST /echo HTTP/1.1\r\nHost: x\r\nX-Long: {}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n",
+                "x".repeat(length)
+            );
             let answer = rest(&mut connected(address, head.as_bytes()).await).await;
             assert!(answer.starts_with(expected), "{length}: {answer}");
         }
@@ -400,9 +536,19 @@ mod tests {
 
     #[tokio::test]
     async fn an_answer_that_nobody_reads_is_given_up_and_a_stream_of_events_is_not() {
-        let paces = Paces { answer_pause: Duration::from_millis(300), stream_pause: Duration::from_secs(3_600), ..Paces::default() };
-        let (address, ..) = server_within(Limits { paces, ..Limits::new(64) }).await;
-        let ask = |path: &str| format!("GET {path} HTTP/1.1\r\nHost: x\r\nX-Caller: 1\r\nConnection: close\r\n\r\n");
+        let paces = Paces {
+            answer_pause: Duration::from_millis(300),
+            stream_pause: Duration::from_secs(3_600),
+            ..Paces::default()
+        };
+        let (address, ..) = server_within(Limits {
+            paces,
+            ..Limits::new(64)
+        })
+        .await;
+        let ask = |path: &str| {
+            format!("GET {path} HTTP/1.1\r\nHost: x\r\nX-Caller: 1\r\nConnection: close\r\n\r\n")
+        };
         let mut unread = connected(address, ask("/large").as_bytes()).await;
         let mut events = connected(address, ask("/events").as_bytes()).await;
         tokio::time::sleep(paces.answer_pause * 4).await;
@@ -414,7 +560,11 @@ mod tests {
     async fn slow_bodies_and_slow_answers_are_not_cut_off() {
         let (address, go, ..) = server(10).await;
         let mut slow = connected(address, WHOLE).await;
-        let mut stream = connected(address, b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 6\r\n\r\n").await;
+        let mut stream = connected(
+            address,
+            b"POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 6\r\n\r\n",
+        )
+        .await;
         for byte in b"abcdef" {
             tokio::time::sleep(HEAD / 2).await;
             stream.write_all(&[*byte]).await.expect("still open");
@@ -442,7 +592,11 @@ mod tests {
     async fn a_crowd_with_a_good_token_fills_its_own_share_only() {
         // 64 connections: eight for a caller.
         let (address, go, ..) = server(64).await;
-        let head = |caller: u32| format!("POST /echo HTTP/1.1\r\nHost: x\r\nX-Caller: {caller}\r\nConnection: close\r\nContent-Length: 2\r\n\r\n");
+        let head = |caller: u32| {
+            format!(
+                "POST /echo HTTP/1.1\r\nHost: x\r\nX-Caller: {caller}\r\nConnection: close\r\nContent-Length: 2\r\n\r\n"
+            )
+        };
         let mut crowd = Vec::new();
         for _ in 0..8 {
             crowd.push(connected(address, format!("{}h", head(1)).as_bytes()).await);
@@ -455,9 +609,13 @@ mod tests {
                 break answer;
             }
         };
-        assert!(refused.starts_with("HTTP/1.1 429") && refused.contains("too_many_requests"), "{refused}");
+        assert!(
+            refused.starts_with("HTTP/1.1 429") && refused.contains("too_many_requests"),
+            "{refused}"
+        );
         for caller in 2..20 {
-            refused = rest(&mut connected(address, format!("{}hi", head(caller)).as_bytes()).await).await;
+            refused =
+                rest(&mut connected(address, format!("{}hi", head(caller)).as_bytes()).await).await;
             assert!(refused.ends_with("hi"), "{refused}");
         }
         for stream in &mut crowd {
@@ -469,9 +627,14 @@ mod tests {
 
     #[test]
     fn there_are_no_more_connections_than_descriptors_allow() {
-        for (descriptors, expected) in
-            [(None, 4_096), (Some(1 << 20), 4_096), (Some(16_640), 4_096), (Some(16_636), 4_095), (Some(1_024), 192), (Some(100), 64)]
-        {
+        for (descriptors, expected) in [
+            (None, 4_096),
+            (Some(1 << 20), 4_096),
+            (Some(16_640), 4_096),
+            (Some(16_636), 4_095),
+            (Some(1_024), 192),
+            (Some(100), 64),
+        ] {
             assert_eq!(affordable(4_096, descriptors), expected, "{descriptors:?}");
         }
     }

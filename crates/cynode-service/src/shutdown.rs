@@ -6,7 +6,10 @@ use tokio_util::sync::CancellationToken;
 /// A token that is cancelled by SIGTERM or SIGINT.
 pub fn on_signals() -> std::io::Result<CancellationToken> {
     let token = CancellationToken::new();
-    let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let (mut terminate, mut interrupt) = (
+        signal(SignalKind::terminate())?,
+        signal(SignalKind::interrupt())?,
+    );
     tokio::spawn({
         let token = token.clone();
         async move {

@@ -5,14 +5,22 @@ use tracing_subscriber::EnvFilter;
 pub fn init() {
     let filter = EnvFilter::try_from_env("CYNODE_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     // It tells what tools are called with and what they answer, which is nobody's business here.
-    let filter = "rmcp=warn".parse().map_or_else(|_| EnvFilter::new("info"), |quiet| filter.add_directive(quiet));
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false);
+    let filter = "rmcp=warn".parse().map_or_else(
+        |_| EnvFilter::new("info"),
+        |quiet| filter.add_directive(quiet),
+    );
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false);
     // Whoever read our stderr may be gone; complaining about that on stderr would panic and take a worker down with it.
     let builder = builder.log_internal_errors(false);
     let installed = if std::env::var("CYNODE_LOG_FORMAT").is_ok_and(|format| format == "json") {
         builder.json().try_init()
     } else {
-        builder.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr())).try_init()
+        builder
+            .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+            .try_init()
     };
     // Only fails when a subscriber is there already.
     drop(installed);

@@ -75,11 +75,23 @@ mod tests {
 
     #[test]
     fn a_member_named_twice_is_found_at_any_depth() {
-        for good in ["{}", r#"{"a":1,"b":{"a":[true,null,1.5,-1,"x"]}}"#, r#"[{"a":1},{"a":2}]"#, "broken"] {
+        for good in [
+            "{}",
+            r#"{"a":1,"b":{"a":[true,null,1.5,-1,"x"]}}"#,
+            r#"[{"a":1},{"a":2}]"#,
+            "broken",
+        ] {
             assert_eq!(doubled(good.as_bytes()), None, "{good}");
         }
-        for bad in [r#"{"a":1,"a":1}"#, r#"{"x":{"a":1,"\u0061":2}}"#, r#"[[{"b":1,"a":{},"a":{}}]]"#] {
-            assert!(doubled(bad.as_bytes()).is_some_and(|text| text.contains("\"a\" is named twice")), "{bad}");
+        for bad in [
+            r#"{"a":1,"a":1}"#,
+            r#"{"x":{"a":1,"\u0061":2}}"#,
+            r#"[[{"b":1,"a":{},"a":{}}]]"#,
+        ] {
+            assert!(
+                doubled(bad.as_bytes()).is_some_and(|text| text.contains("\"a\" is named twice")),
+                "{bad}"
+            );
         }
     }
 }

@@ -27,14 +27,34 @@ fn repository() -> PathBuf {
 
 fn rows() -> Vec<Row> {
     let text = fs::read_to_string(repository().join("docs/limits.md")).expect("docs/limits.md");
-    let cells = |line: &str| -> Vec<String> { line.trim_matches('|').split('|').map(|cell| cell.trim().to_owned()).collect() };
-    let rows = text.lines().filter(|line| line.starts_with("| ") && !line.starts_with("| bound")).map(cells);
+    let cells = |line: &str| -> Vec<String> {
+        line.trim_matches('|')
+            .split('|')
+            .map(|cell| cell.trim().to_owned())
+            .collect()
+    };
+    let rows = text
+        .lines()
+        .filter(|line| line.starts_with("| ") && !line.starts_with("| bound"))
+        .map(cells);
     let row = |cells: Vec<String>| {
-        let [bound, value, constant, file, beyond] = cells.as_slice() else { panic!("a row needs five cells: {cells:?}") };
+        let [bound, value, constant, file, beyond] = cells.as_slice() else {
+            panic!("a row needs five cells: {cells:?}")
+        };
         assert!(!beyond.is_empty(), "{bound}: say what happens beyond it");
-        let code = |cell: &str| cell.strip_prefix('`').and_then(|cell| cell.strip_suffix('`')).unwrap_or_else(|| panic!("{bound}: {cell}")).to_owned();
+        let code = |cell: &str| {
+            cell.strip_prefix('`')
+                .and_then(|cell| cell.strip_suffix('`'))
+                .unwrap_or_else(|| panic!("{bound}: {cell}"))
+                .to_owned()
+        };
         let value = written(value).unwrap_or_else(|| panic!("{bound}: {value} is not a value"));
-        Row { bound: bound.clone(), value, constant: code(constant), file: code(file) }
+        Row {
+            bound: bound.clone(),
+            value,
+            constant: code(constant),
+            file: code(file),
+        }
     };
     rows.map(row).collect()
 }
@@ -69,15 +89,25 @@ fn evaluated(expression: &str, source: &str) -> Option<Value> {
         };
         return Some(Value::Millis(count * factor));
     }
-    if let Some(permits) = expression.strip_prefix("Semaphore::const_new(").and_then(|rest| rest.strip_suffix(')')) {
+    if let Some(permits) = expression
+        .strip_prefix("Semaphore::const_new(")
+        .and_then(|rest| rest.strip_suffix(')'))
+    {
         return evaluated(permits, source);
     }
-    for (sign, apply) in [(" - ", (|one, other| one - other) as fn(u64, u64) -> u64), (" + ", |one, other| one + other), (" << ", |one, other| one << other)] {
+    for (sign, apply) in [
+        (" - ", (|one, other| one - other) as fn(u64, u64) -> u64),
+        (" + ", |one, other| one + other),
+        (" << ", |one, other| one << other),
+    ] {
         if let Some((left, right)) = expression.rsplit_once(sign) {
             return combined(evaluated(left, source)?, evaluated(right, source)?, apply);
         }
     }
-    for (sign, apply) in [(" * ", (|one, other| one * other) as fn(u64, u64) -> u64), (" / ", |one, other| one / other)] {
+    for (sign, apply) in [
+        (" * ", (|one, other| one * other) as fn(u64, u64) -> u64),
+        (" / ", |one, other| one / other),
+    ] {
         if let Some((left, right)) = expression.rsplit_once(sign) {
             return combined(evaluated(left, source)?, evaluated(right, source)?, apply);
         }
@@ -97,14 +127,28 @@ fn combined(left: Value, right: Value, apply: fn(u64, u64) -> u64) -> Option<Val
 }
 
 fn definition(name: &str, source: &str) -> Option<String> {
-    let line = source.lines().find(|line| ["const ", "static "].iter().any(|kind| line.contains(&format!("{kind}{name}: "))))?;
-    line.split_once(" = ")?.1.strip_suffix(';').map(str::to_owned)
+    let line = source.lines().find(|line| {
+        ["const ", "static "]
+            .iter()
+            .any(|kind| line.contains(&format!("{kind}{name}: ")))
+    })?;
+    line.split_once(" = ")?
+        .1
+        .strip_suffix(';')
+        .map(str::to_owned)
 }
 
 /// Whether a constant in seconds or milliseconds that is a plain number holds what the table says as a time.
 fn agrees(stated: Value, held: Value, constant: &str) -> bool {
     match (stated, held) {
-        (Value::Millis(stated), Value::Number(held)) => stated == if constant.ends_with("_MS") { held } else { held * 1_000 },
+        (Value::Millis(stated), Value::Number(held)) => {
+            stated
+                == if constant.ends_with("_MS") {
+                    held
+                } else {
+                    held * 1_000
+                }
+        }
         _ => stated == held,
     }
 }
@@ -112,18 +156,37 @@ fn agrees(stated: Value, held: Value, constant: &str) -> bool {
 #[test]
 fn the_table_of_limits_says_what_the_constants_hold() {
     let rows = rows();
-    assert!(rows.len() > 100, "the table was not read: {} rows", rows.len());
-    for Row { bound, value, constant, file } in rows {
-        let source = fs::read_to_string(repository().join("crates").join(&file)).unwrap_or_else(|error| panic!("{bound}: {file}: {error}"));
-        let defined = definition(&constant, &source).unwrap_or_else(|| panic!("{bound}: {file} has no constant {constant} on one line"));
-        let held = evaluated(&defined, &source).unwrap_or_else(|| panic!("{bound}: {constant} = {defined} is not understood here"));
-        assert!(agrees(value, held, &constant), "{bound}: the table says {value:?}, {constant} in {file} is {held:?}");
+    assert!(
+        rows.len() > 100,
+        "the table was not read: {} rows",
+        rows.len()
+    );
+    for Row {
+        bound,
+        value,
+        constant,
+        file,
+    } in rows
+    {
+        let source = fs::read_to_string(repository().join("crates").join(&file))
+            .unwrap_or_else(|error| panic!("{bound}: {file}: {error}"));
+        let defined = definition(&constant, &source)
+            .unwrap_or_else(|| panic!("{bound}: {file} has no constant {constant} on one line"));
+        let held = evaluated(&defined, &source)
+            .unwrap_or_else(|| panic!("{bound}: {constant} = {defined} is not understood here"));
+        assert!(
+            agrees(value, held, &constant),
+            "{bound}: the table says {value:?}, {constant} in {file} is {held:?}"
+        );
     }
 }
 
 #[test]
 fn every_constant_that_bounds_something_is_in_the_table() {
-    let listed: BTreeSet<(String, String)> = rows().into_iter().map(|row| (row.file, row.constant)).collect();
+    let listed: BTreeSet<(String, String)> = rows()
+        .into_iter()
+        .map(|row| (row.file, row.constant))
+        .collect();
     let crates = repository().join("crates");
     let (mut directories, mut missing) = (vec![crates.clone()], Vec::new());
     while let Some(directory) = directories.pop() {
@@ -133,12 +196,23 @@ fn every_constant_that_bounds_something_is_in_the_table() {
                 directories.push(path);
                 continue;
             }
-            let file = path.strip_prefix(&crates).expect("below crates").to_string_lossy().into_owned();
-            if path.extension().is_none_or(|extension| extension != "rs") || !file.contains("/src/") || file.contains("test") || file.contains("fuzz") {
+            let file = path
+                .strip_prefix(&crates)
+                .expect("below crates")
+                .to_string_lossy()
+                .into_owned();
+            if path.extension().is_none_or(|extension| extension != "rs")
+                || !file.contains("/src/")
+                || file.contains("test")
+                || file.contains("fuzz")
+            {
                 continue;
             }
             let source = fs::read_to_string(&path).expect("a source");
-            let product = source.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
+            let product = source
+                .split("#[cfg(test)]\nmod tests")
+                .next()
+                .unwrap_or_default();
             for (at, _) in product.match_indices("const MAX_") {
                 let after = &product[at + "const ".len()..];
                 let name = after.split(':').next().unwrap_or_default().to_owned();
@@ -148,5 +222,9 @@ fn every_constant_that_bounds_something_is_in_the_table() {
             }
         }
     }
-    assert!(missing.is_empty(), "docs/limits.md has no row for {}", missing.join(", "));
+    assert!(
+        missing.is_empty(),
+        "docs/limits.md has no row for {}",
+        missing.join(", ")
+    );
 }

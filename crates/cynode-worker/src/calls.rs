@@ -61,13 +61,32 @@ struct Memory {
 
 impl Memory {
     fn get(&self, id: CallId) -> Call {
-        let nothing = Call { call_id: id, state: CallState::NotFound, status: None, result: None, remembered_since: None, now: None };
+        let nothing = Call {
+            call_id: id,
+            state: CallState::NotFound,
+            status: None,
+            result: None,
+            remembered_since: None,
+            now: None,
+        };
         let Some(call) = self.known.get(&id) else {
             let now = OffsetDateTime::now_utc();
-            return Call { remembered_since: Some(now - self.since.elapsed()), now: Some(now), ..nothing };
+            return Call {
+                remembered_since: Some(now - self.since.elapsed()),
+                now: Some(now),
+                ..nothing
+            };
         };
-        let result = call.result.as_ref().and_then(|result| serde_json::from_str(result).ok());
-        Call { state: call.state, status: call.status, result, ..nothing }
+        let result = call
+            .result
+            .as_ref()
+            .and_then(|result| serde_json::from_str(result).ok());
+        Call {
+            state: call.state,
+            status: call.status,
+            result,
+            ..nothing
+        }
     }
 
     fn change(&mut self, id: CallId, change: impl FnOnce(&mut Remembered)) {
@@ -87,7 +106,9 @@ impl Memory {
     /// Keeps to the limits.
     fn forget(&mut self) {
         while self.known.len() > self.most || self.bytes > self.most_bytes {
-            let Some(call) = self.over.pop_front().and_then(|id| self.known.remove(&id)) else { return };
+            let Some(call) = self.over.pop_front().and_then(|id| self.known.remove(&id)) else {
+                return;
+            };
             self.bytes -= call.bytes();
             self.since = self.since.max(call.came_at);
         }
@@ -108,7 +129,16 @@ impl Calls {
     fn bounded(most: usize, most_bytes: usize) -> Self {
         let since = Instant::now();
         let (known, barred, over, bars) = Default::default();
-        Self(Mutex::new(Memory { known, over, barred, bars, bytes: 0, since, most, most_bytes }))
+        Self(Mutex::new(Memory {
+            known,
+            over,
+            barred,
+            bars,
+            bytes: 0,
+            since,
+            most,
+            most_bytes,
+        }))
     }
 
     /// What is known of a call.
@@ -138,7 +168,10 @@ impl Calls {
     fn begin(self: &Arc<Self>, id: CallId) -> Result<Option<Answering>, ApiError> {
         let mut memory = self.0.lock();
         if memory.barred.contains(&id) {
-            return Err(ApiError::new(ErrorCode::CallTooLate, format!("call {id} was taken for lost before it came; nothing was done")));
+            return Err(ApiError::new(
+                ErrorCode::CallTooLate,
+                format!("call {id} was taken for lost before it came; nothing was done"),
+            ));
         }
         if memory.known.contains_key(&id) {
             return Ok(None);
@@ -148,9 +181,20 @@ impl Calls {
             memory.since = came_at;
             return Ok(None);
         }
-        memory.known.insert(id, Remembered { came_at, state: CallState::Running, status: None, result: None });
+        memory.known.insert(
+            id,
+            Remembered {
+                came_at,
+                state: CallState::Running,
+                status: None,
+                result: None,
+            },
+        );
         memory.forget();
-        Ok(Some(Answering(Noting { calls: Arc::clone(self), id })))
+        Ok(Some(Answering(Noting {
+            calls: Arc::clone(self),
+            id,
+        })))
     }
 }
 
@@ -164,7 +208,10 @@ pub struct Noting {
 impl Noting {
     pub fn note(&self, result: &impl Serialize) {
         let result = ascii_json(result).into_boxed_str();
-        self.calls.0.lock().change(self.id, |call| call.result = Some(result));
+        self.calls
+            .0
+            .lock()
+            .change(self.id, |call| call.result = Some(result));
     }
 }
 
@@ -174,7 +221,11 @@ struct Answering(Noting);
 
 impl Answering {
     fn answered(self, answer: &Response) {
-        let result = answer.headers().get(RESULT_HEADER).and_then(|value| value.to_str().ok()).map(Box::from);
+        let result = answer
+            .headers()
+            .get(RESULT_HEADER)
+            .and_then(|value| value.to_str().ok())
+            .map(Box::from);
         self.0.calls.0.lock().change(self.0.id, |call| {
             (call.state, call.status) = (CallState::Answered, Some(answer.status().as_u16()));
             call.result = result.or(call.result.take());
@@ -195,17 +246,29 @@ impl Drop for Answering {
 /// The id that a call bears.
 fn call_id(headers: &HeaderMap) -> Result<Option<CallId>, ApiError> {
     let mut values = headers.get_all(CALL_HEADER).iter();
-    let Some(value) = values.next() else { return Ok(None) };
-    let id = value.to_str().ok().and_then(|text| text.parse().ok()).filter(|_| values.next().is_none());
-    id.map(Some).ok_or_else(|| ApiError::invalid("X-Cynode-Call: must be one UUID"))
+    let Some(value) = values.next() else {
+        return Ok(None);
+    };
+    let id = value
+        .to_str()
+        .ok()
+        .and_then(|text| text.parse().ok())
+        .filter(|_| values.next().is_none());
+    id.map(Some)
+        .ok_or_else(|| ApiError::invalid("X-Cynode-Call: must be one UUID"))
 }
 
 /// Remembers a call that bears an id, whatever it asks for, and has refusals of what would have changed something say so in the header too.
-pub async fn remember(State(calls): State<Arc<Calls>>, mut request: Request, next: Next) -> Response {
-    let answering = match call_id(request.headers()).and_then(|id| id.map_or(Ok(None), |id| calls.begin(id))) {
-        Ok(answering) => answering,
-        Err(error) => return error.into_response(),
-    };
+pub async fn remember(
+    State(calls): State<Arc<Calls>>,
+    mut request: Request,
+    next: Next,
+) -> Response {
+    let answering =
+        match call_id(request.headers()).and_then(|id| id.map_or(Ok(None), |id| calls.begin(id))) {
+            Ok(answering) => answering,
+            Err(error) => return error.into_response(),
+        };
     if let Some(answering) = &answering {
         request.extensions_mut().insert(answering.0.clone());
     }
@@ -222,8 +285,12 @@ pub async fn remember(State(calls): State<Arc<Calls>>, mut request: Request, nex
 }
 
 fn refusal(problem: &Problem) -> Map<String, Value> {
-    let told = TOLD_OF_REFUSALS.iter().filter_map(|name| Some(((*name).to_owned(), problem.extensions.get(*name)?.clone())));
-    std::iter::once(("code".to_owned(), problem.code.clone().into())).chain(told).collect()
+    let told = TOLD_OF_REFUSALS
+        .iter()
+        .filter_map(|name| Some(((*name).to_owned(), problem.extensions.get(*name)?.clone())));
+    std::iter::once(("code".to_owned(), problem.code.clone().into()))
+        .chain(told)
+        .collect()
 }
 
 /// An answer that says in its header what the call did.
@@ -236,8 +303,13 @@ pub fn told(result: &impl Serialize, answer: impl IntoResponse) -> Response {
 fn insert(result: &impl Serialize, answer: &mut Response) {
     let json = ascii_json(result);
     match HeaderValue::from_str(&json) {
-        Ok(value) if json.len() <= MAX_RESULT_BYTES => drop(answer.headers_mut().insert(RESULT_HEADER, value)),
-        _ => tracing::error!(bytes = json.len(), "The result of a call does not fit into a header."),
+        Ok(value) if json.len() <= MAX_RESULT_BYTES => {
+            drop(answer.headers_mut().insert(RESULT_HEADER, value))
+        }
+        _ => tracing::error!(
+            bytes = json.len(),
+            "The result of a call does not fit into a header."
+        ),
     }
 }
 
@@ -267,15 +339,43 @@ mod tests {
         let calls = Arc::new(Calls::default());
         let id = CallId::generate();
         let unknown = calls.get(id);
-        assert_eq!((unknown.state, unknown.remembered_since <= unknown.now, unknown.result), (CallState::NotFound, true, None));
+        assert_eq!(
+            (
+                unknown.state,
+                unknown.remembered_since <= unknown.now,
+                unknown.result
+            ),
+            (CallState::NotFound, true, None)
+        );
         let answering = begin(&calls, id);
         let running = calls.get(id);
-        assert_eq!((running.state, running.status, running.result, running.remembered_since), (CallState::Running, None, None, None));
+        assert_eq!(
+            (
+                running.state,
+                running.status,
+                running.result,
+                running.remembered_since
+            ),
+            (CallState::Running, None, None, None)
+        );
         answering.0.note(&json!({ "exec_id": "x" }));
-        assert_eq!((state(&calls, id), calls.get(id).result), (CallState::Running, Some(json!({ "exec_id": "x" }))));
-        answering.answered(&told(&json!({ "exit_code": 0, "path": "ü" }), StatusCode::CREATED));
+        assert_eq!(
+            (state(&calls, id), calls.get(id).result),
+            (CallState::Running, Some(json!({ "exec_id": "x" })))
+        );
+        answering.answered(&told(
+            &json!({ "exit_code": 0, "path": "ü" }),
+            StatusCode::CREATED,
+        ));
         let answered = calls.get(id);
-        assert_eq!((answered.state, answered.status, answered.result), (CallState::Answered, Some(201), Some(json!({ "exit_code": 0, "path": "ü" }))));
+        assert_eq!(
+            (answered.state, answered.status, answered.result),
+            (
+                CallState::Answered,
+                Some(201),
+                Some(json!({ "exit_code": 0, "path": "ü" }))
+            )
+        );
     }
 
     #[test]
@@ -286,8 +386,14 @@ mod tests {
         answering.0.note(&json!({ "exec_id": "x" }));
         drop((answering, begin(&calls, silent)));
         let abandoned = calls.get(noted);
-        assert_eq!((abandoned.state, abandoned.status, abandoned.result), (CallState::Abandoned, None, Some(json!({ "exec_id": "x" }))));
-        assert_eq!((state(&calls, silent), calls.get(silent).result), (CallState::Abandoned, None));
+        assert_eq!(
+            (abandoned.state, abandoned.status, abandoned.result),
+            (CallState::Abandoned, None, Some(json!({ "exec_id": "x" })))
+        );
+        assert_eq!(
+            (state(&calls, silent), calls.get(silent).result),
+            (CallState::Abandoned, None)
+        );
     }
 
     #[test]
@@ -306,9 +412,16 @@ mod tests {
         let calls = Arc::new(Calls::bounded(100, usize::MAX));
         let (asked, other) = (CallId::generate(), CallId::generate());
         let first = calls.bar(asked);
-        assert_eq!((first.state, calls.bar(asked).state), (CallState::NotFound, CallState::NotFound));
+        assert_eq!(
+            (first.state, calls.bar(asked).state),
+            (CallState::NotFound, CallState::NotFound)
+        );
         assert!(first.remembered_since <= first.now);
-        assert!(calls.begin(asked).is_err_and(|error| error.0.is(ErrorCode::CallTooLate)));
+        assert!(
+            calls
+                .begin(asked)
+                .is_err_and(|error| error.0.is(ErrorCode::CallTooLate))
+        );
         drop(begin(&calls, other));
         assert_eq!(calls.bar(other).state, CallState::Abandoned);
         // Asking about many takes a bounded place, and none from what is remembered.
@@ -316,7 +429,10 @@ mod tests {
             drop(calls.bar(CallId::generate()));
         }
         let memory = calls.0.lock();
-        assert_eq!((memory.barred.len(), memory.bars.len(), memory.known.len()), (100, 100, 1));
+        assert_eq!(
+            (memory.barred.len(), memory.bars.len(), memory.known.len()),
+            (100, 100, 1)
+        );
         drop(memory);
         assert_eq!(calls.get(other).state, CallState::Abandoned);
     }
@@ -326,44 +442,75 @@ mod tests {
         let calls = Arc::new(Calls::bounded(100, usize::MAX));
         let long = CallId::generate();
         let answering = begin(&calls, long);
-        let ids: Vec<CallId> = (0..300).map(|number| answer(&calls, &json!({ "number": number }))).collect();
+        let ids: Vec<CallId> = (0..300)
+            .map(|number| answer(&calls, &json!({ "number": number })))
+            .collect();
         assert_eq!(calls.0.lock().known.len(), 100);
         let kept = |id: &CallId| state(&calls, *id) == CallState::Answered;
         assert!(!ids[..201].iter().any(kept) && ids[201..].iter().all(kept));
         assert_eq!(state(&calls, long), CallState::Running);
         // What is said of the time holds for each: those that came later than it are all known.
-        assert!(calls.get(ids[0]).remembered_since.is_some(), "it is not found");
+        assert!(
+            calls.get(ids[0]).remembered_since.is_some(),
+            "it is not found"
+        );
         let memory = calls.0.lock();
         let since = memory.since;
-        assert!(ids[201..].iter().all(|id| memory.known[id].came_at >= since));
+        assert!(
+            ids[201..]
+                .iter()
+                .all(|id| memory.known[id].came_at >= since)
+        );
         drop(memory);
         // It is the newest of what is over, although it came first.
         answering.answered(&StatusCode::OK.into_response());
-        assert_eq!((state(&calls, long), state(&calls, ids[201])), (CallState::Answered, CallState::Answered));
+        assert_eq!(
+            (state(&calls, long), state(&calls, ids[201])),
+            (CallState::Answered, CallState::Answered)
+        );
         for _ in 0..99 {
             answer(&calls, &json!({}));
         }
-        assert_eq!((state(&calls, long), state(&calls, ids[299])), (CallState::Answered, CallState::NotFound));
+        assert_eq!(
+            (state(&calls, long), state(&calls, ids[299])),
+            (CallState::Answered, CallState::NotFound)
+        );
         answer(&calls, &json!({}));
         assert_eq!(state(&calls, long), CallState::NotFound);
-        assert!(calls.0.lock().since >= since, "forgetting one that came early does not turn the time back");
+        assert!(
+            calls.0.lock().since >= since,
+            "forgetting one that came early does not turn the time back"
+        );
     }
 
     #[test]
     fn long_results_are_forgotten_before_they_fill_the_memory() {
         let calls = Arc::new(Calls::bounded(1_000, 10_000));
-        let ids: Vec<CallId> = (0..50).map(|_| answer(&calls, &json!({ "x": "y".repeat(980) }))).collect();
+        let ids: Vec<CallId> = (0..50)
+            .map(|_| answer(&calls, &json!({ "x": "y".repeat(980) })))
+            .collect();
         let memory = calls.0.lock();
         let bytes: usize = memory.known.values().map(Remembered::bytes).sum();
-        assert!((9_000..=10_000).contains(&bytes) && bytes == memory.bytes && memory.known.len() == memory.over.len(), "{bytes}");
+        assert!(
+            (9_000..=10_000).contains(&bytes)
+                && bytes == memory.bytes
+                && memory.known.len() == memory.over.len(),
+            "{bytes}"
+        );
         drop(memory);
-        assert_eq!((state(&calls, ids[49]), state(&calls, ids[0])), (CallState::Answered, CallState::NotFound));
+        assert_eq!(
+            (state(&calls, ids[49]), state(&calls, ids[0])),
+            (CallState::Answered, CallState::NotFound)
+        );
     }
 
     #[test]
     fn what_finds_no_room_is_not_taken_for_what_never_came() {
         let calls = Arc::new(Calls::bounded(2, usize::MAX));
-        let _held = [begin(&calls, CallId::generate()), begin(&calls, CallId::generate())];
+        let _held = [
+            begin(&calls, CallId::generate()),
+            begin(&calls, CallId::generate()),
+        ];
         let (before, id) = (Instant::now(), CallId::generate());
         assert!(calls.begin(id).expect("in time").is_none());
         assert!(calls.0.lock().since >= before);
@@ -372,23 +519,48 @@ mod tests {
     #[test]
     fn an_id_is_one_uuid() {
         let id = CallId::generate();
-        let headers = |values: &[&str]| values.iter().map(|value| (http::HeaderName::from_static(CALL_HEADER), value.parse().expect("a value"))).collect();
+        let headers = |values: &[&str]| {
+            values
+                .iter()
+                .map(|value| {
+                    (
+                        http::HeaderName::from_static(CALL_HEADER),
+                        value.parse().expect("a value"),
+                    )
+                })
+                .collect()
+        };
         assert_eq!(call_id(&headers(&[])).ok(), Some(None));
         assert_eq!(call_id(&headers(&[&id.to_string()])).ok(), Some(Some(id)));
-        for bad in [&[""][..], &["nonsense"], &[&id.to_string(), &CallId::generate().to_string()]] {
-            assert!(call_id(&headers(bad)).is_err_and(|error| error.0.is(ErrorCode::InvalidRequest)), "{bad:?}");
+        for bad in [
+            &[""][..],
+            &["nonsense"],
+            &[&id.to_string(), &CallId::generate().to_string()],
+        ] {
+            assert!(
+                call_id(&headers(bad)).is_err_and(|error| error.0.is(ErrorCode::InvalidRequest)),
+                "{bad:?}"
+            );
         }
     }
 
     #[test]
     fn a_refusal_says_its_code_and_what_was_done_all_the_same() {
-        let problem = Problem::new(ErrorCode::StdinFull, "it is ü").with("taken", 3).with("rejects", json!(["much"]));
-        assert_eq!(Value::Object(refusal(&problem)), json!({ "code": "stdin_full", "taken": 3 }));
+        let problem = Problem::new(ErrorCode::StdinFull, "it is ü")
+            .with("taken", 3)
+            .with("rejects", json!(["much"]));
+        assert_eq!(
+            Value::Object(refusal(&problem)),
+            json!({ "code": "stdin_full", "taken": 3 })
+        );
     }
 
     #[test]
     fn what_does_not_fit_into_a_header_is_left_out() {
-        let answer = told(&json!({ "x": "y".repeat(MAX_RESULT_BYTES) }), StatusCode::OK);
+        let answer = told(
+            &json!({ "x": "y".repeat(MAX_RESULT_BYTES) }),
+            StatusCode::OK,
+        );
         assert!(!answer.headers().contains_key(RESULT_HEADER));
     }
 }

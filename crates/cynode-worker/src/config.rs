@@ -137,12 +137,29 @@ impl Default for Config {
 
 impl Config {
     /// Reads the file, then `CYNODE_WORKER_*`, then the flags.
-    pub fn load(path: Option<&Path>, state_dir: Option<PathBuf>, flags: &[(String, String)]) -> Result<Self, ConfigError> {
+    pub fn load(
+        path: Option<&Path>,
+        state_dir: Option<PathBuf>,
+        flags: &[(String, String)],
+    ) -> Result<Self, ConfigError> {
         let mut read: Self = config::load(path, "worker", std::env::vars(), flags.iter().cloned())?;
-        read.state_dir = state_dir.unwrap_or_else(|| config::default_state_dir(rustix::process::geteuid().is_root(), |name| std::env::var(name).ok()));
+        read.state_dir = state_dir.unwrap_or_else(|| {
+            config::default_state_dir(rustix::process::geteuid().is_root(), |name| {
+                std::env::var(name).ok()
+            })
+        });
         // Not everything that uses them runs where this process does.
-        let absolute = |path: &Path| std::path::absolute(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source });
-        let stores = [&mut read.podman_root, &mut read.podman_runroot, &mut read.podman_image_store];
+        let absolute = |path: &Path| {
+            std::path::absolute(path).map_err(|source| ConfigError::Read {
+                path: path.to_owned(),
+                source,
+            })
+        };
+        let stores = [
+            &mut read.podman_root,
+            &mut read.podman_runroot,
+            &mut read.podman_image_store,
+        ];
         for path in stores.into_iter().flatten().chain([&mut read.state_dir]) {
             *path = absolute(path)?;
         }
@@ -150,18 +167,30 @@ impl Config {
             read.podman = absolute(Path::new(&read.podman))?.display().to_string();
         }
         if read.max_sandboxes == 0 || read.max_sandboxes > MAX_SANDBOXES {
-            return Err(ConfigError::Value { key: "worker.max_sandboxes".to_owned(), message: format!("must lie between 1 and {MAX_SANDBOXES}") });
+            return Err(ConfigError::Value {
+                key: "worker.max_sandboxes".to_owned(),
+                message: format!("must lie between 1 and {MAX_SANDBOXES}"),
+            });
         }
         if read.runtime_timeout_seconds == 0 {
-            return Err(ConfigError::Value { key: "worker.runtime_timeout_seconds".to_owned(), message: "must be at least 1".to_owned() });
+            return Err(ConfigError::Value {
+                key: "worker.runtime_timeout_seconds".to_owned(),
+                message: "must be at least 1".to_owned(),
+            });
         }
         if read.pty_timeout_seconds == 0 {
-            return Err(ConfigError::Value { key: "worker.pty_timeout_seconds".to_owned(), message: "must be at least 1".to_owned() });
+            return Err(ConfigError::Value {
+                key: "worker.pty_timeout_seconds".to_owned(),
+                message: "must be at least 1".to_owned(),
+            });
         }
         let range = listen::CONNECTIONS_RANGE;
         if !range.contains(&(read.max_connections as u64)) {
             let message = format!("must lie between {} and {}", range.start(), range.end());
-            return Err(ConfigError::Value { key: "worker.max_connections".to_owned(), message });
+            return Err(ConfigError::Value {
+                key: "worker.max_connections".to_owned(),
+                message,
+            });
         }
         capacity::check_config(&read)?;
         read.check_orchestrator()?;
@@ -170,13 +199,29 @@ impl Config {
 
     /// Keys and tokens go to the orchestrator and back, so the way there has to be as safe as the listener.
     fn check_orchestrator(&self) -> Result<(), ConfigError> {
-        let Some(url) = &self.orchestrator_url else { return Ok(()) };
-        let bad = |key: &str, message: &str| Err(ConfigError::Value { key: format!("worker.{key}"), message: message.to_owned() });
-        if !url.starts_with("https://") && !control::is_on_this_machine(url) && !self.insecure_listen {
-            return bad("orchestrator_url", "leads beyond this machine without TLS: give an https address, or --insecure-listen to do without");
+        let Some(url) = &self.orchestrator_url else {
+            return Ok(());
+        };
+        let bad = |key: &str, message: &str| {
+            Err(ConfigError::Value {
+                key: format!("worker.{key}"),
+                message: message.to_owned(),
+            })
+        };
+        if !url.starts_with("https://")
+            && !control::is_on_this_machine(url)
+            && !self.insecure_listen
+        {
+            return bad(
+                "orchestrator_url",
+                "leads beyond this machine without TLS: give an https address, or --insecure-listen to do without",
+            );
         }
         if self.listen.ip().is_unspecified() && self.api_url.is_none() {
-            return bad("api_url", "must say where orchestrators reach this worker, which listens on every address");
+            return bad(
+                "api_url",
+                "must say where orchestrators reach this worker, which listens on every address",
+            );
         }
         Ok(())
     }
@@ -189,8 +234,12 @@ impl Config {
 
     /// The setting that allows all of these to go unenforced, besides those that are allowed already.
     pub(crate) fn allowance(&self, more: &[Unenforced]) -> String {
-        let names: BTreeSet<Unenforced> = self.allow_unenforced.iter().chain(more).copied().collect();
-        format!("worker.allow_unenforced = {}", serde_json::to_string(&names).unwrap_or_default())
+        let names: BTreeSet<Unenforced> =
+            self.allow_unenforced.iter().chain(more).copied().collect();
+        format!(
+            "worker.allow_unenforced = {}",
+            serde_json::to_string(&names).unwrap_or_default()
+        )
     }
 
     /// Podman's program with the arguments that choose its store.
@@ -201,7 +250,10 @@ impl Config {
         if !rustix::process::geteuid().is_root()
             && let Ok(directory) = rootless::runtime_directory()
         {
-            command.extend(["env".to_owned(), format!("XDG_RUNTIME_DIR={}", directory.display())]);
+            command.extend([
+                "env".to_owned(),
+                format!("XDG_RUNTIME_DIR={}", directory.display()),
+            ]);
         }
         command.push(self.podman.clone());
         let mut option = |name: &str, value: Option<String>| {
@@ -214,7 +266,10 @@ impl Config {
         option("--runroot", text(&self.podman_runroot));
         if let Some(store) = &self.podman_image_store {
             option("--storage-driver", Some("overlay".to_owned()));
-            option("--storage-opt", Some(format!("additionalimagestore={}", store.display())));
+            option(
+                "--storage-opt",
+                Some(format!("additionalimagestore={}", store.display())),
+            );
         }
         command
     }

@@ -10,7 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cynode_api::{API_VERSION, Capability, Heartbeat, HeartbeatAnswer, JobId, NodeConfig, NodeRegister, NodeRegistered};
+use cynode_api::{
+    API_VERSION, Capability, Heartbeat, HeartbeatAnswer, JobId, NodeConfig, NodeRegister,
+    NodeRegistered,
+};
 use cynode_service::{auth, files, telemetry::Chain};
 use http::StatusCode;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -82,14 +85,23 @@ pub(crate) fn is_on_this_machine(url: &str) -> bool {
     let url: Option<reqwest::Url> = url.parse().ok();
     match url.as_ref().and_then(reqwest::Url::host_str) {
         Some("localhost") => true,
-        Some(host) => host.trim_matches(['[', ']']).parse::<std::net::IpAddr>().is_ok_and(|address| address.is_loopback()),
+        Some(host) => host
+            .trim_matches(['[', ']'])
+            .parse::<std::net::IpAddr>()
+            .is_ok_and(|address| address.is_loopback()),
         None => false,
     }
 }
 
 impl Node {
     /// Reads what is known from before: its tokens are good at once.
-    pub(crate) fn new(sessions: &Arc<Sessions>, ready: Arc<Readiness>, url: &str, own_token: auth::Token, accepted: auth::Tokens) -> io::Result<Self> {
+    pub(crate) fn new(
+        sessions: &Arc<Sessions>,
+        ready: Arc<Readiness>,
+        url: &str,
+        own_token: auth::Token,
+        accepted: auth::Tokens,
+    ) -> io::Result<Self> {
         let config = &sessions.config;
         let path = config.directory().join("registration.json");
         let api_url = config.api_url.clone().unwrap_or_else(|| url.to_owned());
@@ -98,16 +110,31 @@ impl Node {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => return Err(error),
         };
-        let orchestrator = config.orchestrator_url.as_deref().map(|url| url.trim_end_matches('/'));
-        let registration = registration.filter(|known: &Registration| Some(known.orchestrator_url.trim_end_matches('/')) == orchestrator);
-        let mut builder = reqwest::Client::builder().timeout(CALL).redirect(reqwest::redirect::Policy::none());
-        let certificates = |path: &Path| reqwest::Certificate::from_pem_bundle(&fs_err::read(path)?).map_err(io::Error::other);
+        let orchestrator = config
+            .orchestrator_url
+            .as_deref()
+            .map(|url| url.trim_end_matches('/'));
+        let registration = registration.filter(|known: &Registration| {
+            Some(known.orchestrator_url.trim_end_matches('/')) == orchestrator
+        });
+        let mut builder = reqwest::Client::builder()
+            .timeout(CALL)
+            .redirect(reqwest::redirect::Policy::none());
+        let certificates = |path: &Path| {
+            reqwest::Certificate::from_pem_bundle(&fs_err::read(path)?).map_err(io::Error::other)
+        };
         if let Some(path) = &config.tls.ca {
             builder = builder.tls_certs_only(certificates(path)?);
-        } else if let Some(path) = std::env::var_os("CYNODE_CA_FILE").filter(|path| !path.is_empty()) {
+        } else if let Some(path) =
+            std::env::var_os("CYNODE_CA_FILE").filter(|path| !path.is_empty())
+        {
             builder = builder.tls_certs_merge(certificates(Path::new(&path))?);
         }
-        if config.orchestrator_url.as_deref().is_some_and(is_on_this_machine) {
+        if config
+            .orchestrator_url
+            .as_deref()
+            .is_some_and(is_on_this_machine)
+        {
             builder = builder.no_proxy();
         }
         let http = builder.build().map_err(io::Error::other)?;
@@ -123,7 +150,10 @@ impl Node {
             accepted,
             shown_since: None,
             said: None,
-            config: NodeConfig { heartbeat_seconds: 5, ..NodeConfig::default() },
+            config: NodeConfig {
+                heartbeat_seconds: 5,
+                ..NodeConfig::default()
+            },
         };
         node.accept();
         Ok(node)
@@ -133,7 +163,12 @@ impl Node {
         let mut tokens = vec![self.own_token.clone()];
         if let Some(known) = &self.registration {
             tokens.push(auth::Token::new(&known.worker_token));
-            tokens.extend(known.previous_worker_token.as_ref().map(|token| auth::Token::new(token)));
+            tokens.extend(
+                known
+                    .previous_worker_token
+                    .as_ref()
+                    .map(|token| auth::Token::new(token)),
+            );
         }
         self.accepted.set(tokens);
         let upstream = |known: &Registration| Upstream {
@@ -141,7 +176,8 @@ impl Node {
             base: known.orchestrator_url.trim_end_matches('/').to_owned(),
             node_token: known.node_token.clone(),
         };
-        self.sessions.set_upstream(self.registration.as_ref().map(upstream));
+        self.sessions
+            .set_upstream(self.registration.as_ref().map(upstream));
     }
 
     fn keep(&mut self, registration: Registration) -> Result<(), Failed> {
@@ -165,18 +201,29 @@ impl Node {
 
     async fn register(&mut self, base: &str) -> Result<(), Failed> {
         let config = &self.sessions.config;
-        let path = config.registration_key_file.as_ref().ok_or_else(|| other("worker.registration_key_file is not set"))?;
-        let psk = fs_err::read_to_string(path).map_err(other)?.trim().to_owned();
+        let path = config
+            .registration_key_file
+            .as_ref()
+            .ok_or_else(|| other("worker.registration_key_file is not set"))?;
+        let psk = fs_err::read_to_string(path)
+            .map_err(other)?
+            .trim()
+            .to_owned();
         let capability = self.capability().await?;
         let request = NodeRegister {
             version: Some(API_VERSION),
             psk,
             node_id: Some(self.sessions.node_id),
-            node_name: config.name.clone().unwrap_or_else(|| host_name(self.sessions.node_id)),
+            node_name: config
+                .name
+                .clone()
+                .unwrap_or_else(|| host_name(self.sessions.node_id)),
             api_url: self.api_url.clone(),
             capability: capability.clone(),
         };
-        let answer: NodeRegistered = self.post(&format!("{base}/v1/nodes/register"), None, &request).await?;
+        let answer: NodeRegistered = self
+            .post(&format!("{base}/v1/nodes/register"), None, &request)
+            .await?;
         self.keep(Registration {
             orchestrator_url: base.to_owned(),
             api_url: self.api_url.clone(),
@@ -191,13 +238,17 @@ impl Node {
     }
 
     async fn beat(&mut self, base: &str) -> Result<(), Failed> {
-        let Some(known) = self.registration.clone() else { return Err(Failed::Unknown) };
+        let Some(known) = self.registration.clone() else {
+            return Err(Failed::Unknown);
+        };
         let capability = self.capability().await;
         let not_ready = match &capability {
             Ok(_) => self.ready.check().await.err(),
             Err(error) => Some(error.to_string()),
         };
-        let capability = capability.ok().filter(|capability| self.said.as_ref() != Some(capability));
+        let capability = capability
+            .ok()
+            .filter(|capability| self.said.as_ref() != Some(capability));
         let beat = Heartbeat {
             version: Some(API_VERSION),
             running_sandboxes: self.sessions.live_count(),
@@ -207,28 +258,57 @@ impl Node {
             api_url: (known.api_url != self.api_url).then(|| self.api_url.clone()),
             adopted: Vec::new(),
         };
-        let answer: HeartbeatAnswer = self.post(&format!("{base}/v1/nodes/heartbeat"), Some(&known.node_token), &beat).await?;
+        let answer: HeartbeatAnswer = self
+            .post(
+                &format!("{base}/v1/nodes/heartbeat"),
+                Some(&known.node_token),
+                &beat,
+            )
+            .await?;
         if capability.is_some() {
             self.said = capability;
         }
         if answer.resend_capability {
             self.said = None;
         }
-        let known = Registration { api_url: self.api_url.clone(), ..known };
+        let known = Registration {
+            api_url: self.api_url.clone(),
+            ..known
+        };
         if let Some(new) = answer.rotate {
-            let previous = if new.worker_token == known.worker_token { known.previous_worker_token } else { Some(known.worker_token) };
-            let registration = Registration { node_token: new.node_token, worker_token: new.worker_token, previous_worker_token: previous, ..known };
+            let previous = if new.worker_token == known.worker_token {
+                known.previous_worker_token
+            } else {
+                Some(known.worker_token)
+            };
+            let registration = Registration {
+                node_token: new.node_token,
+                worker_token: new.worker_token,
+                previous_worker_token: previous,
+                ..known
+            };
             self.keep(registration)?;
             self.shown_since = None;
-        } else if known.previous_worker_token.is_some() && self.shown_since.get_or_insert_with(Instant::now).elapsed() > OVERLAP {
+        } else if known.previous_worker_token.is_some()
+            && self.shown_since.get_or_insert_with(Instant::now).elapsed() > OVERLAP
+        {
             // The new one was shown to an orchestrator so long ago that every one of them has looked again.
-            self.keep(Registration { previous_worker_token: None, ..known })?;
+            self.keep(Registration {
+                previous_worker_token: None,
+                ..known
+            })?;
         } else if beat.api_url.is_some() {
             self.keep(known)?;
         }
         if answer.config_revision != self.config.revision {
-            let token = self.registration.as_ref().map(|known| known.node_token.clone());
-            let request = self.http.get(format!("{base}/v1/nodes/config")).bearer_auth(token.unwrap_or_default());
+            let token = self
+                .registration
+                .as_ref()
+                .map(|known| known.node_token.clone());
+            let request = self
+                .http
+                .get(format!("{base}/v1/nodes/config"))
+                .bearer_auth(token.unwrap_or_default());
             let config = read(request.send().await.map_err(unsent)?).await?;
             self.apply(config);
         }
@@ -237,9 +317,15 @@ impl Node {
 
     /// Says that something happened to a job. What it is, the orchestrator asks.
     async fn report(&self, base: &str, id: JobId) -> Result<(), Failed> {
-        let Some(known) = &self.registration else { return Ok(()) };
+        let Some(known) = &self.registration else {
+            return Ok(());
+        };
         let body = serde_json::json!({ "version": API_VERSION });
-        let request = self.http.post(format!("{base}/v1/nodes/jobs/{id}/status")).bearer_auth(&known.node_token).json(&body);
+        let request = self
+            .http
+            .post(format!("{base}/v1/nodes/jobs/{id}/status"))
+            .bearer_auth(&known.node_token)
+            .json(&body);
         request.send().await.map(drop).map_err(unsent)
     }
 
@@ -250,7 +336,12 @@ impl Node {
         self.config = config;
     }
 
-    async fn post<T: DeserializeOwned>(&self, url: &str, token: Option<&str>, body: &impl Serialize) -> Result<T, Failed> {
+    async fn post<T: DeserializeOwned>(
+        &self,
+        url: &str,
+        token: Option<&str>,
+        body: &impl Serialize,
+    ) -> Result<T, Failed> {
         let mut request = self.http.post(url).json(body);
         if let Some(token) = token {
             request = request.bearer_auth(token);
@@ -267,7 +358,8 @@ impl Node {
             engine: engine(config).to_owned(),
             // Podman's own mark for whoever lives in a user's namespace.
             rootless: std::env::var_os("_CONTAINERS_ROOTLESS_UID").is_some(),
-            cpus: std::thread::available_parallelism().map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX)),
+            cpus: std::thread::available_parallelism()
+                .map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX)),
             memory_bytes: self.sessions.capacity.memory_bytes,
             max_sandboxes: config.max_sandboxes,
             largest: Some(self.sessions.capacity.largest),
@@ -300,7 +392,10 @@ const fn engine(config: &Config) -> &'static str {
 }
 
 fn host_name(id: cynode_api::NodeId) -> String {
-    let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let name = rustix::system::uname()
+        .nodename()
+        .to_string_lossy()
+        .into_owned();
     let id = id.to_string();
     // Two workers on one host have one name between them.
     format!("{name}-{}", &id[id.len() - 6..])
@@ -308,7 +403,9 @@ fn host_name(id: cynode_api::NodeId) -> String {
 
 /// Speaks with the orchestrator until the worker stops.
 pub(crate) async fn keep(mut node: Node, mut jobs: mpsc::Receiver<JobId>, stop: CancellationToken) {
-    let Some(base) = node.sessions.config.orchestrator_url.clone() else { return };
+    let Some(base) = node.sessions.config.orchestrator_url.clone() else {
+        return;
+    };
     let base = base.trim_end_matches('/').to_owned();
     let mut pause = FIRST_PAUSE;
     loop {

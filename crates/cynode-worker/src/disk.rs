@@ -38,15 +38,22 @@ pub(crate) struct Disks {
 impl Disks {
     /// `directory` holds the templates.
     pub(crate) fn new(directory: PathBuf) -> Self {
-        Self { templates: directory, making: tokio::sync::Mutex::new(()) }
+        Self {
+            templates: directory,
+            making: tokio::sync::Mutex::new(()),
+        }
     }
 
     /// Whether disks can be made and mounted here: by trying.
     pub(crate) async fn probe(&self) -> Result<(), String> {
-        let directory = self.templates.join(format!(".probe-{}", uuid::Uuid::new_v4().simple()));
+        let directory = self
+            .templates
+            .join(format!(".probe-{}", uuid::Uuid::new_v4().simple()));
         let (image, target) = (directory.join("disk.img"), directory.join("mounted"));
         // Made anew each time: what a crash left of an earlier one says nothing about this host.
-        drop(fs_err::remove_file(self.templates.join(format!("{PROBE_BYTES}.img"))));
+        drop(fs_err::remove_file(
+            self.templates.join(format!("{PROBE_BYTES}.img")),
+        ));
         let tried = async {
             fs_err::create_dir_all(&target)?;
             self.make(&image, PROBE_BYTES).await?;
@@ -62,7 +69,9 @@ impl Disks {
     pub(crate) async fn make(&self, image: &Path, bytes: u64) -> io::Result<()> {
         match fs_err::metadata(image) {
             // A growth that was cut off is done again, however far it came.
-            Ok(found) if found.len() < bytes || growing(image).exists() => return grow(image, bytes.max(found.len())).await,
+            Ok(found) if found.len() < bytes || growing(image).exists() => {
+                return grow(image, bytes.max(found.len())).await;
+            }
             Ok(_) => return Ok(()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(error),
@@ -87,7 +96,19 @@ impl Disks {
         self.forget_templates();
         let staged = path.with_extension("new");
         create_sparse(&staged, bytes)?;
-        run("mkfs.ext4", &["-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard"], &[&staged]).await?;
+        run(
+            "mkfs.ext4",
+            &[
+                "-q",
+                "-F",
+                "-m",
+                "0",
+                "-E",
+                "lazy_itable_init=1,lazy_journal_init=1,nodiscard",
+            ],
+            &[&staged],
+        )
+        .await?;
         let formatted = fs_err::File::open(&staged)?;
         formatted.sync_all()?;
         fs_err::rename(&staged, &path)?;
@@ -96,8 +117,14 @@ impl Disks {
 
     /// Callers choose sizes: only so many are kept, in no order that matters.
     fn forget_templates(&self) {
-        let Ok(entries) = fs_err::read_dir(&self.templates) else { return };
-        for entry in entries.flatten().filter(|entry| entry.path().is_file()).skip(MAX_TEMPLATES - 1) {
+        let Ok(entries) = fs_err::read_dir(&self.templates) else {
+            return;
+        };
+        for entry in entries
+            .flatten()
+            .filter(|entry| entry.path().is_file())
+            .skip(MAX_TEMPLATES - 1)
+        {
             drop(fs_err::remove_file(entry.path()));
         }
     }
@@ -105,7 +132,16 @@ impl Disks {
 
 /// Mounts an image. One that is mounted there already stays.
 pub(crate) async fn mount(image: &Path, target: &Path) -> io::Result<()> {
-    if is_mounted(target)? { Ok(()) } else { run("mount", &["-t", "ext4", "-o", MOUNT_OPTIONS], &[image, target]).await }
+    if is_mounted(target)? {
+        Ok(())
+    } else {
+        run(
+            "mount",
+            &["-t", "ext4", "-o", MOUNT_OPTIONS],
+            &[image, target],
+        )
+        .await
+    }
 }
 
 /// Unmounts a directory; the loop device goes with it. Where nothing is mounted there is nothing to do.
@@ -115,7 +151,11 @@ pub(crate) async fn unmount(target: &Path) -> io::Result<()> {
     }
     let unmounted = run("umount", &[], &[target]).await;
     // Somebody still looks: out of sight now, gone when he is done.
-    if unmounted.is_err() && is_mounted(target)? { run("umount", &["--lazy"], &[target]).await } else { Ok(()) }
+    if unmounted.is_err() && is_mounted(target)? {
+        run("umount", &["--lazy"], &[target]).await
+    } else {
+        Ok(())
+    }
 }
 
 fn is_mounted(target: &Path) -> io::Result<bool> {
@@ -131,15 +171,24 @@ fn is_mounted(target: &Path) -> io::Result<bool> {
 /// Everything that is mounted below a directory, the innermost first.
 pub(crate) fn mounted_below(directory: &Path) -> io::Result<Vec<PathBuf>> {
     let mounts = fs_err::read_to_string("/proc/self/mountinfo")?;
-    let mut found: Vec<PathBuf> =
-        mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(unescape).filter(|path| path != directory && path.starts_with(directory)).collect();
+    let mut found: Vec<PathBuf> = mounts
+        .lines()
+        .filter_map(|line| line.split(' ').nth(4))
+        .map(unescape)
+        .filter(|path| path != directory && path.starts_with(directory))
+        .collect();
     found.sort_by_key(|path| std::cmp::Reverse(path.components().count()));
     Ok(found)
 }
 
 /// A path as `/proc` writes it: space, tab, newline and backslash as three octal digits.
 pub(crate) fn unescape(text: &str) -> PathBuf {
-    PathBuf::from(text.replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\"))
+    PathBuf::from(
+        text.replace("\\040", " ")
+            .replace("\\011", "\t")
+            .replace("\\012", "\n")
+            .replace("\\134", "\\"),
+    )
 }
 
 /// Makes an image larger that is not mounted.
@@ -148,17 +197,27 @@ async fn grow(image: &Path, bytes: u64) -> io::Result<()> {
     let deadline = tokio::time::Instant::now() + RELEASED;
     while is_attached(image)? {
         if tokio::time::Instant::now() >= deadline {
-            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "the disk is still in use and can't grow now"));
+            return Err(io::Error::new(
+                io::ErrorKind::ResourceBusy,
+                "the disk is still in use and can't grow now",
+            ));
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let marker = growing(image);
     fs_err::File::create(&marker)?.sync_all()?;
-    fs_err::OpenOptions::new().write(true).open(image)?.set_len(bytes)?;
+    fs_err::OpenOptions::new()
+        .write(true)
+        .open(image)?
+        .set_len(bytes)?;
     // The marker is locked by whoever works on the image, also when the worker that started it is gone.
     let work = r#"e2fsck -f -p "$1"; code=$?; [ $code -le 1 ] || exit $code; resize2fs "$1""#;
     let mut command = command("flock");
-    command.arg(&marker).args(["/bin/sh", "-c", work, "grow"]).arg(image).kill_on_drop(false);
+    command
+        .arg(&marker)
+        .args(["/bin/sh", "-c", work, "grow"])
+        .arg(image)
+        .kill_on_drop(false);
     finish("growing a disk", command, GROWTH).await?;
     fs_err::remove_file(&marker)
 }
@@ -171,10 +230,13 @@ fn growing(image: &Path) -> PathBuf {
 /// Whether a loop device has this file.
 fn is_attached(image: &Path) -> io::Result<bool> {
     let image = fs_err::canonicalize(image)?;
-    let devices = fs_err::read_dir("/sys/block")?.flatten().filter(|device| device.file_name().to_string_lossy().starts_with("loop"));
-    Ok(devices
-        .into_iter()
-        .any(|device| fs_err::read_to_string(device.path().join("loop/backing_file")).is_ok_and(|file| Path::new(file.trim_end_matches('\n')) == image)))
+    let devices = fs_err::read_dir("/sys/block")?
+        .flatten()
+        .filter(|device| device.file_name().to_string_lossy().starts_with("loop"));
+    Ok(devices.into_iter().any(|device| {
+        fs_err::read_to_string(device.path().join("loop/backing_file"))
+            .is_ok_and(|file| Path::new(file.trim_end_matches('\n')) == image)
+    }))
 }
 
 async fn run(program: &str, options: &[&str], paths: &[&Path]) -> io::Result<()> {
@@ -185,25 +247,44 @@ async fn run(program: &str, options: &[&str], paths: &[&Path]) -> io::Result<()>
 
 fn command(program: &str) -> tokio::process::Command {
     let mut command = process::command(program);
-    command.stdin(std::process::Stdio::null()).kill_on_drop(true);
+    command
+        .stdin(std::process::Stdio::null())
+        .kill_on_drop(true);
     // An ordinary user's PATH does not hold what is root's.
     let path = std::env::var("PATH").unwrap_or_default();
     command.env("PATH", format!("{path}:/usr/sbin:/sbin"));
     command
 }
 
-async fn finish(program: &str, mut command: tokio::process::Command, limit: Duration) -> io::Result<()> {
-    let output = tokio::time::timeout(limit, command.output()).await.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, format!("{program} hangs")))??;
+async fn finish(
+    program: &str,
+    mut command: tokio::process::Command,
+    limit: Duration,
+) -> io::Result<()> {
+    let output = tokio::time::timeout(limit, command.output())
+        .await
+        .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, format!("{program} hangs")))??;
     if output.status.success() {
         return Ok(());
     }
     let said = String::from_utf8_lossy(&output.stderr);
-    Err(io::Error::other(format!("{program}: {}", said.trim().lines().last().unwrap_or("failed without a word"))))
+    Err(io::Error::other(format!(
+        "{program}: {}",
+        said.trim()
+            .lines()
+            .last()
+            .unwrap_or("failed without a word")
+    )))
 }
 
 fn create_sparse(path: &Path, bytes: u64) -> io::Result<fs_err::File> {
     use fs_err::os::unix::fs::OpenOptionsExt as _;
-    let file = fs_err::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    let file = fs_err::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(path)?;
     file.set_len(bytes)?;
     Ok(file)
 }
@@ -215,7 +296,9 @@ fn copy_sparse(mut source: fs_err::File, to: &Path) -> io::Result<()> {
     let mut at = 0;
     loop {
         // Past the last data there is only the hole up to the end.
-        let Ok(start) = rustix::fs::seek(&source, Place::Data(at)) else { return Ok(()) };
+        let Ok(start) = rustix::fs::seek(&source, Place::Data(at)) else {
+            return Ok(());
+        };
         let end = rustix::fs::seek(&source, Place::Hole(start))?;
         source.seek(SeekFrom::Start(start))?;
         target.seek(SeekFrom::Start(start))?;
@@ -255,14 +338,30 @@ pub(crate) struct Claim {
 pub(crate) fn claim(image: &Path, target: &Path) -> io::Result<Claim> {
     let written = fs_err::metadata(image)?.blocks() * 512;
     let device = fs_err::symlink_metadata(target)?.dev();
-    let device = fs_err::read_link(format!("/sys/dev/block/{}:{}", rustix::fs::major(device), rustix::fs::minor(device)))?;
-    let waiting = Path::new("/sys/fs/ext4").join(device.file_name().unwrap_or_default()).join("delayed_allocation_blocks");
-    let waiting: u64 = fs_err::read_to_string(waiting)?.trim().parse().map_err(io::Error::other)?;
+    let device = fs_err::read_link(format!(
+        "/sys/dev/block/{}:{}",
+        rustix::fs::major(device),
+        rustix::fs::minor(device)
+    ))?;
+    let waiting = Path::new("/sys/fs/ext4")
+        .join(device.file_name().unwrap_or_default())
+        .join("delayed_allocation_blocks");
+    let waiting: u64 = fs_err::read_to_string(waiting)?
+        .trim()
+        .parse()
+        .map_err(io::Error::other)?;
     // The kernel counts a block twice for the moment in which it gets its place; not at two looks in a row.
     let (one, two) = (rustix::fs::statvfs(target)?, rustix::fs::statvfs(target)?);
     let used = one.f_blocks.saturating_sub(one.f_bfree.max(two.f_bfree));
-    let (used, waiting) = (used.saturating_mul(one.f_frsize), waiting.saturating_mul(one.f_frsize));
-    Ok(Claim { used, written, promised: waiting.max(used.saturating_sub(written)) })
+    let (used, waiting) = (
+        used.saturating_mul(one.f_frsize),
+        waiting.saturating_mul(one.f_frsize),
+    );
+    Ok(Claim {
+        used,
+        written,
+        promised: waiting.max(used.saturating_sub(written)),
+    })
 }
 
 #[cfg(test)]
@@ -279,8 +378,16 @@ mod tests {
             file.write_all(text.as_bytes()).expect("writes");
         }
         copy_sparse(fs_err::File::open(&from).expect("opens"), &to).expect("copies");
-        assert_eq!(fs_err::read(&from).expect("reads"), fs_err::read(&to).expect("reads"));
+        assert_eq!(
+            fs_err::read(&from).expect("reads"),
+            fs_err::read(&to).expect("reads")
+        );
         let blocks = |path: &Path| fs_err::metadata(path).expect("there").blocks();
-        assert!(blocks(&to) <= blocks(&from) + 8, "{} {}", blocks(&to), blocks(&from));
+        assert!(
+            blocks(&to) <= blocks(&from) + 8,
+            "{} {}",
+            blocks(&to),
+            blocks(&from)
+        );
     }
 }

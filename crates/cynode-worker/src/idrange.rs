@@ -47,7 +47,12 @@ struct Layout {
 }
 
 /// Of root: eight workers, 512 workspaces each.
-const ROOTS: Layout = Layout { first: FIRST, size: BLOCK, blocks: 512, ranges: 8 };
+const ROOTS: Layout = Layout {
+    first: FIRST,
+    size: BLOCK,
+    blocks: 512,
+    ranges: 8,
+};
 
 impl Layout {
     /// Of an ordinary user. Most have ids for 32 sandboxes, and one worker then gets them all; with more, others have
@@ -55,7 +60,12 @@ impl Layout {
     fn within(ids: IdMap) -> Self {
         let all = ids.count / rootless::BLOCK;
         let ranges = (all / 32).clamp(1, ROOTS.ranges);
-        Self { first: ids.first, size: rootless::BLOCK, blocks: (all / ranges).min(ROOTS.blocks), ranges }
+        Self {
+            first: ids.first,
+            size: rootless::BLOCK,
+            blocks: (all / ranges).min(ROOTS.blocks),
+            ranges,
+        }
     }
 }
 
@@ -70,14 +80,23 @@ pub(crate) struct IdBlocks {
 
 /// How many sandboxes a worker can have of so many subordinate ids, kept workspaces counted.
 pub(crate) fn sandboxes_within(ids: u32) -> u32 {
-    Layout::within(IdMap { first: 1, count: ids }).blocks
+    Layout::within(IdMap {
+        first: 1,
+        count: ids,
+    })
+    .blocks
 }
 
 /// Whether no worker runs on this directory and no file of a sandbox is in it.
 fn is_unused(directory: &Path) -> bool {
-    let holds_none = |name: &str| fs_err::read_dir(directory.join(name)).is_ok_and(|mut entries| entries.next().is_none());
+    let holds_none = |name: &str| {
+        fs_err::read_dir(directory.join(name)).is_ok_and(|mut entries| entries.next().is_none())
+    };
     // Shared, so that two who look do not take one another for a worker. A worker that starts in this moment tries again.
-    let runs = || fs_err::File::open(directory.join("lock")).is_ok_and(|lock| flock(&lock, FlockOperation::NonBlockingLockShared).is_err());
+    let runs = || {
+        fs_err::File::open(directory.join("lock"))
+            .is_ok_and(|lock| flock(&lock, FlockOperation::NonBlockingLockShared).is_err())
+    };
     !directory.is_dir() || (holds_none("workspaces") && holds_none("trash") && !runs())
 }
 
@@ -93,7 +112,10 @@ fn replace_open_lock(path: &Path) -> io::Result<()> {
 
 /// Claims a range for the worker of `state_dir`, the same one as before when it had one.
 fn claim(ranges: u32, registry: &Path, state_dir: &Path) -> Result<u32, Error> {
-    let failed = |source| Error::Claim { path: registry.to_owned(), source };
+    let failed = |source| Error::Claim {
+        path: registry.to_owned(),
+        source,
+    };
     // Whoever could open the lock could hold it, and no worker would start.
     private::closed_directory(registry).map_err(failed)?;
     replace_open_lock(&registry.join("lock")).map_err(failed)?;
@@ -105,12 +127,21 @@ fn claim(ranges: u32, registry: &Path, state_dir: &Path) -> Result<u32, Error> {
         if Path::new(owner.trim()) == state_dir {
             return Ok(range);
         }
-        if free.is_none() && (owner.trim().is_empty() || is_unused(&Path::new(owner.trim()).join("worker"))) {
+        if free.is_none()
+            && (owner.trim().is_empty() || is_unused(&Path::new(owner.trim()).join("worker")))
+        {
             free = Some(range);
         }
     }
-    let range = free.ok_or_else(|| Error::AllClaimed { ranges, registry: registry.to_owned() })?;
-    fs_err::write(registry.join(range.to_string()), state_dir.display().to_string()).map_err(failed)?;
+    let range = free.ok_or_else(|| Error::AllClaimed {
+        ranges,
+        registry: registry.to_owned(),
+    })?;
+    fs_err::write(
+        registry.join(range.to_string()),
+        state_dir.display().to_string(),
+    )
+    .map_err(failed)?;
     Ok(range)
 }
 
@@ -125,9 +156,19 @@ impl IdBlocks {
         };
         let (first, count) = match shared {
             Some(first) => (first, 1),
-            None => (layout.first + claim(layout.ranges, registry, state_dir)? * layout.blocks * layout.size, layout.blocks),
+            None => (
+                layout.first
+                    + claim(layout.ranges, registry, state_dir)? * layout.blocks * layout.size,
+                layout.blocks,
+            ),
         };
-        Ok(Self { space, first, size: layout.size, count, used: Mutex::default() })
+        Ok(Self {
+            space,
+            first,
+            size: layout.size,
+            count,
+            used: Mutex::default(),
+        })
     }
 
     /// The ids on this host of a block that is one sandbox's alone.
@@ -153,7 +194,9 @@ impl IdBlocks {
         }
         let mut used = self.used.lock();
         // The lowest that is free: without root each block has a copy of its own of every image that it was used with.
-        let block = (0..self.count).map(|index| self.first + index * self.size).find(|block| !used.contains(block))?;
+        let block = (0..self.count)
+            .map(|index| self.first + index * self.size)
+            .find(|block| !used.contains(block))?;
         used.insert(block);
         Some(block)
     }
@@ -169,7 +212,10 @@ impl IdBlocks {
 
     #[must_use]
     pub(crate) const fn map(&self, block: u32) -> IdMap {
-        IdMap { first: block, count: self.size }
+        IdMap {
+            first: block,
+            count: self.size,
+        }
     }
 }
 
@@ -180,34 +226,59 @@ mod tests {
     #[test]
     fn two_workers_get_ranges_that_do_not_meet_and_keep_them() {
         let registry = tempfile::tempdir().expect("a directory");
-        let (one, two) = (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory"));
+        let (one, two) = (
+            tempfile::tempdir().expect("a directory"),
+            tempfile::tempdir().expect("a directory"),
+        );
         for state in [&one, &two] {
             fs_err::create_dir(state.path().join("worker")).expect("a directory");
         }
         let first = IdBlocks::on(IdSpace::Own, registry.path(), one.path()).expect("a range");
         let second = IdBlocks::on(IdSpace::Own, registry.path(), two.path()).expect("a range");
         assert_ne!(first.first, second.first);
-        assert_eq!(IdBlocks::on(IdSpace::Own, registry.path(), one.path()).expect("a range").first, first.first);
+        assert_eq!(
+            IdBlocks::on(IdSpace::Own, registry.path(), one.path())
+                .expect("a range")
+                .first,
+            first.first
+        );
         drop(one);
         let third = tempfile::tempdir().expect("a directory");
-        assert_eq!(IdBlocks::on(IdSpace::Own, registry.path(), third.path()).expect("the freed range").first, first.first);
+        assert_eq!(
+            IdBlocks::on(IdSpace::Own, registry.path(), third.path())
+                .expect("the freed range")
+                .first,
+            first.first
+        );
     }
 
     #[test]
     fn nobody_else_can_hold_the_lock_of_the_registry() {
         use std::os::unix::fs::PermissionsExt as _;
-        let (root, state) = (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory"));
+        let (root, state) = (
+            tempfile::tempdir().expect("a directory"),
+            tempfile::tempdir().expect("a directory"),
+        );
         let registry = root.path().join("ids");
         // As earlier versions made it, with somebody who holds the lock by reading it.
         fs_err::create_dir(&registry).expect("made");
         fs_err::set_permissions(&registry, std::fs::Permissions::from_mode(0o755)).expect("opened");
         fs_err::write(registry.join("lock"), "").expect("written");
-        fs_err::set_permissions(registry.join("lock"), std::fs::Permissions::from_mode(0o644)).expect("opened");
+        fs_err::set_permissions(
+            registry.join("lock"),
+            std::fs::Permissions::from_mode(0o644),
+        )
+        .expect("opened");
         fs_err::write(registry.join("3"), state.path().display().to_string()).expect("a claim");
         let stranger = fs_err::File::open(registry.join("lock")).expect("anybody could read it");
         flock(&stranger, FlockOperation::NonBlockingLockExclusive).expect("and hold it");
-        assert_eq!(claim(8, &registry, state.path()).expect("a range"), 3, "claims stay");
-        let mode = |name: &str| fs_err::metadata(registry.join(name)).expect("there").mode() & 0o777;
+        assert_eq!(
+            claim(8, &registry, state.path()).expect("a range"),
+            3,
+            "claims stay"
+        );
+        let mode =
+            |name: &str| fs_err::metadata(registry.join(name)).expect("there").mode() & 0o777;
         assert_eq!((mode("."), mode("lock")), (0o700, 0o600));
         // A link in place of the registry, or of the lock, is refused.
         fs_err::remove_file(registry.join("lock")).expect("removed");
@@ -220,7 +291,10 @@ mod tests {
     #[test]
     fn who_looks_for_a_free_range_stops_no_worker_that_starts() {
         let state = tempfile::tempdir().expect("a directory");
-        let config = crate::Config { state_dir: state.path().to_owned(), ..Default::default() };
+        let config = crate::Config {
+            state_dir: state.path().to_owned(),
+            ..Default::default()
+        };
         drop(crate::hold(&config).expect("a first time"));
         let over = std::sync::atomic::AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -229,7 +303,9 @@ mod tests {
                     is_unused(&config.directory());
                 }
             });
-            let held = (0..50).map(|_| crate::hold(&config).map(drop)).collect::<Result<Vec<_>, _>>();
+            let held = (0..50)
+                .map(|_| crate::hold(&config).map(drop))
+                .collect::<Result<Vec<_>, _>>();
             over.store(true, std::sync::atomic::Ordering::SeqCst);
             held.expect("nobody else runs");
         });
@@ -241,39 +317,87 @@ mod tests {
     #[test]
     fn an_ordinary_user_has_small_blocks_within_the_subordinate_ids() {
         let registry = tempfile::tempdir().expect("a directory");
-        let (one, two) = (tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory"));
+        let (one, two) = (
+            tempfile::tempdir().expect("a directory"),
+            tempfile::tempdir().expect("a directory"),
+        );
         for state in [&one, &two] {
             fs_err::create_dir(state.path().join("worker")).expect("a directory");
         }
-        let usual = IdSpace::Within(IdMap { first: 1, count: 65_536 });
+        let usual = IdSpace::Within(IdMap {
+            first: 1,
+            count: 65_536,
+        });
         let blocks = IdBlocks::on(usual, registry.path(), one.path()).expect("a range");
-        let all: Vec<IdMap> = std::iter::from_fn(|| blocks.take()).map(|block| blocks.map(block)).collect();
+        let all: Vec<IdMap> = std::iter::from_fn(|| blocks.take())
+            .map(|block| blocks.map(block))
+            .collect();
         assert_eq!((all.len(), all[0].first), (32, 1));
-        assert!(all.iter().all(|map| map.count > AGENT_ID && map.first + map.count <= 65_537));
-        assert!(IdBlocks::on(usual, registry.path(), two.path()).is_err(), "one worker has them all");
-        let more = IdSpace::Within(IdMap { first: 1, count: 131_072 });
-        assert_eq!(IdBlocks::on(more, registry.path(), two.path()).expect("a range").take(), Some(65_537));
-        assert_eq!([sandboxes_within(65_536), sandboxes_within(131_072), sandboxes_within(1 << 20), sandboxes_within(u32::MAX)], [32, 32, 64, 512]);
+        assert!(
+            all.iter()
+                .all(|map| map.count > AGENT_ID && map.first + map.count <= 65_537)
+        );
+        assert!(
+            IdBlocks::on(usual, registry.path(), two.path()).is_err(),
+            "one worker has them all"
+        );
+        let more = IdSpace::Within(IdMap {
+            first: 1,
+            count: 131_072,
+        });
+        assert_eq!(
+            IdBlocks::on(more, registry.path(), two.path())
+                .expect("a range")
+                .take(),
+            Some(65_537)
+        );
+        assert_eq!(
+            [
+                sandboxes_within(65_536),
+                sandboxes_within(131_072),
+                sandboxes_within(1 << 20),
+                sandboxes_within(u32::MAX)
+            ],
+            [32, 32, 64, 512]
+        );
     }
 
     #[test]
     fn where_the_runtime_has_one_map_all_workspaces_have_its_ids() {
         let registry = tempfile::tempdir().expect("a directory");
-        let shared = IdSpace::Shared(IdMap { first: 100_000, count: BLOCK });
-        let blocks = IdBlocks::on(shared, registry.path(), Path::new("/nowhere")).expect("no claim is needed");
-        assert_eq!((blocks.take(), blocks.take()), (Some(100_000), Some(100_000)));
+        let shared = IdSpace::Shared(IdMap {
+            first: 100_000,
+            count: BLOCK,
+        });
+        let blocks = IdBlocks::on(shared, registry.path(), Path::new("/nowhere"))
+            .expect("no claim is needed");
+        assert_eq!(
+            (blocks.take(), blocks.take()),
+            (Some(100_000), Some(100_000))
+        );
         assert_eq!(blocks.unenforced(), [Unenforced::IdRange]);
-        let host = IdBlocks::on(IdSpace::Host, registry.path(), Path::new("/nowhere")).expect("no claim is needed");
-        assert_eq!((host.take(), host.unenforced()), (Some(0), [Unenforced::Userns, Unenforced::IdRange].as_slice()));
+        let host = IdBlocks::on(IdSpace::Host, registry.path(), Path::new("/nowhere"))
+            .expect("no claim is needed");
+        assert_eq!(
+            (host.take(), host.unenforced()),
+            (
+                Some(0),
+                [Unenforced::Userns, Unenforced::IdRange].as_slice()
+            )
+        );
     }
 
     #[test]
     fn a_block_is_used_once_until_it_is_given_back() {
         let registry = tempfile::tempdir().expect("a directory");
-        let blocks = IdBlocks::on(IdSpace::Own, registry.path(), Path::new("/nowhere")).expect("a range");
+        let blocks =
+            IdBlocks::on(IdSpace::Own, registry.path(), Path::new("/nowhere")).expect("a range");
         let all: BTreeSet<u32> = std::iter::from_fn(|| blocks.take()).collect();
         assert_eq!(all.len(), ROOTS.blocks as usize);
-        assert!(all.iter().all(|block| u64::from(*block) + u64::from(BLOCK) <= 1 << 31));
+        assert!(
+            all.iter()
+                .all(|block| u64::from(*block) + u64::from(BLOCK) <= 1 << 31)
+        );
         blocks.give_back(*all.first().expect("blocks"));
         assert_eq!(blocks.take(), all.first().copied());
     }

@@ -8,7 +8,9 @@ use std::{
     sync::Arc,
 };
 
-use cynode_api::{JobId, NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId, WorkspaceId};
+use cynode_api::{
+    JobId, NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId, WorkspaceId,
+};
 use cynode_service::files;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
@@ -58,7 +60,10 @@ impl SessionRecord {
 
     /// Whether it may have a container.
     pub(crate) fn is_live(&self) -> bool {
-        matches!(self.session.state, SessionState::Creating | SessionState::Running | SessionState::Ending)
+        matches!(
+            self.session.state,
+            SessionState::Creating | SessionState::Running | SessionState::Ending
+        )
     }
 }
 
@@ -95,7 +100,10 @@ impl Journal {
         for name in ["sessions", "sandboxes", "workspaces", "jobs", "trash"] {
             fs_err::create_dir_all(directory.join(name))?;
         }
-        Ok(Self { directory, emptying: Arc::default() })
+        Ok(Self {
+            directory,
+            emptying: Arc::default(),
+        })
     }
 
     /// This worker's id, made at its first start.
@@ -105,7 +113,10 @@ impl Journal {
             return Ok(node_id);
         }
         // Containers are found by this id: when its file is lost, what the sessions remember of it still holds.
-        let node_id = self.sessions()?.first().map_or_else(NodeId::generate, |record| record.session.node_id);
+        let node_id = self
+            .sessions()?
+            .first()
+            .map_or_else(NodeId::generate, |record| record.session.node_id);
         write(&path, &NodeRecord { node_id })?;
         Ok(node_id)
     }
@@ -162,7 +173,10 @@ impl Journal {
     }
 
     pub(crate) fn sandboxes(&self) -> io::Result<Vec<SandboxId>> {
-        Ok(names(&self.directory.join("sandboxes"))?.iter().filter_map(|name| name.parse().ok()).collect())
+        Ok(names(&self.directory.join("sandboxes"))?
+            .iter()
+            .filter_map(|name| name.parse().ok())
+            .collect())
     }
 
     fn job_path(&self, id: JobId) -> PathBuf {
@@ -197,7 +211,10 @@ impl Journal {
             if name.starts_with('.') {
                 fs_err::remove_file(directory.join(&name))?;
             }
-            found.extend(name.strip_suffix(".json").and_then(|id| id.parse::<JobId>().ok()));
+            found.extend(
+                name.strip_suffix(".json")
+                    .and_then(|id| id.parse::<JobId>().ok()),
+            );
         }
         Ok(found)
     }
@@ -215,7 +232,10 @@ impl Journal {
     /// only while nobody makes new ones.
     pub(crate) fn unrecorded_sessions(&self) -> io::Result<Vec<PathBuf>> {
         let found = self.unrecorded("sessions", "session.json")?;
-        Ok(found.into_iter().filter(|directory| !directory.join("session.unreadable").exists()).collect())
+        Ok(found
+            .into_iter()
+            .filter(|directory| !directory.join("session.unreadable").exists())
+            .collect())
     }
 
     /// Directories of workspaces without a record that can be read.
@@ -225,7 +245,9 @@ impl Journal {
 
     fn unrecorded(&self, kind: &str, file: &str) -> io::Result<Vec<PathBuf>> {
         let directory = self.directory.join(kind);
-        let paths = names(&directory)?.into_iter().map(|name| directory.join(name));
+        let paths = names(&directory)?
+            .into_iter()
+            .map(|name| directory.join(name));
         Ok(paths.filter(|path| matches!(fs_err::metadata(path.join(file)), Err(error) if error.kind() == io::ErrorKind::NotFound)).collect())
     }
 
@@ -233,7 +255,11 @@ impl Journal {
     /// other, and both leave it.
     pub(crate) fn empty_trash(&self) {
         let _emptying = self.emptying.lock();
-        for entry in fs_err::read_dir(self.trash()).into_iter().flatten().flatten() {
+        for entry in fs_err::read_dir(self.trash())
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
             if let Err(error) = tree::remove(&entry.path()) {
                 tracing::warn!(path = %entry.path().display(), %error, "Emptying the trash failed; it is tried again.");
             }
@@ -250,7 +276,13 @@ impl Journal {
 }
 
 fn names(directory: &Path) -> io::Result<Vec<String>> {
-    fs_err::read_dir(directory)?.filter_map(|entry| entry.map(|entry| entry.file_name().into_string().ok()).transpose()).collect()
+    fs_err::read_dir(directory)?
+        .filter_map(|entry| {
+            entry
+                .map(|entry| entry.file_name().into_string().ok())
+                .transpose()
+        })
+        .collect()
 }
 
 fn write(path: &Path, record: &impl Serialize) -> io::Result<()> {
@@ -276,8 +308,12 @@ fn read<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
 }
 
 /// Work on files that are synced, which a slow disk can make long: apart from the threads that serve everybody.
-pub(crate) async fn blocking<T: Send + 'static>(work: impl FnOnce() -> io::Result<T> + Send + 'static) -> io::Result<T> {
-    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(interrupted()))
+pub(crate) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> io::Result<T> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .unwrap_or_else(|_| Err(interrupted()))
 }
 
 pub(crate) fn interrupted() -> io::Error {
@@ -294,14 +330,19 @@ mod tests {
         let journal = Journal::open(directory.path().to_owned()).expect("opens");
         for _ in 0..20 {
             for number in 0..200 {
-                fs_err::create_dir_all(journal.trash().join(format!("tree/{number}/below"))).expect("made");
-                fs_err::write(journal.trash().join(format!("tree/{number}/file")), "x").expect("written");
+                fs_err::create_dir_all(journal.trash().join(format!("tree/{number}/below")))
+                    .expect("made");
+                fs_err::write(journal.trash().join(format!("tree/{number}/file")), "x")
+                    .expect("written");
             }
             std::thread::scope(|scope| {
                 for _ in 0..3 {
                     scope.spawn(|| {
                         journal.empty_trash();
-                        assert_eq!(names(&journal.trash()).expect("listed"), Vec::<String>::new());
+                        assert_eq!(
+                            names(&journal.trash()).expect("listed"),
+                            Vec::<String>::new()
+                        );
                     });
                 }
             });

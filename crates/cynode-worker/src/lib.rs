@@ -54,10 +54,15 @@ pub enum Error {
     #[error("another worker uses the state directory {0}")]
     Locked(PathBuf),
     #[error("{what}")]
-    State { what: String, source: std::io::Error },
+    State {
+        what: String,
+        source: std::io::Error,
+    },
     #[error("no container can be run on this host: {0}; 'cynode doctor' says more")]
     Host(String),
-    #[error("this runtime does not keep {what}; nothing runs here unless that is allowed by name. Remedy: {remedy}")]
+    #[error(
+        "this runtime does not keep {what}; nothing runs here unless that is allowed by name. Remedy: {remedy}"
+    )]
     Unenforced { what: String, remedy: String },
     #[error("{0}")]
     Agent(String),
@@ -87,8 +92,13 @@ const HOLD: Duration = Duration::from_secs(1);
 fn hold(config: &Config) -> Result<Held, Error> {
     let directory = config.directory();
     fs_err::create_dir_all(&directory).map_err(state("making the state directory"))?;
-    fs_err::set_permissions(&directory, std::os::unix::fs::PermissionsExt::from_mode(0o700)).map_err(state("closing the state directory"))?;
-    let lock = cynode_service::private::open_lock(&directory.join("lock")).map_err(state("opening the lock"))?;
+    fs_err::set_permissions(
+        &directory,
+        std::os::unix::fs::PermissionsExt::from_mode(0o700),
+    )
+    .map_err(state("closing the state directory"))?;
+    let lock = cynode_service::private::open_lock(&directory.join("lock"))
+        .map_err(state("opening the lock"))?;
     // Somebody who looks whether a worker runs here has the lock for a moment (`idrange`): one that runs keeps it.
     let deadline = std::time::Instant::now() + HOLD;
     while flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
@@ -98,7 +108,10 @@ fn hold(config: &Config) -> Result<Held, Error> {
         std::thread::sleep(Duration::from_millis(5));
     }
     let journal = Journal::open(directory).map_err(state("opening the journal"))?;
-    Ok(Held { journal, _lock: lock })
+    Ok(Held {
+        journal,
+        _lock: lock,
+    })
 }
 
 /// The container runtime as configured, with what was chosen for this host.
@@ -122,22 +135,42 @@ fn docker(config: &Config) -> Docker {
 fn ids(config: &Config, space: IdSpace) -> Result<idrange::IdBlocks, Error> {
     let missing = host::missing_allowances(config, space);
     if missing.is_empty() {
-        let registry = rootless::id_registry(matches!(space, IdSpace::Within(_))).map_err(state("finding a runtime directory"))?;
+        let registry = rootless::id_registry(matches!(space, IdSpace::Within(_)))
+            .map_err(state("finding a runtime directory"))?;
         return Ok(idrange::IdBlocks::on(space, &registry, &config.state_dir)?);
     }
     let what = match space {
         IdSpace::Host => "the ids of sandboxes apart from the host's",
         _ => "the ids of sandboxes apart from one another",
     };
-    Err(Error::Unenforced { what: what.to_owned(), remedy: format!("{}, or use another engine; 'cynode doctor' says more", config.allowance(&missing)) })
+    Err(Error::Unenforced {
+        what: what.to_owned(),
+        remedy: format!(
+            "{}, or use another engine; 'cynode doctor' says more",
+            config.allowance(&missing)
+        ),
+    })
 }
 
 fn podman(config: &Config, choice: &host::Choice) -> Arc<dyn Runtime> {
     let mut command = config.podman_command();
-    command.extend(["--runtime", &choice.oci_runtime, "--cgroup-manager", &choice.cgroup_manager, "--events-backend", "none"].map(str::to_owned));
+    command.extend(
+        [
+            "--runtime",
+            &choice.oci_runtime,
+            "--cgroup-manager",
+            &choice.cgroup_manager,
+            "--events-backend",
+            "none",
+        ]
+        .map(str::to_owned),
+    );
     Arc::new(Podman::new(PodmanOptions {
         socket: config.podman_socket.clone(),
-        service: ServiceOptions { command, directory: config.directory().join("podman") },
+        service: ServiceOptions {
+            command,
+            directory: config.directory().join("podman"),
+        },
         oci_runtime: Some(choice.oci_runtime.clone()),
         call_limit: Duration::from_secs(config.runtime_timeout_seconds),
     }))
@@ -146,24 +179,42 @@ fn podman(config: &Config, choice: &host::Choice) -> Arc<dyn Runtime> {
 /// Runs a worker until it is told to stop.
 pub async fn run(config: Config) -> Result<(), Error> {
     // What only the configuration decides comes first: it is wrong whatever the host is like.
-    let tls = Tls { cert: config.tls.cert.clone(), key: config.tls.key.clone(), ca: config.tls.ca.clone(), insecure: config.insecure_listen };
+    let tls = Tls {
+        cert: config.tls.cert.clone(),
+        key: config.tls.key.clone(),
+        ca: config.tls.ca.clone(),
+        insecure: config.insecure_listen,
+    };
     let listener = listen::prepare(config.listen, &tls)?;
     listen::raise_open_files();
     let held = hold(&config)?;
     let agent_binary = store_agent(&config)?;
-    let choice = host::choose(&config)
-        .await
-        .map_err(|report| Error::Host(report.problems().iter().map(|check| format!("{}: {}", check.name, check.detail)).collect::<Vec<_>>().join("; ")))?;
+    let choice = host::choose(&config).await.map_err(|report| {
+        Error::Host(
+            report
+                .problems()
+                .iter()
+                .map(|check| format!("{}: {}", check.name, check.detail))
+                .collect::<Vec<_>>()
+                .join("; "),
+        )
+    })?;
     let ids = ids(&config, choice.ids)?;
     let runtime = engine(&config, &choice);
-    let node_id = held.journal.node_id().map_err(state("reading the node's id"))?;
-    let token = read_or_create_token(&config.state_dir.join("worker.token")).map_err(state("reading the token"))?;
-    let metrics_token = admin::metrics_token(config.metrics_token_file.as_deref()).map_err(state("reading worker.metrics_token_file"))?;
+    let node_id = held
+        .journal
+        .node_id()
+        .map_err(state("reading the node's id"))?;
+    let token = read_or_create_token(&config.state_dir.join("worker.token"))
+        .map_err(state("reading the token"))?;
+    let metrics_token = admin::metrics_token(config.metrics_token_file.as_deref())
+        .map_err(state("reading worker.metrics_token_file"))?;
     let bound = listener.bind().await?;
     let connections = config.max_connections;
     let stop = shutdown::on_signals().map_err(state("watching signals"))?;
     let url = bound.url();
-    cynode_service::files::replace(&config.directory().join("url"), url.as_bytes()).map_err(state("writing the address"))?;
+    cynode_service::files::replace(&config.directory().join("url"), url.as_bytes())
+        .map_err(state("writing the address"))?;
 
     let disks = disk::Disks::new(config.directory().join("disks"));
     let disks = match disks.probe().await {
@@ -175,18 +226,45 @@ pub async fn run(config: Config) -> Result<(), Error> {
     };
     let capacity = capacity::Capacity::of(&config, choice.max_nofile);
     let rootless = matches!(choice.ids, IdSpace::Within(_));
-    let parent = match capacity::Parent::prepare(&config, &choice.cgroup_manager, rootless, capacity.largest.memory_bytes).await {
+    let parent = match capacity::Parent::prepare(
+        &config,
+        &choice.cgroup_manager,
+        rootless,
+        capacity.largest.memory_bytes,
+    )
+    .await
+    {
         Ok(parent) => Some(parent),
         Err(why) => {
-            tracing::warn!(why, "The memory of all sandboxes together is not limited on this host.");
+            tracing::warn!(
+                why,
+                "The memory of all sandboxes together is not limited on this host."
+            );
             None
         }
     };
-    let means = Means { runtime: Arc::clone(&runtime), journal: held.journal.clone(), node_id, ids, agent_binary, capacity, parent, disks, config };
+    let means = Means {
+        runtime: Arc::clone(&runtime),
+        journal: held.journal.clone(),
+        node_id,
+        ids,
+        agent_binary,
+        capacity,
+        parent,
+        disks,
+        config,
+    };
     let sessions = Sessions::new(means).map_err(state("reading the journal"))?;
     let (job_news, jobs_told) = tokio::sync::mpsc::channel(1024);
-    let jobs = Jobs::open(Arc::clone(&sessions), held.journal.clone(), job_news).map_err(state("reading the journal of jobs"))?;
-    let api = api::Api { sessions: Arc::clone(&sessions), jobs: Arc::clone(&jobs), calls: Arc::default(), stop: stop.clone(), end_sandboxes: Arc::default() };
+    let jobs = Jobs::open(Arc::clone(&sessions), held.journal.clone(), job_news)
+        .map_err(state("reading the journal of jobs"))?;
+    let api = api::Api {
+        sessions: Arc::clone(&sessions),
+        jobs: Arc::clone(&jobs),
+        calls: Arc::default(),
+        stop: stop.clone(),
+        end_sandboxes: Arc::default(),
+    };
     let end_sandboxes = Arc::clone(&api.end_sandboxes);
     let ready = Arc::new(readiness::Readiness::new(Arc::clone(&sessions)));
     let readiness: admin::Readiness = {
@@ -197,8 +275,14 @@ pub async fn run(config: Config) -> Result<(), Error> {
         })
     };
     let tokens = auth::Tokens::new(vec![auth::Token::new(&token)]);
-    let router = api::router(api, tokens.clone(), readiness, admin::by_tokens(metrics_token, tokens.clone()));
-    let control = control::Node::new(&sessions, ready, &url, auth::Token::new(&token), tokens).map_err(state("reading the registration"))?;
+    let router = api::router(
+        api,
+        tokens.clone(),
+        readiness,
+        admin::by_tokens(metrics_token, tokens.clone()),
+    );
+    let control = control::Node::new(&sessions, ready, &url, auth::Token::new(&token), tokens)
+        .map_err(state("reading the registration"))?;
     jobs.take_up();
     tokio::spawn({
         let sessions = Arc::clone(&sessions);
@@ -210,7 +294,9 @@ pub async fn run(config: Config) -> Result<(), Error> {
     let timekeeper = tokio::spawn(Arc::clone(&sessions).keep_time(stop.clone()));
     let jobs_timekeeper = tokio::spawn(Arc::clone(&jobs).keep_time(stop.clone()));
     tracing::info!(%url, %node_id, "The worker serves.");
-    listen::serve(bound, router, stop, connections).await.map_err(state("serving"))?;
+    listen::serve(bound, router, stop, connections)
+        .await
+        .map_err(state("serving"))?;
     drop(timekeeper.await);
     drop(jobs_timekeeper.await);
     drop(disk_watcher.await);
@@ -232,7 +318,10 @@ pub async fn run(config: Config) -> Result<(), Error> {
 fn store_agent(config: &Config) -> Result<PathBuf, Error> {
     let source = host::agent_binary(config).map_err(Error::Agent)?;
     let bytes = fs_err::read(&source).map_err(state("reading the agent's binary"))?;
-    let directory = config.directory().join("agents").join(execs::hex(&Sha256::digest(&bytes)));
+    let directory = config
+        .directory()
+        .join("agents")
+        .join(execs::hex(&Sha256::digest(&bytes)));
     let path = directory.join("cynode-sba");
     forget_unused_agents(&config.directory().join("agents"), &directory);
     if !path.is_file() {
@@ -252,7 +341,8 @@ fn store_agent(config: &Config) -> Result<PathBuf, Error> {
 fn forget_unused_agents(agents: &Path, current: &Path) {
     use std::os::unix::fs::MetadataExt as _;
     for entry in fs_err::read_dir(agents).into_iter().flatten().flatten() {
-        let unused = fs_err::metadata(entry.path().join("cynode-sba")).is_ok_and(|metadata| metadata.nlink() == 1);
+        let unused = fs_err::metadata(entry.path().join("cynode-sba"))
+            .is_ok_and(|metadata| metadata.nlink() == 1);
         if unused && entry.path() != current {
             drop(fs_err::remove_dir_all(entry.path()));
         }
@@ -281,21 +371,48 @@ pub async fn cleanup(config: &Config) -> Result<CleanupReport, Error> {
         return Ok(CleanupReport::default());
     }
     let held = hold(config)?;
-    let node_id = held.journal.node_id().map_err(state("reading the node's id"))?;
-    let choice =
-        host::choose(config).await.map_err(|report| Error::Host(report.problems().iter().map(|check| check.detail.clone()).collect::<Vec<_>>().join("; ")))?;
+    let node_id = held
+        .journal
+        .node_id()
+        .map_err(state("reading the node's id"))?;
+    let choice = host::choose(config).await.map_err(|report| {
+        Error::Host(
+            report
+                .problems()
+                .iter()
+                .map(|check| check.detail.clone())
+                .collect::<Vec<_>>()
+                .join("; "),
+        )
+    })?;
     let runtime = engine(config, &choice);
-    let containers = runtime.list(cynode_api::LABEL_NODE_ID, &node_id.to_string()).await?;
+    let containers = runtime
+        .list(cynode_api::LABEL_NODE_ID, &node_id.to_string())
+        .await?;
     for container in &containers {
         runtime.remove(&container.name).await?;
     }
-    for id in held.journal.sandboxes().map_err(state("reading the journal"))? {
-        held.journal.discard(&held.journal.sandbox_directory(id)).map_err(state("removing sockets"))?;
+    for id in held
+        .journal
+        .sandboxes()
+        .map_err(state("reading the journal"))?
+    {
+        held.journal
+            .discard(&held.journal.sandbox_directory(id))
+            .map_err(state("removing sockets"))?;
     }
-    for mounted in held.journal.mounts().map_err(state("looking for mounted disks"))? {
-        disk::unmount(&mounted).await.map_err(state("unmounting a disk"))?;
+    for mounted in held
+        .journal
+        .mounts()
+        .map_err(state("looking for mounted disks"))?
+    {
+        disk::unmount(&mounted)
+            .await
+            .map_err(state("unmounting a disk"))?;
     }
     runtime.close().await;
     tree::remove(&held.journal.trash()).map_err(state("emptying the trash"))?;
-    Ok(CleanupReport { containers: containers.len() })
+    Ok(CleanupReport {
+        containers: containers.len(),
+    })
 }

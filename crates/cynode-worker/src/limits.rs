@@ -16,18 +16,30 @@ pub(crate) const OOM_SCORE_ADJ: i32 = 500;
 /// may lower scores, nobody inside can lower it again.
 pub(crate) fn raise_oom_score(pid: i32) -> io::Result<()> {
     let path = format!("/proc/{pid}/oom_score_adj");
-    let score = fs_err::read_to_string(&path)?.trim().parse::<i32>().unwrap_or_default();
+    let score = fs_err::read_to_string(&path)?
+        .trim()
+        .parse::<i32>()
+        .unwrap_or_default();
     fs_err::write(path, score.max(OOM_SCORE_ADJ).to_string())
 }
 
 /// Whether the memory of a process is counted below a cgroup.
 pub(crate) fn is_below(pid: i32, parent: &str) -> bool {
-    Cgroups::of(pid).is_ok_and(|groups| groups.group("memory").is_some_and(|group| group.is_below(parent)))
+    Cgroups::of(pid).is_ok_and(|groups| {
+        groups
+            .group("memory")
+            .is_some_and(|group| group.is_below(parent))
+    })
 }
 
 /// The limits and separations that were asked for and do not hold for this process. What can't be read does not hold. The limits of
 /// `parent` and of all above it are nobody's own.
-pub(crate) fn missing(pid: i32, limits: &Limits, ids: IdMap, parent: Option<&str>) -> Vec<Unenforced> {
+pub(crate) fn missing(
+    pid: i32,
+    limits: &Limits,
+    ids: IdMap,
+    parent: Option<&str>,
+) -> Vec<Unenforced> {
     let mut cgroups = Cgroups::of(pid).unwrap_or_default();
     for group in &mut cgroups.found {
         group.parent = parent.map(directory_name);
@@ -38,13 +50,32 @@ pub(crate) fn missing(pid: i32, limits: &Limits, ids: IdMap, parent: Option<&str
             missing.push(name);
         }
     };
-    check(memory_holds(&cgroups, limits.memory_bytes), Unenforced::Memory);
-    check(cgroups.cpus().map(|cpus| cpus <= limits.cpus.max(0.01) * 1.001), Unenforced::Cpus);
-    check(cgroups.limit("pids", "pids.max", "pids.max").map(|most| most <= u64::from(limits.pids)), Unenforced::Pids);
-    check(open_files(pid).map(|most| most <= limits.nofile), Unenforced::Nofile);
+    check(
+        memory_holds(&cgroups, limits.memory_bytes),
+        Unenforced::Memory,
+    );
+    check(
+        cgroups
+            .cpus()
+            .map(|cpus| cpus <= limits.cpus.max(0.01) * 1.001),
+        Unenforced::Cpus,
+    );
+    check(
+        cgroups
+            .limit("pids", "pids.max", "pids.max")
+            .map(|most| most <= u64::from(limits.pids)),
+        Unenforced::Pids,
+    );
+    check(
+        open_files(pid).map(|most| most <= limits.nofile),
+        Unenforced::Nofile,
+    );
     let owner = outside_of(pid, AGENT_ID);
     check(owner.map(|owner| owner != AGENT_ID), Unenforced::Userns);
-    check(owner.map(|owner| owner == ids.first + AGENT_ID), Unenforced::IdRange);
+    check(
+        owner.map(|owner| owner == ids.first + AGENT_ID),
+        Unenforced::IdRange,
+    );
     missing
 }
 
@@ -52,8 +83,12 @@ pub(crate) fn missing(pid: i32, limits: &Limits, ids: IdMap, parent: Option<&str
 fn memory_holds(cgroups: &Cgroups, bytes: u64) -> Option<bool> {
     let memory = cgroups.limit("memory", "memory.limit_in_bytes", "memory.max")?;
     let swap = match cgroups.group("memory")?.version() {
-        Version::One => cgroups.limit("memory", "memory.memsw.limit_in_bytes", "").map(|both| both <= bytes),
-        Version::Two => cgroups.limit("memory", "", "memory.swap.max").map(|swap| swap == 0),
+        Version::One => cgroups
+            .limit("memory", "memory.memsw.limit_in_bytes", "")
+            .map(|both| both <= bytes),
+        Version::Two => cgroups
+            .limit("memory", "", "memory.swap.max")
+            .map(|swap| swap == 0),
     };
     Some(memory <= bytes && swap.unwrap_or_else(|| !host_swaps()))
 }
@@ -64,7 +99,13 @@ fn host_swaps() -> bool {
 
 fn open_files(pid: i32) -> Option<u64> {
     let limits = fs_err::read_to_string(format!("/proc/{pid}/limits")).ok()?;
-    limits.lines().find_map(|line| line.strip_prefix("Max open files")?.split_whitespace().nth(1)?.parse().ok())
+    limits.lines().find_map(|line| {
+        line.strip_prefix("Max open files")?
+            .split_whitespace()
+            .nth(1)?
+            .parse()
+            .ok()
+    })
 }
 
 /// The id on the host that stands for an id inside.
@@ -112,40 +153,75 @@ fn directory_name(cgroup: &str) -> String {
 
 impl Group {
     fn version(&self) -> Version {
-        if self.controllers.is_empty() { Version::Two } else { Version::One }
+        if self.controllers.is_empty() {
+            Version::Two
+        } else {
+            Version::One
+        }
     }
 
     /// The process's own directory, then those above it.
     fn upwards(&self) -> impl Iterator<Item = &Path> {
-        let is_shared = |directory: &Path| self.shared.as_ref().is_some_and(|shared| shared.starts_with(directory) && directory != self.own);
-        let is_parent = |directory: &Path| directory != self.own && self.parent.as_ref().is_some_and(|name| directory.ends_with(name));
-        self.own.ancestors().take_while(move |directory| directory.starts_with(&self.top) && !is_shared(directory) && !is_parent(directory))
+        let is_shared = |directory: &Path| {
+            self.shared
+                .as_ref()
+                .is_some_and(|shared| shared.starts_with(directory) && directory != self.own)
+        };
+        let is_parent = |directory: &Path| {
+            directory != self.own
+                && self
+                    .parent
+                    .as_ref()
+                    .is_some_and(|name| directory.ends_with(name))
+        };
+        self.own.ancestors().take_while(move |directory| {
+            directory.starts_with(&self.top) && !is_shared(directory) && !is_parent(directory)
+        })
     }
 
     fn is_below(&self, parent: &str) -> bool {
         let name = directory_name(parent);
-        self.own.ancestors().skip(1).take_while(|directory| directory.starts_with(&self.top)).any(|directory| directory.ends_with(&name))
+        self.own
+            .ancestors()
+            .skip(1)
+            .take_while(|directory| directory.starts_with(&self.top))
+            .any(|directory| directory.ends_with(&name))
     }
 
     /// A file's texts where they bind the process: its own first, then upwards.
     fn texts(&self, name: &str) -> impl Iterator<Item = String> {
         // The memory of version 1 could be told that a group does not bind those below it.
-        let binds = |directory: &&Path| *directory == self.own || read(&directory.join("memory.use_hierarchy")).is_none_or(|text| text.trim() != "0");
-        self.upwards().filter(binds).filter_map(move |directory| read(&directory.join(name)))
+        let binds = |directory: &&Path| {
+            *directory == self.own
+                || read(&directory.join("memory.use_hierarchy"))
+                    .is_none_or(|text| text.trim() != "0")
+        };
+        self.upwards()
+            .filter(binds)
+            .filter_map(move |directory| read(&directory.join(name)))
     }
 }
 
 fn read(path: &Path) -> Option<String> {
-    path.is_file().then(|| fs_err::read_to_string(path).ok()).flatten()
+    path.is_file()
+        .then(|| fs_err::read_to_string(path).ok())
+        .flatten()
 }
 
 impl Cgroups {
     pub(crate) fn of(pid: i32) -> io::Result<Self> {
         let mounts = fs_err::read_to_string("/proc/self/mountinfo")?;
-        let mut found = Self::parse(&fs_err::read_to_string(format!("/proc/{pid}/cgroup"))?, &mounts);
+        let mut found = Self::parse(
+            &fs_err::read_to_string(format!("/proc/{pid}/cgroup"))?,
+            &mounts,
+        );
         let ours = Self::parse(&fs_err::read_to_string("/proc/self/cgroup")?, &mounts);
         for group in &mut found.found {
-            group.shared = ours.found.iter().find(|own| own.controllers == group.controllers).map(|own| own.own.clone());
+            group.shared = ours
+                .found
+                .iter()
+                .find(|own| own.controllers == group.controllers)
+                .map(|own| own.own.clone());
         }
         Ok(found)
     }
@@ -154,8 +230,15 @@ impl Cgroups {
         let mut found = Vec::new();
         for line in cgroup.lines() {
             let mut parts = line.splitn(3, ':');
-            let (Some(_), Some(names), Some(path)) = (parts.next(), parts.next(), parts.next()) else { continue };
-            let controllers: Vec<String> = names.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect();
+            let (Some(_), Some(names), Some(path)) = (parts.next(), parts.next(), parts.next())
+            else {
+                continue;
+            };
+            let controllers: Vec<String> = names
+                .split(',')
+                .filter(|name| !name.is_empty())
+                .map(str::to_owned)
+                .collect();
             let mounted = mountinfo.lines().find_map(|line| {
                 let (before, after) = line.split_once(" - ")?;
                 let mut before = before.split(' ').skip(3);
@@ -164,15 +247,25 @@ impl Cgroups {
                 let (kind, options) = (after.next()?, after.nth(1)?);
                 let fits = match controllers.first() {
                     None => kind == "cgroup2",
-                    Some(first) => kind == "cgroup" && options.split(',').any(|option| option == first),
+                    Some(first) => {
+                        kind == "cgroup" && options.split(',').any(|option| option == first)
+                    }
                 };
                 fits.then(|| (root.to_owned(), target.to_owned()))
             });
             if let Some((root, target)) = mounted {
                 // A mount may show only a part of the tree, from its root on.
-                let below = path.strip_prefix(root.trim_end_matches('/')).unwrap_or(path);
+                let below = path
+                    .strip_prefix(root.trim_end_matches('/'))
+                    .unwrap_or(path);
                 let own = PathBuf::from(format!("{target}{below}").trim_end_matches('/'));
-                found.push(Group { controllers, top: PathBuf::from(target), own, shared: None, parent: None });
+                found.push(Group {
+                    controllers,
+                    top: PathBuf::from(target),
+                    own,
+                    shared: None,
+                    parent: None,
+                });
             }
         }
         Self { found }
@@ -180,20 +273,36 @@ impl Cgroups {
 
     /// The group that a controller keeps the process in.
     fn group(&self, controller: &str) -> Option<&Group> {
-        let named = self.found.iter().find(|group| group.controllers.iter().any(|name| name == controller));
+        let named = self
+            .found
+            .iter()
+            .find(|group| group.controllers.iter().any(|name| name == controller));
         named.or_else(|| self.found.iter().find(|group| group.controllers.is_empty()))
     }
 
     /// The text of a controller's file, by its name in either version, in the nearest group that has it.
     pub(crate) fn text(&self, controller: &str, one: &str, two: &str) -> Option<String> {
         let group = self.group(controller)?;
-        group.texts(if group.version() == Version::One { one } else { two }).next()
+        group
+            .texts(if group.version() == Version::One {
+                one
+            } else {
+                two
+            })
+            .next()
     }
 
     /// The limit that binds. `max` is none, and so is what version 1 says for it.
     fn limit(&self, controller: &str, one: &str, two: &str) -> Option<u64> {
         let group = self.group(controller)?;
-        group.texts(if group.version() == Version::One { one } else { two }).filter_map(|text| text.trim().parse().ok()).min()
+        group
+            .texts(if group.version() == Version::One {
+                one
+            } else {
+                two
+            })
+            .filter_map(|text| text.trim().parse().ok())
+            .min()
     }
 
     /// What bounds everything in the tree that is seen here: there is such a bound in a container, and none on a machine.
@@ -209,7 +318,10 @@ impl Cgroups {
             Version::One => Some((&group.top, "memory.limit_in_bytes")),
             Version::Two => {
                 let controllers = read(&group.top.join("cgroup.controllers"))?;
-                controllers.split_whitespace().any(|name| name == "memory").then_some((&*group.top, "memory.max"))
+                controllers
+                    .split_whitespace()
+                    .any(|name| name == "memory")
+                    .then_some((&*group.top, "memory.max"))
             }
         }
     }
@@ -218,7 +330,11 @@ impl Cgroups {
         let group = self.group("cpu")?;
         let share = |directory: &Path| {
             let text = match group.version() {
-                Version::One => format!("{} {}", read(&directory.join("cpu.cfs_quota_us"))?.trim(), read(&directory.join("cpu.cfs_period_us"))?),
+                Version::One => format!(
+                    "{} {}",
+                    read(&directory.join("cpu.cfs_quota_us"))?.trim(),
+                    read(&directory.join("cpu.cfs_period_us"))?
+                ),
                 Version::Two => read(&directory.join("cpu.max"))?,
             };
             let mut numbers = text.split_whitespace().map(|text| text.parse::<u32>().ok());
@@ -253,17 +369,38 @@ mod tests {
     #[test]
     fn controllers_are_found_in_every_kind_of_tree() {
         let hybrid = Cgroups::parse(HYBRID, HYBRID_MOUNTS);
-        assert_eq!(directory(&hybrid, "memory"), Some("/sys/fs/cgroup/memory/libpod_parent/libpod-ab".into()));
-        assert_eq!(directory(&hybrid, "cpu"), Some("/sys/fs/cgroup/cpu,cpuacct/libpod_parent/libpod-ab".into()));
-        assert_eq!((version(&hybrid, "pids"), version(&hybrid, "io")), (Some(Version::One), Some(Version::Two)));
+        assert_eq!(
+            directory(&hybrid, "memory"),
+            Some("/sys/fs/cgroup/memory/libpod_parent/libpod-ab".into())
+        );
+        assert_eq!(
+            directory(&hybrid, "cpu"),
+            Some("/sys/fs/cgroup/cpu,cpuacct/libpod_parent/libpod-ab".into())
+        );
+        assert_eq!(
+            (version(&hybrid, "pids"), version(&hybrid, "io")),
+            (Some(Version::One), Some(Version::Two))
+        );
 
-        let unified = Cgroups::parse("0::/user.slice/libpod-ab\n", "31 25 0:27 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw,nsdelegate\n");
+        let unified = Cgroups::parse(
+            "0::/user.slice/libpod-ab\n",
+            "31 25 0:27 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw,nsdelegate\n",
+        );
         assert_eq!(version(&unified, "memory"), Some(Version::Two));
-        assert_eq!(directory(&unified, "memory"), Some("/sys/fs/cgroup/user.slice/libpod-ab".into()));
+        assert_eq!(
+            directory(&unified, "memory"),
+            Some("/sys/fs/cgroup/user.slice/libpod-ab".into())
+        );
 
         // Seen from within a container that was given a part of the tree.
-        let part = Cgroups::parse("4:pids:/outer/inner\n", "35 30 0:31 /outer /sys/fs/cgroup/pids ro - cgroup cgroup rw,pids\n");
-        assert_eq!(directory(&part, "pids"), Some("/sys/fs/cgroup/pids/inner".into()));
+        let part = Cgroups::parse(
+            "4:pids:/outer/inner\n",
+            "35 30 0:31 /outer /sys/fs/cgroup/pids ro - cgroup cgroup rw,pids\n",
+        );
+        assert_eq!(
+            directory(&part, "pids"),
+            Some("/sys/fs/cgroup/pids/inner".into())
+        );
         assert_eq!(version(&Cgroups::parse("garbage", ""), "memory"), None);
     }
 
@@ -279,11 +416,18 @@ mod tests {
     }
 
     fn unified(root: &Path, group: &str) -> Cgroups {
-        Cgroups::parse(&format!("0::{group}\n"), &format!("31 25 0:27 / {} rw - cgroup2 cgroup2 rw\n", root.display()))
+        Cgroups::parse(
+            &format!("0::{group}\n"),
+            &format!("31 25 0:27 / {} rw - cgroup2 cgroup2 rw\n", root.display()),
+        )
     }
 
     fn limits(cgroups: &Cgroups) -> (Option<u64>, Option<f64>, Option<u64>) {
-        (cgroups.limit("memory", "memory.limit_in_bytes", "memory.max"), cgroups.cpus(), cgroups.limit("pids", "pids.max", "pids.max"))
+        (
+            cgroups.limit("memory", "memory.limit_in_bytes", "memory.max"),
+            cgroups.cpus(),
+            cgroups.limit("pids", "pids.max", "pids.max"),
+        )
     }
 
     #[test]
@@ -303,15 +447,34 @@ mod tests {
         ]);
         let scope = unified(root.path(), "/machine.slice/ab.scope/container");
         assert_eq!(limits(&scope), (Some(1_000), Some(0.5), Some(100)));
-        assert_eq!((memory_holds(&scope, 1_000), memory_holds(&scope, 999)), (Some(true), Some(false)));
-        assert!(scope.text("memory", "memory.oom_control", "memory.events").is_some_and(|text| text.contains("oom_kill 3")));
+        assert_eq!(
+            (memory_holds(&scope, 1_000), memory_holds(&scope, 999)),
+            (Some(true), Some(false))
+        );
+        assert!(
+            scope
+                .text("memory", "memory.oom_control", "memory.events")
+                .is_some_and(|text| text.contains("oom_kill 3"))
+        );
         // Nothing of it binds a neighbour.
         let other = unified(root.path(), "/machine.slice/cd.scope");
         assert_eq!(limits(&other), (None, None, Some(5_000)));
 
         // Its own may be the least, and what is above the mount is nobody's limit.
-        let root = tree(&[("pids.max", "7"), ("part/pids.max", "50"), ("part/a/pids.max", "20"), ("part/a/memory.max", "10"), ("part/a/b/memory.max", "5")]);
-        let part = Cgroups::parse("0::/a/b\n", &format!("31 25 0:27 / {} rw - cgroup2 cgroup2 rw\n", root.path().join("part").display()));
+        let root = tree(&[
+            ("pids.max", "7"),
+            ("part/pids.max", "50"),
+            ("part/a/pids.max", "20"),
+            ("part/a/memory.max", "10"),
+            ("part/a/b/memory.max", "5"),
+        ]);
+        let part = Cgroups::parse(
+            "0::/a/b\n",
+            &format!(
+                "31 25 0:27 / {} rw - cgroup2 cgroup2 rw\n",
+                root.path().join("part").display()
+            ),
+        );
         assert_eq!(limits(&part), (Some(5), None, Some(20)));
     }
 
@@ -331,13 +494,26 @@ mod tests {
             ("pids/parent/pids.max", "100"),
             ("pids/parent/ab/pids.max", "max"),
         ]);
-        let mounts: String =
-            ["memory", "cpu", "pids"].map(|name| format!("34 30 0:30 / {} rw - cgroup cgroup rw,{name}\n", root.path().join(name).display())).concat();
-        let found = Cgroups::parse("3:memory:/parent/ab\n4:cpu:/parent/ab\n5:pids:/parent/ab\n", &mounts);
+        let mounts: String = ["memory", "cpu", "pids"]
+            .map(|name| {
+                format!(
+                    "34 30 0:30 / {} rw - cgroup cgroup rw,{name}\n",
+                    root.path().join(name).display()
+                )
+            })
+            .concat();
+        let found = Cgroups::parse(
+            "3:memory:/parent/ab\n4:cpu:/parent/ab\n5:pids:/parent/ab\n",
+            &mounts,
+        );
         assert_eq!(limits(&found), (Some(1_000), Some(0.5), Some(100)));
         assert_eq!(memory_holds(&found, 1_000), Some(true));
         // Groups that do not bind what is below them, as old kernels have them.
-        fs_err::write(root.path().join("memory/parent/memory.use_hierarchy"), "0\n").expect("a file");
+        fs_err::write(
+            root.path().join("memory/parent/memory.use_hierarchy"),
+            "0\n",
+        )
+        .expect("a file");
         assert_eq!(memory_holds(&found, 1_000), Some(false));
     }
 
@@ -351,16 +527,29 @@ mod tests {
             ("other/ab/memory.max", "10"),
         ]);
         let mut sandbox = unified(root.path(), "/cynode/ab");
-        assert!(sandbox.found[0].is_below("/cynode") && !sandbox.found[0].is_below("/other") && !unified(root.path(), "/cynode").found[0].is_below("/cynode"));
-        assert!(unified(root.path(), "/machine/cynode.slice/ab.scope").found[0].is_below("cynode.slice"));
+        assert!(
+            sandbox.found[0].is_below("/cynode")
+                && !sandbox.found[0].is_below("/other")
+                && !unified(root.path(), "/cynode").found[0].is_below("/cynode")
+        );
+        assert!(
+            unified(root.path(), "/machine/cynode.slice/ab.scope").found[0]
+                .is_below("cynode.slice")
+        );
         assert_eq!(limits(&sandbox), (Some(1_000), None, Some(100)));
         sandbox.found[0].parent = Some("cynode".to_owned());
-        assert_eq!((limits(&sandbox), memory_holds(&sandbox, 1_000)), ((None, None, None), None));
+        assert_eq!(
+            (limits(&sandbox), memory_holds(&sandbox, 1_000)),
+            ((None, None, None), None)
+        );
     }
 
     #[test]
     fn a_container_is_a_machine_with_the_memory_of_its_cgroup() {
-        let root = tree(&[("memory.max", "max"), ("cgroup.controllers", "cpu memory pids")]);
+        let root = tree(&[
+            ("memory.max", "max"),
+            ("cgroup.controllers", "cpu memory pids"),
+        ]);
         let inside = unified(root.path(), "/worker");
         assert_eq!(inside.memory_of_machine(), None);
         assert_eq!(inside.memory_tree(), Some((root.path(), "memory.max")));
@@ -373,10 +562,28 @@ mod tests {
     #[test]
     fn nothing_holds_for_a_process_that_is_not_limited() {
         let me = std::process::id().cast_signed();
-        let missing = missing(me, &Limits::default(), IdMap { first: 1 << 30, count: 65_536 }, None);
+        let missing = missing(
+            me,
+            &Limits::default(),
+            IdMap {
+                first: 1 << 30,
+                count: 65_536,
+            },
+            None,
+        );
         for name in [Unenforced::Pids, Unenforced::Userns, Unenforced::IdRange] {
             assert!(missing.contains(&name), "{missing:?}");
         }
-        assert_eq!(super::missing(i32::MAX, &Limits::default(), IdMap { first: 0, count: 1 }, None).len(), 6, "what is gone is held by nothing");
+        assert_eq!(
+            super::missing(
+                i32::MAX,
+                &Limits::default(),
+                IdMap { first: 0, count: 1 },
+                None
+            )
+            .len(),
+            6,
+            "what is gone is held by nothing"
+        );
     }
 }

@@ -24,7 +24,14 @@ pub(crate) struct Readiness {
 
 impl Readiness {
     pub(crate) fn new(sessions: Arc<Sessions>) -> Self {
-        Self { sessions, runtime: Asked { wait: WAIT, gone: GONE, last: Mutex::default() } }
+        Self {
+            sessions,
+            runtime: Asked {
+                wait: WAIT,
+                gone: GONE,
+                last: Mutex::default(),
+            },
+        }
     }
 
     /// Why no new work can be taken, if none can.
@@ -34,7 +41,9 @@ impl Readiness {
         }
         self.sessions.check_room().map_err(|error| error.0.detail)?;
         let runtime = Arc::clone(&self.sessions.runtime);
-        self.runtime.answers(async move || runtime.ping().await.map_err(|error| error.to_string())).await
+        self.runtime
+            .answers(async move || runtime.ping().await.map_err(|error| error.to_string()))
+            .await
     }
 }
 
@@ -56,9 +65,14 @@ struct Question {
 
 impl Asked {
     /// The question that is open, or a new one.
-    fn question<F: Future<Output = Result<(), String>> + Send + 'static>(&self, ask: impl FnOnce() -> F) -> Question {
+    fn question<F: Future<Output = Result<(), String>> + Send + 'static>(
+        &self,
+        ask: impl FnOnce() -> F,
+    ) -> Question {
         let mut last = self.last.lock();
-        let answered = last.as_ref().map(|question| question.answer.borrow().clone());
+        let answered = last
+            .as_ref()
+            .map(|question| question.answer.borrow().clone());
         // One that nobody will answer any more is not open.
         if let (Some(open), Some(None)) = (&*last, &answered)
             && open.answer.has_changed().is_ok()
@@ -68,17 +82,32 @@ impl Asked {
         let (told, answer) = watch::channel(None);
         let asking = ask();
         tokio::spawn(async move { told.send_replace(Some(asking.await)) });
-        last.insert(Question { since: Instant::now(), after_good: matches!(answered, Some(Some(Ok(())))), answer }).clone()
+        last.insert(Question {
+            since: Instant::now(),
+            after_good: matches!(answered, Some(Some(Ok(())))),
+            answer,
+        })
+        .clone()
     }
 
     /// The answer. None yet is a good one as long as the last was, for a while.
-    async fn answers<F: Future<Output = Result<(), String>> + Send + 'static>(&self, ask: impl FnOnce() -> F) -> Result<(), String> {
-        let Question { since, after_good, mut answer } = self.question(ask);
+    async fn answers<F: Future<Output = Result<(), String>> + Send + 'static>(
+        &self,
+        ask: impl FnOnce() -> F,
+    ) -> Result<(), String> {
+        let Question {
+            since,
+            after_good,
+            mut answer,
+        } = self.question(ask);
         match tokio::time::timeout(self.wait, answer.wait_for(Option::is_some)).await {
             Ok(Ok(answer)) => answer.clone().unwrap_or(Ok(())),
             Ok(Err(_)) => Err("asking the container runtime was interrupted".to_owned()),
             Err(_) if after_good && since.elapsed() < self.gone => Ok(()),
-            Err(_) => Err(format!("the container runtime has not answered for {} s", since.elapsed().as_secs())),
+            Err(_) => Err(format!(
+                "the container runtime has not answered for {} s",
+                since.elapsed().as_secs()
+            )),
         }
     }
 }
@@ -91,26 +120,52 @@ mod tests {
 
     #[tokio::test]
     async fn silence_is_a_while_good_after_a_good_answer_and_never_before_one() {
-        let mut asked = Asked { wait: Duration::from_millis(20), gone: Duration::MAX, last: Mutex::default() };
+        let mut asked = Asked {
+            wait: Duration::from_millis(20),
+            gone: Duration::MAX,
+            last: Mutex::default(),
+        };
         let (answer, waiting) = oneshot::channel();
-        let first = asked.answers(async move || waiting.await.unwrap_or(Ok(()))).await;
+        let first = asked
+            .answers(async move || waiting.await.unwrap_or(Ok(())))
+            .await;
         assert!(first.is_err(), "never heard of");
-        answer.send(Ok(())).expect("asked to its end although nobody waits");
+        answer
+            .send(Ok(()))
+            .expect("asked to its end although nobody waits");
         asked.wait = Duration::from_secs(60);
-        asked.answers(async || unreachable!("one at a time")).await.expect("there");
+        asked
+            .answers(async || unreachable!("one at a time"))
+            .await
+            .expect("there");
 
         asked.wait = Duration::from_millis(20);
         let (answer, waiting) = oneshot::channel();
-        asked.answers(async move || waiting.await.unwrap_or(Ok(()))).await.expect("slow");
-        asked.answers(async || unreachable!("one at a time")).await.expect("still slow");
+        asked
+            .answers(async move || waiting.await.unwrap_or(Ok(())))
+            .await
+            .expect("slow");
+        asked
+            .answers(async || unreachable!("one at a time"))
+            .await
+            .expect("still slow");
         asked.gone = Duration::ZERO;
-        asked.answers(async || unreachable!("one at a time")).await.expect_err("silent for too long");
+        asked
+            .answers(async || unreachable!("one at a time"))
+            .await
+            .expect_err("silent for too long");
         answer.send(Ok(())).expect("still asked");
         asked.wait = Duration::from_secs(60);
-        asked.answers(async || unreachable!("one at a time")).await.expect("there again");
+        asked
+            .answers(async || unreachable!("one at a time"))
+            .await
+            .expect("there again");
 
         // A refusal is no silence.
         asked.gone = Duration::MAX;
-        assert_eq!(asked.answers(async || Err("gone".to_owned())).await, Err("gone".to_owned()));
+        assert_eq!(
+            asked.answers(async || Err("gone".to_owned())).await,
+            Err("gone".to_owned())
+        );
     }
 }

@@ -10,7 +10,9 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     let top = match open_directory(rustix::fs::CWD, path) {
         Ok(top) => top,
         Err(rustix::io::Errno::NOENT) => return Ok(()),
-        Err(rustix::io::Errno::NOTDIR | rustix::io::Errno::LOOP) => return fs_err::remove_file(path),
+        Err(rustix::io::Errno::NOTDIR | rustix::io::Errno::LOOP) => {
+            return fs_err::remove_file(path);
+        }
         Err(error) => return Err(error.into()),
     };
     let mut counter: u64 = 0;
@@ -28,12 +30,24 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     fs_err::remove_dir(path)
 }
 
-fn open_directory(at: impl rustix::fd::AsFd, path: impl rustix::path::Arg) -> Result<OwnedFd, rustix::io::Errno> {
-    rustix::fs::openat(at, path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())
+fn open_directory(
+    at: impl rustix::fd::AsFd,
+    path: impl rustix::path::Arg,
+) -> Result<OwnedFd, rustix::io::Errno> {
+    rustix::fs::openat(
+        at,
+        path,
+        OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC,
+        Mode::empty(),
+    )
 }
 
 /// Unlinks everything in a directory that is not a directory. Directories are moved to `top`, or named when this is it.
-fn empty(directory: &OwnedFd, top: Option<&OwnedFd>, counter: &mut u64) -> io::Result<Vec<CString>> {
+fn empty(
+    directory: &OwnedFd,
+    top: Option<&OwnedFd>,
+    counter: &mut u64,
+) -> io::Result<Vec<CString>> {
     let mut directories = Vec::new();
     for entry in Dir::read_from(directory)? {
         let entry = entry?;
@@ -44,7 +58,10 @@ fn empty(directory: &OwnedFd, top: Option<&OwnedFd>, counter: &mut u64) -> io::R
         let is_directory = match entry.file_type() {
             FileType::Directory => true,
             FileType::Unknown => {
-                FileType::from_raw_mode(rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?.st_mode as RawMode) == FileType::Directory
+                FileType::from_raw_mode(
+                    rustix::fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW)?.st_mode
+                        as RawMode,
+                ) == FileType::Directory
             }
             _ => false,
         };
@@ -53,7 +70,13 @@ fn empty(directory: &OwnedFd, top: Option<&OwnedFd>, counter: &mut u64) -> io::R
             (true, None) => directories.push(name.to_owned()),
             (true, Some(top)) => loop {
                 *counter += 1;
-                match rustix::fs::renameat_with(directory, name, top, format!("\u{1}{counter}"), rustix::fs::RenameFlags::NOREPLACE) {
+                match rustix::fs::renameat_with(
+                    directory,
+                    name,
+                    top,
+                    format!("\u{1}{counter}"),
+                    rustix::fs::RenameFlags::NOREPLACE,
+                ) {
                     Ok(()) => break,
                     Err(rustix::io::Errno::EXIST) => {}
                     Err(error) => return Err(error.into()),
@@ -76,11 +99,13 @@ mod tests {
         let top = base.path().join("top");
         fs_err::create_dir(&top).expect("a directory");
         fs_err::os::unix::fs::symlink(outside.path(), top.join("link")).expect("a link");
-        let mut at = rustix::fs::open(&top, OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty()).expect("opens");
+        let mut at = rustix::fs::open(&top, OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty())
+            .expect("opens");
         for _ in 0..5_000 {
             rustix::fs::mkdirat(&at, "d", Mode::RWXU).expect("a directory");
             rustix::fs::symlinkat(outside.path(), &at, "l").expect("a link");
-            at = rustix::fs::openat(&at, "d", OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty()).expect("opens");
+            at = rustix::fs::openat(&at, "d", OFlags::RDONLY | OFlags::DIRECTORY, Mode::empty())
+                .expect("opens");
         }
         remove(&top).expect("removes");
         assert!(!top.exists());

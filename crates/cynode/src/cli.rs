@@ -11,15 +11,23 @@ use clap::{
 };
 use cynode_api::{NetworkPolicy, SessionId, SessionState, TaskId, WorkspaceRef};
 
-pub use audit::{Audit, AuditExport, AuditSubjectId, AuditTail, ExportFormat, Policy, PolicyTestArgs};
+pub use audit::{
+    Audit, AuditExport, AuditSubjectId, AuditTail, ExportFormat, Policy, PolicyTestArgs,
+};
 pub use plane::{
-    Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageName, Job, JobRun, Node, NodeKey, Preference, Run, Setting, Task, Token,
+    Artifact, ArtifactGet, ArtifactPut, Backup, Event, EventFilter, Image, ImageName, Job, JobRun,
+    Node, NodeKey, Preference, Run, Setting, Task, Token,
 };
 
 use crate::parse;
 
 #[derive(Debug, Parser)]
-#[command(name = "cynode", version, about = "Sandboxes for AI agents, on your own machines", disable_help_subcommand = true)]
+#[command(
+    name = "cynode",
+    version,
+    about = "Sandboxes for AI agents, on your own machines",
+    disable_help_subcommand = true
+)]
 pub struct Cli {
     #[command(flatten)]
     pub globals: Globals,
@@ -30,7 +38,12 @@ pub struct Cli {
 /// The command line of the processes that `up` starts. It is a parser of its own: clap completes, and suggests for a mistyped
 /// command, also what `hide` keeps out of the help.
 #[derive(Debug, Parser)]
-#[command(name = "cynode", version, about = "The roles of CyNode; 'cynode up' starts them", disable_help_subcommand = true)]
+#[command(
+    name = "cynode",
+    version,
+    about = "The roles of CyNode; 'cynode up' starts them",
+    disable_help_subcommand = true
+)]
 pub struct RoleCli {
     #[command(flatten)]
     pub globals: Globals,
@@ -76,7 +89,10 @@ impl Invocation {
             Some(ContextValue::String(name)) => name.as_str(),
             _ => return Err(error),
         };
-        if RoleCli::command().get_subcommands().any(|role| role.get_name() == unknown) {
+        if RoleCli::command()
+            .get_subcommands()
+            .any(|role| role.get_name() == unknown)
+        {
             RoleCli::try_parse_from(&arguments).map(Self::Role)
         } else {
             Err(error)
@@ -87,7 +103,13 @@ impl Invocation {
 #[derive(Clone, Debug, Args)]
 pub struct Globals {
     /// How results are printed
-    #[arg(long, global = true, value_enum, default_value_t, value_name = "FORMAT")]
+    #[arg(
+        long,
+        global = true,
+        value_enum,
+        default_value_t,
+        value_name = "FORMAT"
+    )]
     pub output: Format,
     /// Where CyNode keeps its state [default: /var/lib/cynode as root, else ~/.local/state/cynode]
     #[arg(long, global = true, env = "CYNODE_STATE_DIR", value_name = "DIR")]
@@ -235,10 +257,20 @@ impl Settings {
         let mut overrides: Vec<_> = self.set.iter().filter_map(own).collect();
         let addresses: &[(&str, &Option<String>)] = match section {
             Section::Worker => &[("listen", &self.worker_listen)],
-            Section::Orchestrator => &[("listen", &self.api_listen), ("control_listen", &self.control_listen)],
+            Section::Orchestrator => &[
+                ("listen", &self.api_listen),
+                ("control_listen", &self.control_listen),
+            ],
         };
-        overrides.extend(addresses.iter().filter_map(|(key, address)| Some(((*key).to_owned(), address.as_ref()?.clone()))));
-        overrides.extend(self.insecure_listen.then(|| ("insecure_listen".to_owned(), "true".to_owned())));
+        overrides.extend(
+            addresses
+                .iter()
+                .filter_map(|(key, address)| Some(((*key).to_owned(), address.as_ref()?.clone()))),
+        );
+        overrides.extend(
+            self.insecure_listen
+                .then(|| ("insecure_listen".to_owned(), "true".to_owned())),
+        );
         overrides
     }
 }
@@ -439,7 +471,9 @@ pub struct End {
 }
 
 #[derive(Debug, Args)]
-#[command(after_help = "One side is ID:PATH, the other a local path or '-' for standard input or output.\nRelative paths in a session start at /workspace.")]
+#[command(
+    after_help = "One side is ID:PATH, the other a local path or '-' for standard input or output.\nRelative paths in a session start at /workspace."
+)]
 pub struct Cp {
     /// Copy directories and what is in them
     #[arg(long, short)]
@@ -460,9 +494,12 @@ mod tests {
     const ID: &str = "01890000-0000-7000-8000-000000000001";
 
     fn exec(arguments: &[&str]) -> Exec {
-        let cli = Cli::try_parse_from(["cynode", "session", "exec", ID].iter().chain(arguments)).expect("valid");
+        let cli = Cli::try_parse_from(["cynode", "session", "exec", ID].iter().chain(arguments))
+            .expect("valid");
         match cli.command {
-            Command::Session { command: Session::Exec(exec) } => exec,
+            Command::Session {
+                command: Session::Exec(exec),
+            } => exec,
             other => panic!("not exec: {other:?}"),
         }
     }
@@ -480,29 +517,64 @@ mod tests {
     #[test]
     fn roles_are_neither_suggested_nor_listed_nor_completed() {
         let roles = ["postgres", "orchestrator", "worker"];
-        for mistyped in ["ps", "pos", "postgre", "postgress", "orchestrate", "workers", "work", "orch"] {
-            let said = parsed(&[mistyped]).expect_err(mistyped).render().to_string();
+        for mistyped in [
+            "ps",
+            "pos",
+            "postgre",
+            "postgress",
+            "orchestrate",
+            "workers",
+            "work",
+            "orch",
+        ] {
+            let said = parsed(&[mistyped])
+                .expect_err(mistyped)
+                .render()
+                .to_string();
             let suggested = said.replace(&format!("'{mistyped}'"), "");
             assert!(!roles.iter().any(|role| suggested.contains(role)), "{said}");
         }
         let help = Cli::command().render_long_help().to_string();
-        let listed = |text: &str, role: &str| text.lines().any(|line| line.split_whitespace().next() == Some(role));
-        assert!(listed(&help, "session") && !roles.iter().any(|role| listed(&help, role)), "{help}");
+        let listed = |text: &str, role: &str| {
+            text.lines()
+                .any(|line| line.split_whitespace().next() == Some(role))
+        };
+        assert!(
+            listed(&help, "session") && !roles.iter().any(|role| listed(&help, role)),
+            "{help}"
+        );
         for shell in <clap_complete::Shell as ValueEnum>::value_variants() {
             let mut script = Vec::new();
             clap_complete::generate(*shell, &mut Cli::command(), "cynode", &mut script);
             let script = String::from_utf8(script).expect("text");
-            assert!(!script.contains("postgres") && !script.contains("--parent"), "{shell}");
+            assert!(
+                !script.contains("postgres") && !script.contains("--parent"),
+                "{shell}"
+            );
         }
     }
 
     #[test]
     fn a_role_is_taken_by_its_whole_name_wherever_the_global_flags_stand() {
-        for arguments in [&["postgres", "--state-dir", "/s", "--parent", "7"][..], &["--state-dir", "/s", "postgres", "--parent", "7"]] {
-            let Ok(Invocation::Role(cli)) = parsed(arguments) else { panic!("{arguments:?}") };
-            assert!(matches!(cli.role, Role::Postgres { parent: Some(7) }) && cli.globals.state_dir.is_some());
+        for arguments in [
+            &["postgres", "--state-dir", "/s", "--parent", "7"][..],
+            &["--state-dir", "/s", "postgres", "--parent", "7"],
+        ] {
+            let Ok(Invocation::Role(cli)) = parsed(arguments) else {
+                panic!("{arguments:?}")
+            };
+            assert!(
+                matches!(cli.role, Role::Postgres { parent: Some(7) })
+                    && cli.globals.state_dir.is_some()
+            );
         }
-        assert!(matches!(parsed(&["worker", "--set", "pool_size=2"]), Ok(Invocation::Role(RoleCli { role: Role::Worker(_), .. }))));
+        assert!(matches!(
+            parsed(&["worker", "--set", "pool_size=2"]),
+            Ok(Invocation::Role(RoleCli {
+                role: Role::Worker(_),
+                ..
+            }))
+        ));
         assert!(matches!(parsed(&["up"]), Ok(Invocation::Command(_))));
         let wrong = parsed(&["worker", "--nonsense"]).expect_err("an unknown flag");
         assert_eq!(wrong.kind(), clap::error::ErrorKind::UnknownArgument);
@@ -510,24 +582,49 @@ mod tests {
 
     #[test]
     fn what_follows_the_command_belongs_to_it() {
-        let with_dashes = exec(&["--cwd", "/tmp", "-e", "A=b=c", "--", "ls", "-la", "--output", "json"]);
+        let with_dashes = exec(&[
+            "--cwd", "/tmp", "-e", "A=b=c", "--", "ls", "-la", "--output", "json",
+        ]);
         assert_eq!(with_dashes.command, ["ls", "-la", "--output", "json"]);
-        assert_eq!((with_dashes.cwd.as_deref(), &with_dashes.env[..]), (Some("/tmp"), &[("A".to_owned(), "b=c".to_owned())][..]));
-        assert_eq!(exec(&["ls", "-la", "--raw"]).command, ["ls", "-la", "--raw"]);
+        assert_eq!(
+            (with_dashes.cwd.as_deref(), &with_dashes.env[..]),
+            (Some("/tmp"), &[("A".to_owned(), "b=c".to_owned())][..])
+        );
+        assert_eq!(
+            exec(&["ls", "-la", "--raw"]).command,
+            ["ls", "-la", "--raw"]
+        );
         assert_eq!(exec(&["--", "--odd"]).command, ["--odd"]);
     }
 
     #[test]
     fn a_shell_takes_the_flag_that_its_session_needs() {
-        for arguments in [vec!["--pty", ID], vec![ID, "--pty"], vec![ID, "--pty", "--", "top", "-b"], vec![ID]] {
-            let cli = Cli::try_parse_from(["cynode", "session", "shell"].iter().chain(&arguments)).expect("valid");
-            assert!(matches!(cli.command, Command::Session { command: Session::Shell(_) }), "{arguments:?}");
+        for arguments in [
+            vec!["--pty", ID],
+            vec![ID, "--pty"],
+            vec![ID, "--pty", "--", "top", "-b"],
+            vec![ID],
+        ] {
+            let cli = Cli::try_parse_from(["cynode", "session", "shell"].iter().chain(&arguments))
+                .expect("valid");
+            assert!(
+                matches!(
+                    cli.command,
+                    Command::Session {
+                        command: Session::Shell(_)
+                    }
+                ),
+                "{arguments:?}"
+            );
         }
     }
 
     #[test]
     fn global_flags_are_good_after_the_command() {
-        let cli = Cli::try_parse_from(["cynode", "session", "list", "--output", "json", "--state", "running"]).expect("valid");
+        let cli = Cli::try_parse_from([
+            "cynode", "session", "list", "--output", "json", "--state", "running",
+        ])
+        .expect("valid");
         assert_eq!(cli.globals.output, Format::Json);
     }
 
@@ -541,7 +638,12 @@ mod tests {
 
     #[test]
     fn settings_become_overrides_without_their_section() {
-        let set = [("worker.pool_size", "2"), ("tls.cert", "/c"), ("orchestrator.event_days", "3")].map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let set = [
+            ("worker.pool_size", "2"),
+            ("tls.cert", "/c"),
+            ("orchestrator.event_days", "3"),
+        ]
+        .map(|(key, value)| (key.to_owned(), value.to_owned()));
         let settings = Settings {
             api_listen: Some("127.0.0.1:3".into()),
             worker_listen: Some("127.0.0.1:1".into()),
@@ -549,8 +651,28 @@ mod tests {
             set: set.to_vec(),
             ..Settings::default()
         };
-        let own = |pairs: &[(&str, &str)]| pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect::<Vec<_>>();
-        assert_eq!(settings.overrides(Section::Worker), own(&[("pool_size", "2"), ("tls.cert", "/c"), ("listen", "127.0.0.1:1"), ("insecure_listen", "true")]));
-        assert_eq!(settings.overrides(Section::Orchestrator), own(&[("event_days", "3"), ("listen", "127.0.0.1:3"), ("insecure_listen", "true")]));
+        let own = |pairs: &[(&str, &str)]| {
+            pairs
+                .iter()
+                .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            settings.overrides(Section::Worker),
+            own(&[
+                ("pool_size", "2"),
+                ("tls.cert", "/c"),
+                ("listen", "127.0.0.1:1"),
+                ("insecure_listen", "true")
+            ])
+        );
+        assert_eq!(
+            settings.overrides(Section::Orchestrator),
+            own(&[
+                ("event_days", "3"),
+                ("listen", "127.0.0.1:3"),
+                ("insecure_listen", "true")
+            ])
+        );
     }
 }

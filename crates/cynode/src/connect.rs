@@ -26,7 +26,10 @@ struct Target {
 
 /// Whose certificates are trusted: what was given, else what the files of this machine say.
 pub fn trust<'a>(globals: &'a Globals, known: Option<&'a Path>) -> Trust<'a> {
-    let given = globals.ca.as_deref().filter(|path| !path.as_os_str().is_empty());
+    let given = globals
+        .ca
+        .as_deref()
+        .filter(|path| !path.as_os_str().is_empty());
     given.or(known).map_or(Trust::Environment, Trust::Also)
 }
 
@@ -35,9 +38,21 @@ pub async fn client(globals: &Globals) -> Result<WorkerClient, Failure> {
     let target = target(globals)?;
     let surface = match target.surface {
         Some(surface) => surface,
-        None => WorkerClient::find_surface(&target.url, &target.token, trust(globals, target.authority.as_deref())).await?,
+        None => {
+            WorkerClient::find_surface(
+                &target.url,
+                &target.token,
+                trust(globals, target.authority.as_deref()),
+            )
+            .await?
+        }
     };
-    Ok(WorkerClient::trusting(&target.url, &target.token, surface, trust(globals, target.authority.as_deref()))?)
+    Ok(WorkerClient::trusting(
+        &target.url,
+        &target.token,
+        surface,
+        trust(globals, target.authority.as_deref()),
+    )?)
 }
 
 /// For what only the orchestrator has.
@@ -47,7 +62,11 @@ pub fn plane(globals: &Globals) -> Result<UserClient, Failure> {
         return Err(Failure::new(USAGE, "no_orchestrator", format!("only a worker runs here, at {}", target.url))
             .remedy("Start CyNode without --worker-only, or name an orchestrator by CYNODE_URL and CYNODE_TOKEN."));
     }
-    Ok(UserClient::trusting(&target.url, &target.token, trust(globals, target.authority.as_deref()))?)
+    Ok(UserClient::trusting(
+        &target.url,
+        &target.token,
+        trust(globals, target.authority.as_deref()),
+    )?)
 }
 
 /// Whether the environment says whom to talk to.
@@ -60,7 +79,11 @@ fn environment(name: &str) -> Option<String> {
 }
 
 fn target(globals: &Globals) -> Result<Target, Failure> {
-    find(environment("CYNODE_URL"), environment("CYNODE_TOKEN"), &StateDir::new(globals)?)
+    find(
+        environment("CYNODE_URL"),
+        environment("CYNODE_TOKEN"),
+        &StateDir::new(globals)?,
+    )
 }
 
 fn find(url: Option<String>, token: Option<String>, state: &StateDir) -> Result<Target, Failure> {
@@ -68,17 +91,34 @@ fn find(url: Option<String>, token: Option<String>, state: &StateDir) -> Result<
     let local = endpoints.as_ref().and_then(preferred);
     match (url, token, local) {
         (Some(url), Some(token), _) => {
-            let surface = endpoints.as_ref().and_then(|endpoints| surface_of(endpoints, &url));
-            let authority = endpoints.and_then(|endpoints| endpoints.ca).filter(|_| surface.is_some());
-            Ok(Target { url, token, surface, authority })
+            let surface = endpoints
+                .as_ref()
+                .and_then(|endpoints| surface_of(endpoints, &url));
+            let authority = endpoints
+                .and_then(|endpoints| endpoints.ca)
+                .filter(|_| surface.is_some());
+            Ok(Target {
+                url,
+                token,
+                surface,
+                authority,
+            })
         }
         // The token on disk is for the address on disk, and goes nowhere else.
         (Some(url), None, Some(local)) if same(&url, &local.url) => on_disk(local, state),
-        (Some(_), None, _) => Err(Failure::usage("CYNODE_URL is set but CYNODE_TOKEN is not").remedy("Set both, or neither.")),
+        (Some(_), None, _) => Err(Failure::usage("CYNODE_URL is set but CYNODE_TOKEN is not")
+            .remedy("Set both, or neither.")),
         (None, Some(token), Some(local)) => Ok(Target { token, ..local }),
         (None, None, Some(local)) => on_disk(local, state),
-        (None, _, None) => Err(Failure::new(UNREACHABLE, "unreachable", format!("CyNode is not running here (state directory {})", state.path().display()))
-            .remedy("Start it with 'cynode up', or set CYNODE_URL and CYNODE_TOKEN.")),
+        (None, _, None) => Err(Failure::new(
+            UNREACHABLE,
+            "unreachable",
+            format!(
+                "CyNode is not running here (state directory {})",
+                state.path().display()
+            ),
+        )
+        .remedy("Start it with 'cynode up', or set CYNODE_URL and CYNODE_TOKEN.")),
     }
 }
 
@@ -96,8 +136,22 @@ fn same(one: &str, other: &str) -> bool {
 
 /// The orchestrator when there is one, else the worker. The token comes later.
 fn preferred(endpoints: &Endpoints) -> Option<Target> {
-    let target = |url: &String, surface| Target { url: url.clone(), token: String::new(), surface: Some(surface), authority: endpoints.ca.clone() };
-    endpoints.api.as_ref().map(|url| target(url, Surface::User)).or_else(|| endpoints.worker.as_ref().map(|url| target(url, Surface::Worker)))
+    let target = |url: &String, surface| Target {
+        url: url.clone(),
+        token: String::new(),
+        surface: Some(surface),
+        authority: endpoints.ca.clone(),
+    };
+    endpoints
+        .api
+        .as_ref()
+        .map(|url| target(url, Surface::User))
+        .or_else(|| {
+            endpoints
+                .worker
+                .as_ref()
+                .map(|url| target(url, Surface::Worker))
+        })
 }
 
 fn on_disk(target: Target, state: &StateDir) -> Result<Target, Failure> {
@@ -106,8 +160,12 @@ fn on_disk(target: Target, state: &StateDir) -> Result<Target, Failure> {
         _ => "worker.token",
     };
     let token = state.token(name)?.ok_or_else(|| {
-        Failure::new(UNREACHABLE, "unreachable", format!("{} is missing", state.path().join(name).display()))
-            .remedy("Start CyNode again with 'cynode up', or set CYNODE_TOKEN.")
+        Failure::new(
+            UNREACHABLE,
+            "unreachable",
+            format!("{} is missing", state.path().join(name).display()),
+        )
+        .remedy("Start CyNode again with 'cynode up', or set CYNODE_TOKEN.")
     })?;
     Ok(Target { token, ..target })
 }
@@ -118,35 +176,69 @@ mod tests {
 
     fn state(api: bool) -> (tempfile::TempDir, StateDir) {
         let directory = tempfile::tempdir().expect("temporary directory");
-        let globals = Globals { output: crate::cli::Format::Table, state_dir: Some(directory.path().to_owned()), config: None, ca: None };
+        let globals = Globals {
+            output: crate::cli::Format::Table,
+            state_dir: Some(directory.path().to_owned()),
+            config: None,
+            ca: None,
+        };
         let state = StateDir::new(&globals).expect("state");
         fs_err::write(directory.path().join("worker.token"), "w\n").expect("token");
         fs_err::write(directory.path().join("admin.token"), "a\n").expect("token");
-        let endpoints =
-            Endpoints { version: 1, api: api.then(|| "http://api:1".into()), worker: Some("http://worker:1".into()), pid: 1, ..Endpoints::default() };
+        let endpoints = Endpoints {
+            version: 1,
+            api: api.then(|| "http://api:1".into()),
+            worker: Some("http://worker:1".into()),
+            pid: 1,
+            ..Endpoints::default()
+        };
         state.write_endpoints(&endpoints).expect("endpoints");
         (directory, state)
     }
 
-    fn found(url: Option<&str>, token: Option<&str>, state: &StateDir) -> Result<(String, String), u8> {
-        find(url.map(Into::into), token.map(Into::into), state).map(|target| (target.url, target.token)).map_err(|failure| failure.exit)
+    fn found(
+        url: Option<&str>,
+        token: Option<&str>,
+        state: &StateDir,
+    ) -> Result<(String, String), u8> {
+        find(url.map(Into::into), token.map(Into::into), state)
+            .map(|target| (target.url, target.token))
+            .map_err(|failure| failure.exit)
     }
 
     #[test]
     fn the_environment_wins_over_the_files_and_the_orchestrator_over_the_worker() {
         let (_directory, worker) = state(false);
-        assert_eq!(found(None, None, &worker), Ok(("http://worker:1".into(), "w".into())));
-        assert_eq!(found(None, Some("mine"), &worker), Ok(("http://worker:1".into(), "mine".into())));
-        assert_eq!(found(Some("http://far:1"), Some("mine"), &worker), Ok(("http://far:1".into(), "mine".into())));
+        assert_eq!(
+            found(None, None, &worker),
+            Ok(("http://worker:1".into(), "w".into()))
+        );
+        assert_eq!(
+            found(None, Some("mine"), &worker),
+            Ok(("http://worker:1".into(), "mine".into()))
+        );
+        assert_eq!(
+            found(Some("http://far:1"), Some("mine"), &worker),
+            Ok(("http://far:1".into(), "mine".into()))
+        );
         let (_directory, api) = state(true);
-        assert_eq!(found(None, None, &api), Ok(("http://api:1".into(), "a".into())));
+        assert_eq!(
+            found(None, None, &api),
+            Ok(("http://api:1".into(), "a".into()))
+        );
     }
 
     #[test]
     fn the_token_on_disk_is_not_sent_to_another_address() {
         let (_directory, state) = state(false);
-        assert_eq!(found(Some("http://far:1"), None, &state), Err(crate::failure::USAGE));
-        assert_eq!(found(Some("http://worker:1/"), None, &state), Ok(("http://worker:1".into(), "w".into())));
+        assert_eq!(
+            found(Some("http://far:1"), None, &state),
+            Err(crate::failure::USAGE)
+        );
+        assert_eq!(
+            found(Some("http://worker:1/"), None, &state),
+            Ok(("http://worker:1".into(), "w".into()))
+        );
     }
 
     #[test]

@@ -41,28 +41,59 @@ pub async fn run(globals: &Globals, args: &Doctor) -> Result<ExitCode, Failure> 
     {
         checks.push(database(globals, args)?);
     }
-    let report = Report::deserialize(&value).map_err(|error| Failure::internal(format!("the report can't be read: {error}")))?;
+    let report = Report::deserialize(&value)
+        .map_err(|error| Failure::internal(format!("the report can't be read: {error}")))?;
     match globals.output {
         Format::Json => output::json(&value)?,
         Format::Table => print(&report)?,
     }
-    Ok(if report.checks.iter().any(Check::is_problem) { ExitCode::from(1) } else { ExitCode::SUCCESS })
+    Ok(if report.checks.iter().any(Check::is_problem) {
+        ExitCode::from(1)
+    } else {
+        ExitCode::SUCCESS
+    })
 }
 
 /// Where the orchestrator's data will be.
 fn database(globals: &Globals, args: &Doctor) -> Result<Value, Failure> {
     let check = |status: &str, detail: String, fix: Option<&str>| json!({ "name": "PostgreSQL", "status": status, "detail": detail, "fix": fix });
-    if roles::orchestrator_config(globals, &args.settings)?.database_url.is_some() {
-        return Ok(check("ok", "another server's database is used, as configured".to_owned(), None));
+    if roles::orchestrator_config(globals, &args.settings)?
+        .database_url
+        .is_some()
+    {
+        return Ok(check(
+            "ok",
+            "another server's database is used, as configured".to_owned(),
+            None,
+        ));
     }
-    Ok(match postgres::Programs::find(&postgres::Server::of(&StateDir::new(globals)?)) {
-        Ok(programs) => check("ok", format!("version {} in {}, for a private server", programs.major, programs.directory().display()), None),
-        Err(failure) => check("problem", failure.message().to_owned(), failure.remedy_text()),
-    })
+    Ok(
+        match postgres::Programs::find(&postgres::Server::of(&StateDir::new(globals)?)) {
+            Ok(programs) => check(
+                "ok",
+                format!(
+                    "version {} in {}, for a private server",
+                    programs.major,
+                    programs.directory().display()
+                ),
+                None,
+            ),
+            Err(failure) => check(
+                "problem",
+                failure.message().to_owned(),
+                failure.remedy_text(),
+            ),
+        },
+    )
 }
 
 fn print(report: &Report) -> Result<(), Failure> {
-    let width = report.checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
+    let width = report
+        .checks
+        .iter()
+        .map(|check| check.name.len())
+        .max()
+        .unwrap_or(0);
     for check in &report.checks {
         let word = format!("{:<8}", check.status.to_lowercase());
         let colour = match check.status.to_lowercase().as_str() {
@@ -70,12 +101,29 @@ fn print(report: &Report) -> Result<(), Failure> {
             "adapted" => Colour::Yellow,
             _ => Colour::Red,
         };
-        output::painted(&word, colour, &format!("  {:<width$}  {}", sanitize::line(&check.name), sanitize::line(&check.detail)))?;
+        output::painted(
+            &word,
+            colour,
+            &format!(
+                "  {:<width$}  {}",
+                sanitize::line(&check.name),
+                sanitize::line(&check.detail)
+            ),
+        )?;
         if let Some(fix) = &check.fix {
-            output::line(&format!("{:10}{:width$}  fix: {}", "", "", sanitize::line(fix)))?;
+            output::line(&format!(
+                "{:10}{:width$}  fix: {}",
+                "",
+                "",
+                sanitize::line(fix)
+            ))?;
         }
     }
-    let problems = report.checks.iter().filter(|check| check.is_problem()).count();
+    let problems = report
+        .checks
+        .iter()
+        .filter(|check| check.is_problem())
+        .count();
     output::note(&match problems {
         0 => "this machine can run CyNode".to_owned(),
         1 => "1 problem must be put right first".to_owned(),

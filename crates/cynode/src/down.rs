@@ -43,13 +43,21 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
     {
         output::note(&format!("cynode: {error}"));
     }
-    let sandboxes = if args.keep_sessions { Sandboxes::Keep } else { Sandboxes::End };
+    let sandboxes = if args.keep_sessions {
+        Sandboxes::Keep
+    } else {
+        Sandboxes::End
+    };
     let progress = Progress::start("stopping CyNode");
     let supervised = is_up(&state)?;
     let asked = ask_worker(globals, &state, &config, sandboxes).await?;
     let mut clean = asked;
     if asked {
-        progress.say(if args.keep_sessions { "the worker is stopping" } else { "the worker is ending its sandboxes" });
+        progress.say(if args.keep_sessions {
+            "the worker is stopping"
+        } else {
+            "the worker is ending its sandboxes"
+        });
         clean = wait_until(END, || Ok(!is_up(&state)? && !Lock::worker_runs(&state)?)).await?;
         if !clean {
             output::note("cynode: the worker did not stop in time");
@@ -71,7 +79,11 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
     drop(progress);
     let was_running = supervised || asked || left;
     match globals.output {
-        Format::Json => output::json(&Outcome { was_running, sandboxes, cleanup })?,
+        Format::Json => output::json(&Outcome {
+            was_running,
+            sandboxes,
+            cleanup,
+        })?,
         Format::Table => {
             output::note(match (was_running, sandboxes) {
                 (false, _) => "nothing was running",
@@ -87,20 +99,37 @@ pub async fn run(globals: &Globals, args: &Down) -> Result<ExitCode, Failure> {
 }
 
 /// Asks the worker to stop; false when it does not answer.
-async fn ask_worker(globals: &Globals, state: &StateDir, config: &cynode_worker::Config, sandboxes: Sandboxes) -> Result<bool, Failure> {
+async fn ask_worker(
+    globals: &Globals,
+    state: &StateDir,
+    config: &cynode_worker::Config,
+    sandboxes: Sandboxes,
+) -> Result<bool, Failure> {
     // A worker can run without `up`; then there are no endpoints.
     let endpoints = state.endpoints()?.unwrap_or_default();
-    let url = endpoints.worker.unwrap_or_else(|| roles::worker_url(config));
-    let Some(token) = state.token("worker.token")? else { return Ok(false) };
+    let url = endpoints
+        .worker
+        .unwrap_or_else(|| roles::worker_url(config));
+    let Some(token) = state.token("worker.token")? else {
+        return Ok(false);
+    };
     let authority = endpoints.ca.as_deref().or(config.tls.ca.as_deref());
-    let client = WorkerClient::trusting(&url, &token, Surface::Worker, connect::trust(globals, authority))?;
+    let client = WorkerClient::trusting(
+        &url,
+        &token,
+        Surface::Worker,
+        connect::trust(globals, authority),
+    )?;
     match client.shutdown(sandboxes).await {
         Ok(()) => Ok(true),
         // Nobody there, somebody else's, or one that can't: the offline way does it.
         Err(Error::Unreachable { .. } | Error::Broken { .. }) => Ok(false),
         Err(error) if error.status() == Some(401) => Ok(false),
         Err(error) => {
-            output::note(&format!("cynode: the worker refused to stop by itself: {}", error.chain()));
+            output::note(&format!(
+                "cynode: the worker refused to stop by itself: {}",
+                error.chain()
+            ));
             Ok(false)
         }
     }
@@ -110,7 +139,9 @@ async fn ask_worker(globals: &Globals, state: &StateDir, config: &cynode_worker:
 async fn end_roles(state: &StateDir) -> Result<bool, Failure> {
     let orchestrator = Lock::orchestrator_runs(state)?;
     if orchestrator && !wait_until(DRAIN, || Ok(!Lock::orchestrator_runs(state)?)).await? {
-        output::note("cynode: an orchestrator that this command did not start still runs on this state directory");
+        output::note(
+            "cynode: an orchestrator that this command did not start still runs on this state directory",
+        );
     }
     let server = postgres::Server::of(state);
     if !server.has_directory() {
@@ -123,7 +154,11 @@ async fn end_roles(state: &StateDir) -> Result<bool, Failure> {
             drop(lock);
             Ok(ended || orchestrator)
         }
-        Locked::Theirs(_) => Err(Failure::new(INTERNAL, "still_running", "'cynode up' was started meanwhile")),
+        Locked::Theirs(_) => Err(Failure::new(
+            INTERNAL,
+            "still_running",
+            "'cynode up' was started meanwhile",
+        )),
     }
 }
 
@@ -132,11 +167,23 @@ fn is_up(state: &StateDir) -> Result<bool, Failure> {
 }
 
 async fn stop_up(state: &StateDir) -> Result<(), Failure> {
-    for (signal, patience) in [(Signal::TERM, DRAIN), (Signal::KILL, Duration::from_secs(5))] {
+    for (signal, patience) in [
+        (Signal::TERM, DRAIN),
+        (Signal::KILL, Duration::from_secs(5)),
+    ] {
         // Read anew each time: while the lock is held, its holder is alive and this is its id.
-        let Some(Locked::Theirs(pid)) = Lock::holder(state)? else { return Ok(()) };
-        let pid = pid.and_then(|pid| i32::try_from(pid).ok()).and_then(Pid::from_raw);
-        let pid = pid.ok_or_else(|| Failure::internal(format!("'cynode up' runs, but its id can't be read from {}/up.lock", state.path().display())))?;
+        let Some(Locked::Theirs(pid)) = Lock::holder(state)? else {
+            return Ok(());
+        };
+        let pid = pid
+            .and_then(|pid| i32::try_from(pid).ok())
+            .and_then(Pid::from_raw);
+        let pid = pid.ok_or_else(|| {
+            Failure::internal(format!(
+                "'cynode up' runs, but its id can't be read from {}/up.lock",
+                state.path().display()
+            ))
+        })?;
         match kill_process(pid, signal) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => {}
             Err(error) => return Err(std::io::Error::from(error).into()),
@@ -145,10 +192,16 @@ async fn stop_up(state: &StateDir) -> Result<(), Failure> {
             return Ok(());
         }
     }
-    Err(Failure::new(INTERNAL, "still_running", "'cynode up' does not end").remedy("See the process list; it may be stuck in the kernel."))
+    Err(
+        Failure::new(INTERNAL, "still_running", "'cynode up' does not end")
+            .remedy("See the process list; it may be stuck in the kernel."),
+    )
 }
 
-async fn wait_until(patience: Duration, condition: impl Fn() -> Result<bool, Failure>) -> Result<bool, Failure> {
+async fn wait_until(
+    patience: Duration,
+    condition: impl Fn() -> Result<bool, Failure>,
+) -> Result<bool, Failure> {
     let deadline = Instant::now() + patience;
     while !condition()? {
         if Instant::now() > deadline {

@@ -50,7 +50,15 @@ pub struct Failure {
 
 impl Failure {
     pub fn new(exit: u8, code: &str, message: impl Into<String>) -> Self {
-        Self { exit, code: code.to_owned(), message: message.into(), remedy: None, quiet: false, trouble: None, problem: None }
+        Self {
+            exit,
+            code: code.to_owned(),
+            message: message.into(),
+            remedy: None,
+            quiet: false,
+            trouble: None,
+            problem: None,
+        }
     }
 
     pub fn usage(message: impl Into<String>) -> Self {
@@ -63,7 +71,10 @@ impl Failure {
 
     /// Ends without a word: it was said already.
     pub fn said(exit: u8) -> Self {
-        Self { quiet: true, ..Self::new(exit, "", "") }
+        Self {
+            quiet: true,
+            ..Self::new(exit, "", "")
+        }
     }
 
     #[must_use]
@@ -100,7 +111,11 @@ impl Failure {
             Format::Json => output::note(&ascii(&self.document().to_string())),
             Format::Table => {
                 // Details may hold names that a sandbox chose.
-                output::note(&format!("cynode: error[{}]: {}", sanitize::line(&self.code), sanitize::line(&self.message)));
+                output::note(&format!(
+                    "cynode: error[{}]: {}",
+                    sanitize::line(&self.code),
+                    sanitize::line(&self.message)
+                ));
                 if let Some(remedy) = &self.remedy {
                     output::note(&format!("  remedy: {}", sanitize::line(remedy)));
                 }
@@ -113,12 +128,23 @@ impl Failure {
     fn document(&self) -> Value {
         let mut document = match &self.problem {
             Some(problem) => json!(problem),
-            None => json!({ "type": format!("urn:cynode:error:{}", self.code), "title": title(self.exit) }),
+            None => {
+                json!({ "type": format!("urn:cynode:error:{}", self.code), "title": title(self.exit) })
+            }
         };
         if let Value::Object(members) = &mut document {
             let remedy = self.remedy.as_deref().unwrap_or(default_remedy(self.exit));
-            let own = [("code", json!(self.code)), ("detail", json!(self.message)), ("remedy", json!(remedy)), ("exit", json!(self.exit))];
-            members.extend(own.map(|(name, value)| (name.to_owned(), value)).into_iter().collect::<Map<_, _>>());
+            let own = [
+                ("code", json!(self.code)),
+                ("detail", json!(self.message)),
+                ("remedy", json!(remedy)),
+                ("exit", json!(self.exit)),
+            ];
+            members.extend(
+                own.map(|(name, value)| (name.to_owned(), value))
+                    .into_iter()
+                    .collect::<Map<_, _>>(),
+            );
         }
         document
     }
@@ -151,7 +177,12 @@ fn ascii(json: &str) -> String {
             text.push(character);
         } else {
             let mut units = [0; 2];
-            text.extend(character.encode_utf16(&mut units).iter().map(|unit| format!("\\u{unit:04x}")));
+            text.extend(
+                character
+                    .encode_utf16(&mut units)
+                    .iter()
+                    .map(|unit| format!("\\u{unit:04x}")),
+            );
         }
     }
     text
@@ -160,13 +191,25 @@ fn ascii(json: &str) -> String {
 /// Help and version are no failures; everything else that clap says is one of usage.
 pub fn usage(error: &clap::Error, format: Format) -> ExitCode {
     if !error.use_stderr() {
-        return if error.print().is_ok() { ExitCode::SUCCESS } else { ExitCode::from(BROKEN_PIPE) };
+        return if error.print().is_ok() {
+            ExitCode::SUCCESS
+        } else {
+            ExitCode::from(BROKEN_PIPE)
+        };
     }
-    if matches!(error.kind(), ErrorKind::MissingSubcommand | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand) {
-        return Failure::usage("a command is missing").remedy("See 'cynode --help'.").report(format);
+    if matches!(
+        error.kind(),
+        ErrorKind::MissingSubcommand | ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand
+    ) {
+        return Failure::usage("a command is missing")
+            .remedy("See 'cynode --help'.")
+            .report(format);
     }
-    let unknown = error.get(ContextKind::InvalidArg).filter(|_| error.kind() == ErrorKind::UnknownArgument);
-    if matches!(unknown, Some(ContextValue::String(argument)) if ["--pty", "--tty"].contains(&argument.as_str())) {
+    let unknown = error
+        .get(ContextKind::InvalidArg)
+        .filter(|_| error.kind() == ErrorKind::UnknownArgument);
+    if matches!(unknown, Some(ContextValue::String(argument)) if ["--pty", "--tty"].contains(&argument.as_str()))
+    {
         let message = "this command has no terminal to give";
         return Failure::usage(message).remedy("Create the session with --pty, then open a terminal with 'cynode session shell ID [CMD]'.").report(format);
     }
@@ -174,8 +217,12 @@ pub fn usage(error: &clap::Error, format: Format) -> ExitCode {
     let text = error.render().to_string();
     let text = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
     if format == Format::Json {
-        let (message, hints) = text.split_once("\n\n").unwrap_or((text, "See 'cynode --help'."));
-        return Failure::usage(one_line(message)).remedy(one_line(hints)).report(format);
+        let (message, hints) = text
+            .split_once("\n\n")
+            .unwrap_or((text, "See 'cynode --help'."));
+        return Failure::usage(one_line(message))
+            .remedy(one_line(hints))
+            .report(format);
     }
     output::note(&format!("cynode: error[usage]: {text}"));
     ExitCode::from(USAGE)
@@ -187,12 +234,25 @@ fn one_line(text: &str) -> String {
 
 /// The format that a command line asks for, also when clap can't read the rest of it.
 pub fn format_of(arguments: impl IntoIterator<Item = OsString>) -> Format {
-    let mut arguments = arguments.into_iter().take_while(|argument| argument != "--");
+    let mut arguments = arguments
+        .into_iter()
+        .take_while(|argument| argument != "--");
     let mut format = Format::Table;
     while let Some(argument) = arguments.next() {
-        let value = if argument == "--output" { arguments.next() } else { argument.to_str().and_then(|text| text.strip_prefix("--output=")).map(Into::into) };
+        let value = if argument == "--output" {
+            arguments.next()
+        } else {
+            argument
+                .to_str()
+                .and_then(|text| text.strip_prefix("--output="))
+                .map(Into::into)
+        };
         if let Some(value) = value {
-            format = if value == "json" { Format::Json } else { Format::Table };
+            format = if value == "json" {
+                Format::Json
+            } else {
+                Format::Table
+            };
         }
     }
     format
@@ -221,7 +281,11 @@ impl From<Error> for Failure {
 }
 
 fn of_problem(problem: Problem) -> Failure {
-    let errno = problem.extensions.get("errno").and_then(|errno| errno.as_str()).unwrap_or_default();
+    let errno = problem
+        .extensions
+        .get("errno")
+        .and_then(|errno| errno.as_str())
+        .unwrap_or_default();
     let exit = match problem.status {
         // A command that can't be started ends as a shell would say it.
         _ if problem.is(ErrorCode::ExecFailed) && errno == "ENOENT" => 127,
@@ -231,7 +295,11 @@ fn of_problem(problem: Problem) -> Failure {
         502..=504 => UNREACHABLE,
         _ => INTERNAL,
     };
-    let message = if problem.detail.is_empty() { &problem.title } else { &problem.detail };
+    let message = if problem.detail.is_empty() {
+        &problem.title
+    } else {
+        &problem.detail
+    };
     let mut failure = Failure::new(exit, &problem.code, message);
     if !problem.remedy.is_empty() {
         failure.remedy = Some(problem.remedy.clone());
@@ -252,7 +320,8 @@ impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::BrokenPipe => Self::said(BROKEN_PIPE),
-            io::ErrorKind::PermissionDenied => Self::new(DENIED, "denied", error.to_string()).remedy("Run as the user that owns it."),
+            io::ErrorKind::PermissionDenied => Self::new(DENIED, "denied", error.to_string())
+                .remedy("Run as the user that owns it."),
             _ => Self::internal(error.to_string()),
         }
     }
@@ -279,31 +348,62 @@ mod tests {
 
     #[test]
     fn a_failure_as_json_is_a_problem_document_of_one_line_in_ascii() {
-        let problem = Problem::new(ErrorCode::DeniedByPolicy, "no \u{202e}\u{1f600}\n").with("rules", json!(["a"]));
-        let failure = Failure::from(Error::Problem(Box::new(Problem { request_id: Some("r".into()), ..problem })));
+        let problem = Problem::new(ErrorCode::DeniedByPolicy, "no \u{202e}\u{1f600}\n")
+            .with("rules", json!(["a"]));
+        let failure = Failure::from(Error::Problem(Box::new(Problem {
+            request_id: Some("r".into()),
+            ..problem
+        })));
         let text = ascii(&failure.document().to_string());
-        assert!(text.bytes().all(|byte| (b' '..=b'~').contains(&byte)), "{text}");
+        assert!(
+            text.bytes().all(|byte| (b' '..=b'~').contains(&byte)),
+            "{text}"
+        );
         let document: Value = serde_json::from_str(&text).expect("JSON");
         assert_eq!(document["detail"], "no \u{202e}\u{1f600}\n");
-        assert_eq!((&document["status"], &document["code"], &document["rules"][0]), (&json!(403), &json!("denied_by_policy"), &json!("a")));
-        assert_eq!((&document["exit"], &document["request_id"]), (&json!(77), &json!("r")));
+        assert_eq!(
+            (
+                &document["status"],
+                &document["code"],
+                &document["rules"][0]
+            ),
+            (&json!(403), &json!("denied_by_policy"), &json!("a"))
+        );
+        assert_eq!(
+            (&document["exit"], &document["request_id"]),
+            (&json!(77), &json!("r"))
+        );
         let own = Failure::usage("x").remedy("y").document();
-        assert_eq!(own, json!({"type": "urn:cynode:error:usage", "title": title(USAGE), "detail": "x", "code": "usage", "remedy": "y", "exit": 64}));
+        assert_eq!(
+            own,
+            json!({"type": "urn:cynode:error:usage", "title": title(USAGE), "detail": "x", "code": "usage", "remedy": "y", "exit": 64})
+        );
     }
 
     #[test]
     fn the_format_is_found_in_a_command_line_that_is_wrong_otherwise() {
         let format = |arguments: &[&str]| format_of(arguments.iter().map(OsString::from));
-        assert_eq!(format(&["x", "--nonsense", "--output", "json"]), Format::Json);
+        assert_eq!(
+            format(&["x", "--nonsense", "--output", "json"]),
+            Format::Json
+        );
         assert_eq!(format(&["--output=json", "x"]), Format::Json);
         assert_eq!(format(&["x", "--output"]), Format::Table);
         assert_eq!(format(&["x", "--output", "xml"]), Format::Table);
-        assert_eq!(format(&["exec", "--", "curl", "--output", "json"]), Format::Table);
+        assert_eq!(
+            format(&["exec", "--", "curl", "--output", "json"]),
+            Format::Table
+        );
     }
 
     #[test]
     fn a_command_that_is_not_there_ends_as_in_a_shell() {
-        let problem = |errno: &str| Failure::from(Error::Problem(Box::new(Problem::new(ErrorCode::ExecFailed, "x").with("errno", errno)))).exit;
+        let problem = |errno: &str| {
+            Failure::from(Error::Problem(Box::new(
+                Problem::new(ErrorCode::ExecFailed, "x").with("errno", errno),
+            )))
+            .exit
+        };
         assert_eq!((problem("ENOENT"), problem("EACCES")), (127, 126));
     }
 }

@@ -35,7 +35,9 @@ fn main() -> ExitCode {
     drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
     let invocation = match Invocation::parse(std::env::args_os()) {
         Ok(invocation) => invocation,
-        Err(error) => return failure::usage(&error, failure::format_of(std::env::args_os().skip(1))),
+        Err(error) => {
+            return failure::usage(&error, failure::format_of(std::env::args_os().skip(1)));
+        }
     };
     let format = invocation.globals().output;
     match run(invocation) {
@@ -46,7 +48,10 @@ fn main() -> ExitCode {
 
 fn run(invocation: Invocation) -> Result<ExitCode, Failure> {
     let mut builder = match invocation {
-        Invocation::Role(RoleCli { role: Role::Worker(_) | Role::Orchestrator(_), .. }) => {
+        Invocation::Role(RoleCli {
+            role: Role::Worker(_) | Role::Orchestrator(_),
+            ..
+        }) => {
             let mut builder = tokio::runtime::Builder::new_multi_thread();
             builder.worker_threads(threads());
             builder
@@ -70,14 +75,23 @@ fn run(invocation: Invocation) -> Result<ExitCode, Failure> {
 /// from the one that the call waits for. On two cores an exec takes a fifth less with one thread than with two.
 fn threads() -> usize {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let wanted = std::env::var("TOKIO_WORKER_THREADS").ok().and_then(|text| text.parse().ok());
+    let wanted = std::env::var("TOKIO_WORKER_THREADS")
+        .ok()
+        .and_then(|text| text.parse().ok());
     wanted.unwrap_or(cores / 2).max(1)
 }
 
 async fn dispatch(cli: Cli) -> Result<ExitCode, Failure> {
     let globals = cli.globals;
     // These find whom to talk to by other means, and say themselves what is wrong with it.
-    let is_local = matches!(cli.command, Command::Up(_) | Command::Down(_) | Command::Status | Command::Doctor(_) | Command::Backup(_));
+    let is_local = matches!(
+        cli.command,
+        Command::Up(_)
+            | Command::Down(_)
+            | Command::Status
+            | Command::Doctor(_)
+            | Command::Backup(_)
+    );
     match perform(&globals, cli.command).await {
         Err(failure) if !is_local => Err(connect::explain(&globals, failure).await),
         result => result,
@@ -105,7 +119,12 @@ async fn perform(globals: &Globals, command: Command) -> Result<ExitCode, Failur
         Command::Policy { command } => policy::run(globals, command).await,
         Command::Session { command } => session::run(globals, command).await,
         Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut <Cli as clap::CommandFactory>::command(), "cynode", &mut std::io::stdout());
+            clap_complete::generate(
+                shell,
+                &mut <Cli as clap::CommandFactory>::command(),
+                "cynode",
+                &mut std::io::stdout(),
+            );
             Ok(ExitCode::SUCCESS)
         }
     }

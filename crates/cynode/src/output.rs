@@ -18,12 +18,20 @@ pub fn line(text: &str) -> io::Result<()> {
 
 /// A line that begins with a word in a colour.
 pub fn painted(word: &str, colour: Colour, rest: &str) -> io::Result<()> {
-    verbatim(&format!("{}{}", paint(&sanitize::line(word), colour), sanitize::lines(rest)))
+    verbatim(&format!(
+        "{}{}",
+        paint(&sanitize::line(word), colour),
+        sanitize::lines(rest)
+    ))
 }
 
 /// A line that ends with a word in a colour.
 pub fn painted_after(begin: &str, word: &str, colour: Colour) -> io::Result<()> {
-    verbatim(&format!("{}{}", sanitize::lines(begin), paint(&sanitize::line(word), colour)))
+    verbatim(&format!(
+        "{}{}",
+        sanitize::lines(begin),
+        paint(&sanitize::line(word), colour)
+    ))
 }
 
 /// Text that somebody asked for as it is, and not for a terminal.
@@ -44,9 +52,14 @@ pub fn json_line(value: &(impl Serialize + ?Sized)) -> io::Result<()> {
 }
 
 /// Rows under a header, without lines. Cells may hold what a sandbox chose.
-pub fn table<const N: usize>(header: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> io::Result<()> {
+pub fn table<const N: usize>(
+    header: [&str; N],
+    rows: impl IntoIterator<Item = [String; N]>,
+) -> io::Result<()> {
     let mut table = comfy_table::Table::new();
-    table.load_style(comfy_table::presets::NOTHING).set_header(header);
+    table
+        .load_style(comfy_table::presets::NOTHING)
+        .set_header(header);
     for row in rows {
         table.add_row(row.map(|cell| sanitize::line(&cell)));
     }
@@ -72,7 +85,9 @@ pub enum Colour {
 
 /// The text in a colour when stdout is a terminal that may have colours.
 fn paint(text: &str, colour: Colour) -> String {
-    if !io::stdout().is_terminal() || std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty()) {
+    if !io::stdout().is_terminal()
+        || std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
+    {
         return text.to_owned();
     }
     let number = match colour {
@@ -123,7 +138,11 @@ pub fn size(bytes: u64) -> String {
         unit += 1;
     }
     let name = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"][unit];
-    if tenths == 0 { format!("{whole} {name}") } else { format!("{whole}.{tenths} {name}") }
+    if tenths == 0 {
+        format!("{whole} {name}")
+    } else {
+        format!("{whole}.{tenths} {name}")
+    }
 }
 
 /// Bytes in hexadecimal digits.
@@ -151,7 +170,19 @@ mod tests {
 
     #[test]
     fn sizes_and_spans_are_short() {
-        assert_eq!([size(0), size(1023), size(1536), size(10 << 30), size(u64::MAX)], ["0 B", "1023 B", "1.5 KiB", "10 GiB", "15.9 EiB"]);
-        assert_eq!([span(-5), span(90), span(3600), span(86_400), span(200_000)], ["0s", "90s", "60m", "24h", "2d"]);
+        assert_eq!(
+            [
+                size(0),
+                size(1023),
+                size(1536),
+                size(10 << 30),
+                size(u64::MAX)
+            ],
+            ["0 B", "1023 B", "1.5 KiB", "10 GiB", "15.9 EiB"]
+        );
+        assert_eq!(
+            [span(-5), span(90), span(3600), span(86_400), span(200_000)],
+            ["0s", "90s", "60m", "24h", "2d"]
+        );
     }
 }

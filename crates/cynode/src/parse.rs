@@ -8,9 +8,15 @@ use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 pub fn size(text: &str) -> Result<u64, String> {
     let bad = || format!("'{text}' is not a size; write it like 512m, 2g or a number of bytes");
     let lower = text.to_ascii_lowercase();
-    let digits = lower.find(|c: char| !c.is_ascii_digit()).unwrap_or(lower.len());
+    let digits = lower
+        .find(|c: char| !c.is_ascii_digit())
+        .unwrap_or(lower.len());
     let (number, unit) = lower.split_at(digits);
-    let shift = match unit.strip_suffix("ib").or_else(|| unit.strip_suffix('b')).unwrap_or(unit) {
+    let shift = match unit
+        .strip_suffix("ib")
+        .or_else(|| unit.strip_suffix('b'))
+        .unwrap_or(unit)
+    {
         "" if unit != "ib" => 0,
         "k" => 10,
         "m" => 20,
@@ -19,21 +25,32 @@ pub fn size(text: &str) -> Result<u64, String> {
         _ => return Err(bad()),
     };
     let number: u64 = number.parse().map_err(|_| bad())?;
-    number.checked_mul(1 << shift).filter(|bytes| *bytes > 0).ok_or_else(bad)
+    number
+        .checked_mul(1 << shift)
+        .filter(|bytes| *bytes > 0)
+        .ok_or_else(bad)
 }
 
 /// `24h`, `30m`, `1h30m`, `90s`, `500ms`, `2d`; a bare number is seconds.
 pub fn duration(text: &str) -> Result<Duration, String> {
     let bad = || format!("'{text}' is not a time; write it like 90s, 30m, 24h or 1h30m");
     if let Ok(seconds) = text.parse::<u64>() {
-        return if seconds == 0 { Err(bad()) } else { Ok(Duration::from_secs(seconds)) };
+        return if seconds == 0 {
+            Err(bad())
+        } else {
+            Ok(Duration::from_secs(seconds))
+        };
     }
     let mut rest = text;
     let mut total = Duration::ZERO;
     while !rest.is_empty() {
         let digits = rest.find(|c: char| !c.is_ascii_digit()).ok_or_else(bad)?;
         let (number, after) = rest.split_at(digits);
-        let (unit, after) = after.split_at(after.find(|c: char| c.is_ascii_digit()).unwrap_or(after.len()));
+        let (unit, after) = after.split_at(
+            after
+                .find(|c: char| c.is_ascii_digit())
+                .unwrap_or(after.len()),
+        );
         let number: u64 = number.parse().map_err(|_| bad())?;
         let millis = match unit {
             "ms" => Some(number),
@@ -43,10 +60,16 @@ pub fn duration(text: &str) -> Result<Duration, String> {
             "d" => number.checked_mul(86_400_000),
             _ => None,
         };
-        total = millis.and_then(|millis| total.checked_add(Duration::from_millis(millis))).ok_or_else(bad)?;
+        total = millis
+            .and_then(|millis| total.checked_add(Duration::from_millis(millis)))
+            .ok_or_else(bad)?;
         rest = after;
     }
-    if total.is_zero() { Err(bad()) } else { Ok(total) }
+    if total.is_zero() {
+        Err(bad())
+    } else {
+        Ok(total)
+    }
 }
 
 /// `90m` ago, or a moment as in `2026-01-02T03:04:05Z`.
@@ -55,7 +78,12 @@ pub fn since(text: &str) -> Result<OffsetDateTime, String> {
         return Ok(at);
     }
     let ago = duration(text).map_err(|_| format!("'{text}' is neither a time ago, like 90m or 2d, nor a moment, like 2026-01-02T03:04:05Z"))?;
-    OffsetDateTime::now_utc().checked_sub(ago.try_into().map_err(|_| format!("'{text}' is too long ago"))?).ok_or_else(|| format!("'{text}' is too long ago"))
+    OffsetDateTime::now_utc()
+        .checked_sub(
+            ago.try_into()
+                .map_err(|_| format!("'{text}' is too long ago"))?,
+        )
+        .ok_or_else(|| format!("'{text}' is too long ago"))
 }
 
 pub fn cpus(text: &str) -> Result<f64, String> {
@@ -78,31 +106,78 @@ mod tests {
 
     #[test]
     fn sizes_are_in_units_of_1024() {
-        for (text, bytes) in [("1", 1), ("512m", 512 << 20), ("2g", 2 << 30), ("2GiB", 2 << 30), ("10kb", 10 << 10), ("1T", 1 << 40), ("7b", 7)] {
+        for (text, bytes) in [
+            ("1", 1),
+            ("512m", 512 << 20),
+            ("2g", 2 << 30),
+            ("2GiB", 2 << 30),
+            ("10kb", 10 << 10),
+            ("1T", 1 << 40),
+            ("7b", 7),
+        ] {
             assert_eq!(size(text), Ok(bytes), "{text}");
         }
-        for text in ["", "g", "-1", "1.5g", "2x", "0", "1ib", "99999999999999999999", "99999999999t", "1 g"] {
+        for text in [
+            "",
+            "g",
+            "-1",
+            "1.5g",
+            "2x",
+            "0",
+            "1ib",
+            "99999999999999999999",
+            "99999999999t",
+            "1 g",
+        ] {
             assert!(size(text).is_err(), "{text}");
         }
     }
 
     #[test]
     fn times_add_up() {
-        for (text, millis) in [("24h", 86_400_000), ("1h30m", 5_400_000), ("90", 90_000), ("500ms", 500), ("2d", 172_800_000), ("1m1s1ms", 61_001)] {
+        for (text, millis) in [
+            ("24h", 86_400_000),
+            ("1h30m", 5_400_000),
+            ("90", 90_000),
+            ("500ms", 500),
+            ("2d", 172_800_000),
+            ("1m1s1ms", 61_001),
+        ] {
             assert_eq!(duration(text), Ok(Duration::from_millis(millis)), "{text}");
         }
-        for text in ["", "m", "1.5h", "-3s", "5x", "0", "0s", "10m5", "99999999999999999999s", "9999999999999999999d"] {
+        for text in [
+            "",
+            "m",
+            "1.5h",
+            "-3s",
+            "5x",
+            "0",
+            "0s",
+            "10m5",
+            "99999999999999999999s",
+            "9999999999999999999d",
+        ] {
             assert!(duration(text).is_err(), "{text}");
         }
     }
 
     #[test]
     fn since_is_a_time_ago_or_a_moment() {
-        assert_eq!(since("2026-01-02T03:04:05Z"), Ok(time::macros::datetime!(2026-01-02 03:04:05 UTC)));
+        assert_eq!(
+            since("2026-01-02T03:04:05Z"),
+            Ok(time::macros::datetime!(2026-01-02 03:04:05 UTC))
+        );
         let then = since("90m").expect("a time ago");
         let ago = OffsetDateTime::now_utc() - then;
         assert!((5_400..5_460).contains(&ago.whole_seconds()), "{ago}");
-        for text in ["", "yesterday", "2026-01-02", "-1h", "99999999999999d", "9999999d"] {
+        for text in [
+            "",
+            "yesterday",
+            "2026-01-02",
+            "-1h",
+            "99999999999999d",
+            "9999999d",
+        ] {
             assert!(since(text).is_err(), "{text}");
         }
     }

@@ -19,37 +19,67 @@ use crate::{
 };
 
 /// The worker's configuration, read whole before anything starts.
-pub fn worker_config(globals: &Globals, settings: &Settings) -> Result<cynode_worker::Config, Failure> {
+pub fn worker_config(
+    globals: &Globals,
+    settings: &Settings,
+) -> Result<cynode_worker::Config, Failure> {
     let state = StateDir::new(globals)?;
-    cynode_worker::Config::load(globals.config.as_deref(), Some(state.path().to_owned()), &settings.overrides(Section::Worker))
-        .map_err(|error| bad_config(&error, Section::Worker))
+    cynode_worker::Config::load(
+        globals.config.as_deref(),
+        Some(state.path().to_owned()),
+        &settings.overrides(Section::Worker),
+    )
+    .map_err(|error| bad_config(&error, Section::Worker))
 }
 
 /// The orchestrator's, likewise.
-pub fn orchestrator_config(globals: &Globals, settings: &Settings) -> Result<cynode_orchestrator::Config, Failure> {
+pub fn orchestrator_config(
+    globals: &Globals,
+    settings: &Settings,
+) -> Result<cynode_orchestrator::Config, Failure> {
     let state = StateDir::new(globals)?;
-    cynode_orchestrator::Config::load(globals.config.as_deref(), state.path(), std::env::vars(), settings.overrides(Section::Orchestrator))
-        .map_err(|error| bad_config(&error, Section::Orchestrator))
+    cynode_orchestrator::Config::load(
+        globals.config.as_deref(),
+        state.path(),
+        std::env::vars(),
+        settings.overrides(Section::Orchestrator),
+    )
+    .map_err(|error| bad_config(&error, Section::Orchestrator))
 }
 
 fn bad_config(error: &dyn std::error::Error, section: Section) -> Failure {
-    let remedy = format!("Correct the configuration: file, then CYNODE_{}_*, then flags.", section.name().to_uppercase());
+    let remedy = format!(
+        "Correct the configuration: file, then CYNODE_{}_*, then flags.",
+        section.name().to_uppercase()
+    );
     Failure::new(USAGE, "config", chain(error)).remedy(remedy)
 }
 
 /// The worker's address for those on this machine.
 pub fn worker_url(config: &cynode_worker::Config) -> String {
-    local_url(config.listen, config.tls.cert.is_some(), config.tls.name.as_deref())
+    local_url(
+        config.listen,
+        config.tls.cert.is_some(),
+        config.tls.name.as_deref(),
+    )
 }
 
 /// The user API's, likewise.
 pub fn api_url(config: &cynode_orchestrator::Config) -> String {
-    local_url(config.listen, config.tls.cert.is_some(), config.tls.name.as_deref())
+    local_url(
+        config.listen,
+        config.tls.cert.is_some(),
+        config.tls.name.as_deref(),
+    )
 }
 
 /// The control plane's, likewise.
 pub fn control_url(config: &cynode_orchestrator::Config) -> String {
-    local_url(config.control_listen, config.tls.cert.is_some(), config.tls.name.as_deref())
+    local_url(
+        config.control_listen,
+        config.tls.cert.is_some(),
+        config.tls.name.as_deref(),
+    )
 }
 
 fn local_url(mut address: SocketAddr, tls: bool, name: Option<&str>) -> String {
@@ -57,7 +87,11 @@ fn local_url(mut address: SocketAddr, tls: bool, name: Option<&str>) -> String {
         return format!("https://{name}:{}", address.port());
     }
     if address.ip().is_unspecified() {
-        address.set_ip(if address.is_ipv4() { Ipv4Addr::LOCALHOST.into() } else { Ipv6Addr::LOCALHOST.into() });
+        address.set_ip(if address.is_ipv4() {
+            Ipv4Addr::LOCALHOST.into()
+        } else {
+            Ipv6Addr::LOCALHOST.into()
+        });
     }
     format!("{}://{address}", if tls { "https" } else { "http" })
 }
@@ -72,10 +106,14 @@ pub async fn run_worker(globals: &Globals, args: RoleArgs) -> Result<ExitCode, F
     }
     let config = worker_config(globals, &args.settings)?;
     cynode_service::telemetry::init();
-    enter(&config).await.map_err(|error| Failure::internal(error).remedy(DOCTOR))?;
+    enter(&config)
+        .await
+        .map_err(|error| Failure::internal(error).remedy(DOCTOR))?;
     match cynode_worker::run(config).await {
         Ok(()) => Ok(ExitCode::SUCCESS),
-        Err(cynode_worker::Error::Listen(error)) if !matches!(error, ListenError::Bind { .. }) => Err(Failure::new(USAGE, "config", chain(&error))),
+        Err(cynode_worker::Error::Listen(error)) if !matches!(error, ListenError::Bind { .. }) => {
+            Err(Failure::new(USAGE, "config", chain(&error)))
+        }
         Err(error) => Err(Failure::internal(chain(&error)).remedy(DOCTOR)),
     }
 }
@@ -93,8 +131,14 @@ pub async fn run_orchestrator(globals: &Globals, args: RoleArgs) -> Result<ExitC
     let _runs = Lock::mark_orchestrator(&StateDir::new(globals)?)?;
     match cynode_orchestrator::run(config).await {
         Ok(()) => Ok(ExitCode::SUCCESS),
-        Err(cynode_orchestrator::Error::Listen(error)) if !matches!(error, ListenError::Bind { .. }) => Err(Failure::new(USAGE, "config", chain(&error))),
-        Err(error @ cynode_orchestrator::Error::NoDatabase) => Err(Failure::new(USAGE, "config", chain(&error))),
+        Err(cynode_orchestrator::Error::Listen(error))
+            if !matches!(error, ListenError::Bind { .. }) =>
+        {
+            Err(Failure::new(USAGE, "config", chain(&error)))
+        }
+        Err(error @ cynode_orchestrator::Error::NoDatabase) => {
+            Err(Failure::new(USAGE, "config", chain(&error)))
+        }
         Err(error) => Err(Failure::internal(chain(&error))),
     }
 }
@@ -123,15 +167,24 @@ pub enum Holder {
 pub fn check_holder(state: &StateDir, role: &str) -> Result<Holder, Failure> {
     match Lock::holder(state)? {
         None => Ok(Holder::Nobody),
-        Some(Locked::Theirs(Some(pid))) if getppid().is_some_and(|parent| u32::try_from(parent.as_raw_pid()) == Ok(pid)) => Ok(Holder::Supervisor),
-        Some(Locked::Ours(_)) => Err(Failure::internal("asking who holds the state directory took it")),
+        Some(Locked::Theirs(Some(pid)))
+            if getppid().is_some_and(|parent| u32::try_from(parent.as_raw_pid()) == Ok(pid)) =>
+        {
+            Ok(Holder::Supervisor)
+        }
+        Some(Locked::Ours(_)) => Err(Failure::internal(
+            "asking who holds the state directory took it",
+        )),
         Some(Locked::Theirs(pid)) => Err(is_held(state, role, pid)),
     }
 }
 
 fn is_held(state: &StateDir, role: &str, pid: Option<u32>) -> Failure {
     let pid = pid.map_or_else(|| "unknown".to_owned(), |pid| pid.to_string());
-    let what = format!("{} belongs to a running CyNode, pid {pid}, which starts its {role} itself", state.path().display());
+    let what = format!(
+        "{} belongs to a running CyNode, pid {pid}, which starts its {role} itself",
+        state.path().display()
+    );
     Failure::new(USAGE, "already_running", what).remedy("See 'cynode status'. Stop it with 'cynode down' first, or choose another directory with --state-dir.")
 }
 
@@ -143,21 +196,31 @@ fn alone(state: &StateDir) -> Result<Lock, Failure> {
     };
     match postgres::Server::of(state).postmaster() {
         None => Ok(lock),
-        Some(pid) => Err(Failure::new(USAGE, "already_running", format!("PostgreSQL is already running on {}, pid {pid}", state.path().display()))
-            .remedy("Use it, or stop it with 'cynode down'.")),
+        Some(pid) => Err(Failure::new(
+            USAGE,
+            "already_running",
+            format!(
+                "PostgreSQL is already running on {}, pid {pid}",
+                state.path().display()
+            ),
+        )
+        .remedy("Use it, or stop it with 'cynode down'.")),
     }
 }
 
 /// Moves an ordinary user's process to where workers of that user live, by running this program anew. For root nothing
 /// changes.
 pub async fn enter(config: &cynode_worker::Config) -> Result<(), String> {
-    cynode_worker::enter_user_namespace(config).await.map_err(|error| chain(&error))
+    cynode_worker::enter_user_namespace(config)
+        .await
+        .map_err(|error| chain(&error))
 }
 
 /// Removes what a worker left behind that is no longer running. Says what it did.
 pub async fn cleanup(config: &cynode_worker::Config) -> Result<String, Failure> {
-    let report =
-        cynode_worker::cleanup(config).await.map_err(|error| Failure::internal(chain(&error)).remedy("Run 'cynode doctor', then 'cynode down' again."))?;
+    let report = cynode_worker::cleanup(config).await.map_err(|error| {
+        Failure::internal(chain(&error)).remedy("Run 'cynode doctor', then 'cynode down' again.")
+    })?;
     Ok(report.to_string())
 }
 
@@ -171,7 +234,13 @@ pub async fn examine(config: &cynode_worker::Config) -> Result<serde_json::Value
 /// Sandboxes go on: the next worker adopts them.
 pub fn end_with(parent: i32, signal: Signal) -> Result<(), Failure> {
     set_parent_process_death_signal(Some(signal)).map_err(std::io::Error::from)?;
-    if getppid().map(Pid::as_raw_pid) == Some(parent) { Ok(()) } else { Err(Failure::internal("the supervisor ended before its role began")) }
+    if getppid().map(Pid::as_raw_pid) == Some(parent) {
+        Ok(())
+    } else {
+        Err(Failure::internal(
+            "the supervisor ended before its role began",
+        ))
+    }
 }
 
 fn chain(error: &dyn std::error::Error) -> String {
@@ -185,18 +254,34 @@ mod tests {
     #[test]
     fn a_role_starts_alone_or_as_a_child_of_the_holder() {
         let directory = tempfile::tempdir().expect("temporary directory");
-        let globals = Globals { output: crate::cli::Format::Table, state_dir: Some(directory.path().to_owned()), config: None, ca: None };
+        let globals = Globals {
+            output: crate::cli::Format::Table,
+            state_dir: Some(directory.path().to_owned()),
+            config: None,
+            ca: None,
+        };
         let state = StateDir::new(&globals).expect("a path");
         assert_eq!(check_holder(&state, "worker").ok(), Some(Holder::Nobody));
         // This test's own process holds it, and so is not its child.
-        let Locked::Ours(lock) = Lock::acquire(&state).expect("lock") else { panic!("taken") };
+        let Locked::Ours(lock) = Lock::acquire(&state).expect("lock") else {
+            panic!("taken")
+        };
         let refused = check_holder(&state, "worker").expect_err("held by another");
         assert_eq!(refused.exit, USAGE);
-        assert!(refused.message().contains(&format!("pid {}", std::process::id())) && refused.remedy_text().is_some(), "{refused:?}");
+        assert!(
+            refused
+                .message()
+                .contains(&format!("pid {}", std::process::id()))
+                && refused.remedy_text().is_some(),
+            "{refused:?}"
+        );
         assert!(alone(&state).is_err());
         let parent = getppid().expect("a parent").as_raw_pid().to_string();
         fs_err::write(directory.path().join("up.lock"), parent).expect("written");
-        assert_eq!(check_holder(&state, "worker").ok(), Some(Holder::Supervisor));
+        assert_eq!(
+            check_holder(&state, "worker").ok(),
+            Some(Holder::Supervisor)
+        );
         drop(lock);
         assert!(alone(&state).is_ok());
     }

@@ -35,7 +35,8 @@ impl Sanitizer {
             self.text(chunk.valid(), out);
             let invalid = chunk.invalid();
             // At the very end it may be only cut short.
-            let at_end = !invalid.is_empty() && std::ptr::eq(invalid.as_ptr_range().end, rest.as_ptr_range().end);
+            let at_end = !invalid.is_empty()
+                && std::ptr::eq(invalid.as_ptr_range().end, rest.as_ptr_range().end);
             if at_end && may_go_on(invalid) {
                 self.pending = invalid.to_vec();
             } else if !invalid.is_empty() {
@@ -59,7 +60,9 @@ impl Sanitizer {
                 '\0'..='\x1f' | '\x7f' => raw(&[character as u8], out),
                 // Says only whether the symbol before it is shown in colour; programs write it a lot.
                 '\u{fe0e}' | '\u{fe0f}' if after_symbol => out.push(character),
-                _ if is_hidden(character) => escape(format_args!("\\u{{{:x}}}", u32::from(character)), out),
+                _ if is_hidden(character) => {
+                    escape(format_args!("\\u{{{:x}}}", u32::from(character)), out)
+                }
                 _ => out.push(character),
             }
         }
@@ -112,12 +115,14 @@ fn raw(bytes: &[u8], out: &mut String) {
 }
 
 fn escape(arguments: std::fmt::Arguments<'_>, out: &mut String) {
-    out.write_fmt(arguments).expect("writing to a string does not fail");
+    out.write_fmt(arguments)
+        .expect("writing to a string does not fail");
 }
 
 /// Whether more bytes could make this a character.
 fn may_go_on(bytes: &[u8]) -> bool {
-    bytes.len() < LONGEST && std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
+    bytes.len() < LONGEST
+        && std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
 }
 
 #[cfg(test)]
@@ -143,7 +148,10 @@ mod tests {
 
     #[test]
     fn controls_are_shown_escaped() {
-        assert_eq!(shown(&[b"\x1b[2J\x07\rx\x7f\0\x08"]), "\\x1b[2J\\x07\\rx\\x7f\\x00\\x08");
+        assert_eq!(
+            shown(&[b"\x1b[2J\x07\rx\x7f\0\x08"]),
+            "\\x1b[2J\\x07\\rx\\x7f\\x00\\x08"
+        );
         assert_eq!(shown(&["\u{9b}31m\u{85}".as_bytes()]), "\\u{9b}31m\\u{85}");
     }
 
@@ -160,31 +168,65 @@ mod tests {
         }
         assert_eq!(line("evil\u{202e}gpj.exe"), "evil\\u{202e}gpj.exe");
         // The neighbours of those ranges, letters of every direction, and spaces of every width are text.
-        for text in ["\u{a0}\u{200a}\u{202f}\u{205f}\u{3000}", "שלום مرحبا", "é e\u{301}", "\u{2027}\u{2070}\u{fdff}\u{fffc}\u{fffd}", "⠀⠋"] {
+        for text in [
+            "\u{a0}\u{200a}\u{202f}\u{205f}\u{3000}",
+            "שלום مرحبا",
+            "é e\u{301}",
+            "\u{2027}\u{2070}\u{fdff}\u{fffc}\u{fffd}",
+            "⠀⠋",
+        ] {
             assert_eq!(line(text), text);
         }
         // A selector of presentation is text after a symbol, and hidden anywhere else.
-        assert_eq!(lines("⚠\u{fe0f} ❤\u{fe0f} ©\u{fe0f} 🖥\u{fe0f}"), "⚠\u{fe0f} ❤\u{fe0f} ©\u{fe0f} 🖥\u{fe0f}");
-        assert_eq!(lines("a\u{fe0f} ⚠\u{fe0f}\u{fe0f}"), "a\\u{fe0f} ⚠\u{fe0f}\\u{fe0f}");
+        assert_eq!(
+            lines("⚠\u{fe0f} ❤\u{fe0f} ©\u{fe0f} 🖥\u{fe0f}"),
+            "⚠\u{fe0f} ❤\u{fe0f} ©\u{fe0f} 🖥\u{fe0f}"
+        );
+        assert_eq!(
+            lines("a\u{fe0f} ⚠\u{fe0f}\u{fe0f}"),
+            "a\\u{fe0f} ⚠\u{fe0f}\\u{fe0f}"
+        );
         assert_eq!(shown(&["⚠".as_bytes(), "\u{fe0f}".as_bytes()]), "⚠\u{fe0f}");
-        assert_eq!(shown(&["⚠".as_bytes(), b"\xff", "\u{fe0f}".as_bytes()]), "⚠\\xff\\u{fe0f}");
+        assert_eq!(
+            shown(&["⚠".as_bytes(), b"\xff", "\u{fe0f}".as_bytes()]),
+            "⚠\\xff\\u{fe0f}"
+        );
     }
 
     #[test]
     fn json_is_the_same_document_with_nothing_hidden_in_it() {
         let value = serde_json::json!({"na\u{202e}me": ["\u{200b}", "\u{9b}31m\u{1b}", "\u{7f}", "\u{e0041}", "é\u{fe0f}", "\\u202e", "plain ⚠"], "n": 1});
-        for text in [value.to_string(), serde_json::to_string_pretty(&value).expect("text")] {
+        for text in [
+            value.to_string(),
+            serde_json::to_string_pretty(&value).expect("text"),
+        ] {
             let shown = json(text);
-            assert!(!shown.chars().any(|c| is_hidden(c) || (c.is_control() && c != '\n')), "{shown}");
-            assert!(shown.contains("na\\u202eme") && shown.contains("\\udb40\\udc41") && shown.contains("plain ⚠"), "{shown}");
-            assert_eq!(serde_json::from_str::<serde_json::Value>(&shown).expect("JSON"), value);
+            assert!(
+                !shown
+                    .chars()
+                    .any(|c| is_hidden(c) || (c.is_control() && c != '\n')),
+                "{shown}"
+            );
+            assert!(
+                shown.contains("na\\u202eme")
+                    && shown.contains("\\udb40\\udc41")
+                    && shown.contains("plain ⚠"),
+                "{shown}"
+            );
+            assert_eq!(
+                serde_json::from_str::<serde_json::Value>(&shown).expect("JSON"),
+                value
+            );
         }
     }
 
     #[test]
     fn bytes_that_are_not_utf8_are_shown_as_hex() {
         assert_eq!(shown(&[b"a\xffb\x9bc\xc3"]), "a\\xffb\\x9bc\\xc3");
-        assert_eq!(shown(&[b"\xc0\xaf\xed\xa0\x80"]), "\\xc0\\xaf\\xed\\xa0\\x80");
+        assert_eq!(
+            shown(&[b"\xc0\xaf\xed\xa0\x80"]),
+            "\\xc0\\xaf\\xed\\xa0\\x80"
+        );
     }
 
     #[test]

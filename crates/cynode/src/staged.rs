@@ -24,13 +24,26 @@ pub struct Staged {
 impl Staged {
     /// A new, empty file in the directory of `target`, with at most these permissions.
     pub fn create(target: &Path, mode: u32) -> Result<(Self, fs_err::File), Failure> {
-        let name = target.file_name().ok_or_else(|| Failure::usage(format!("{} names no file", target.display())))?;
+        let name = target
+            .file_name()
+            .ok_or_else(|| Failure::usage(format!("{} names no file", target.display())))?;
         let mut hidden = OsString::from(".");
         hidden.push(name);
         hidden.push(format!(".cynode-{}", uuid::Uuid::new_v4().simple()));
         let path = target.with_file_name(hidden);
-        let file = fs_err::OpenOptions::new().write(true).create_new(true).mode(mode).open(&path).map_err(|error| local(&error))?;
-        Ok((Self { path, target: target.to_owned() }, file))
+        let file = fs_err::OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(mode)
+            .open(&path)
+            .map_err(|error| local(&error))?;
+        Ok((
+            Self {
+                path,
+                target: target.to_owned(),
+            },
+            file,
+        ))
     }
 
     pub fn path(&self) -> &Path {
@@ -51,8 +64,14 @@ impl Drop for Staged {
 }
 
 /// Does the work unless a signal comes first. The work is dropped then, and with it what it had staged.
-pub async fn unless_interrupted<T>(work: impl Future<Output = Result<T, Failure>>) -> Result<T, Failure> {
-    let (mut interrupt, mut terminate, mut hangup) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?, signal(SignalKind::hangup())?);
+pub async fn unless_interrupted<T>(
+    work: impl Future<Output = Result<T, Failure>>,
+) -> Result<T, Failure> {
+    let (mut interrupt, mut terminate, mut hangup) = (
+        signal(SignalKind::interrupt())?,
+        signal(SignalKind::terminate())?,
+        signal(SignalKind::hangup())?,
+    );
     let ended = tokio::select! {
         done = work => return done,
         _ = interrupt.recv() => SignalKind::interrupt(),
@@ -60,7 +79,9 @@ pub async fn unless_interrupted<T>(work: impl Future<Output = Result<T, Failure>
         _ = hangup.recv() => SignalKind::hangup(),
     };
     // As a shell says it of a program that a signal ended.
-    Err(Failure::said(u8::try_from(128 + ended.as_raw_value()).unwrap_or(u8::MAX)))
+    Err(Failure::said(
+        u8::try_from(128 + ended.as_raw_value()).unwrap_or(u8::MAX),
+    ))
 }
 
 #[cfg(test)]
@@ -70,8 +91,16 @@ mod tests {
     use super::*;
 
     fn names(directory: &Path) -> Vec<String> {
-        let mut names: Vec<_> =
-            fs_err::read_dir(directory).expect("a directory").map(|entry| entry.expect("an entry").file_name().into_string().expect("text")).collect();
+        let mut names: Vec<_> = fs_err::read_dir(directory)
+            .expect("a directory")
+            .map(|entry| {
+                entry
+                    .expect("an entry")
+                    .file_name()
+                    .into_string()
+                    .expect("text")
+            })
+            .collect();
         names.sort();
         names
     }
@@ -83,16 +112,35 @@ mod tests {
         let (staged, mut file) = Staged::create(&target, 0o644).expect("made");
         let (other, _) = Staged::create(&target, 0o644).expect("another beside it");
         assert_ne!(staged.path(), other.path());
-        assert!(!staged.path().display().to_string().contains(&std::process::id().to_string()) && !target.exists());
+        assert!(
+            !staged
+                .path()
+                .display()
+                .to_string()
+                .contains(&std::process::id().to_string())
+                && !target.exists()
+        );
         drop(other);
         file.write_all(b"whole").expect("written");
         staged.commit().expect("renamed");
-        assert_eq!((fs_err::read_to_string(&target).expect("there"), names(root.path())), ("whole".to_owned(), vec!["out".to_owned()]));
+        assert_eq!(
+            (
+                fs_err::read_to_string(&target).expect("there"),
+                names(root.path())
+            ),
+            ("whole".to_owned(), vec!["out".to_owned()])
+        );
         // One that failed leaves what was there.
         let (staged, mut file) = Staged::create(&target, 0o644).expect("made");
         file.write_all(b"half").expect("written");
         drop(staged);
-        assert_eq!((fs_err::read_to_string(&target).expect("there"), names(root.path())), ("whole".to_owned(), vec!["out".to_owned()]));
+        assert_eq!(
+            (
+                fs_err::read_to_string(&target).expect("there"),
+                names(root.path())
+            ),
+            ("whole".to_owned(), vec!["out".to_owned()])
+        );
         assert!(Staged::create(Path::new("/"), 0o644).is_err());
     }
 
@@ -105,9 +153,16 @@ mod tests {
         let (staged, mut file) = Staged::create(&target, 0o644).expect("made");
         file.write_all(b"new").expect("written");
         staged.commit().expect("renamed");
-        assert!(!fs_err::symlink_metadata(&target).expect("there").is_symlink());
+        assert!(
+            !fs_err::symlink_metadata(&target)
+                .expect("there")
+                .is_symlink()
+        );
         assert_eq!(
-            (fs_err::read_to_string(&elsewhere).expect("there"), fs_err::read_to_string(&target).expect("there")),
+            (
+                fs_err::read_to_string(&elsewhere).expect("there"),
+                fs_err::read_to_string(&target).expect("there")
+            ),
             ("untouched".to_owned(), "new".to_owned())
         );
     }
@@ -116,15 +171,26 @@ mod tests {
     async fn a_signal_removes_what_was_staged() {
         let root = tempfile::tempdir().expect("a directory");
         let target = root.path().join("out");
-        for (raw, code) in [(SignalKind::interrupt(), 130), (SignalKind::terminate(), 143), (SignalKind::hangup(), 129)] {
+        for (raw, code) in [
+            (SignalKind::interrupt(), 130),
+            (SignalKind::terminate(), 143),
+            (SignalKind::hangup(), 129),
+        ] {
             let work = async {
                 let (_staged, _file) = Staged::create(&target, 0o644)?;
                 assert_eq!(names(root.path()).len(), 1);
-                let sent = rustix::process::Signal::from_named_raw(raw.as_raw_value()).expect("a signal");
+                let sent =
+                    rustix::process::Signal::from_named_raw(raw.as_raw_value()).expect("a signal");
                 rustix::process::kill_process(rustix::process::getpid(), sent).expect("sent");
                 std::future::pending::<Result<(), Failure>>().await
             };
-            assert_eq!(unless_interrupted(work).await.expect_err("interrupted").exit, code);
+            assert_eq!(
+                unless_interrupted(work)
+                    .await
+                    .expect_err("interrupted")
+                    .exit,
+                code
+            );
             assert_eq!(names(root.path()), Vec::<String>::new());
         }
         assert_eq!(unless_interrupted(async { Ok(7) }).await.ok(), Some(7));

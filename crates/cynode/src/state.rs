@@ -40,10 +40,12 @@ pub struct StateDir(PathBuf);
 
 impl StateDir {
     pub fn new(globals: &Globals) -> Result<Self, Failure> {
-        let path = globals
-            .state_dir
-            .clone()
-            .unwrap_or_else(|| cynode_service::config::default_state_dir(rustix::process::geteuid().is_root(), |name| std::env::var(name).ok()));
+        let path = globals.state_dir.clone().unwrap_or_else(|| {
+            cynode_service::config::default_state_dir(
+                rustix::process::geteuid().is_root(),
+                |name| std::env::var(name).ok(),
+            )
+        });
         Ok(Self(std::path::absolute(path)?))
     }
 
@@ -62,12 +64,19 @@ impl StateDir {
             .mode(0o700)
             .recursive(true)
             .create(&path)
-            .map_err(|error| io::Error::new(error.kind(), format!("can't make {}: {error}", path.display())))
+            .map_err(|error| {
+                io::Error::new(
+                    error.kind(),
+                    format!("can't make {}: {error}", path.display()),
+                )
+            })
     }
 
     pub fn endpoints(&self) -> io::Result<Option<Endpoints>> {
         match fs_err::read(self.endpoints_path()) {
-            Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes).map_err(|error| io::Error::other(format!("{}: {error}", self.endpoints_path().display())))?)),
+            Ok(bytes) => Ok(Some(serde_json::from_slice(&bytes).map_err(|error| {
+                io::Error::other(format!("{}: {error}", self.endpoints_path().display()))
+            })?)),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(error),
         }
@@ -98,8 +107,12 @@ impl StateDir {
         if !self.unfinished_restore().exists() {
             return Ok(());
         }
-        let what = format!("a restore into {} was cut off, and what is there is not whole", self.0.display());
-        Err(Failure::new(USAGE, "restore_unfinished", what).remedy("Empty the directory and restore again."))
+        let what = format!(
+            "a restore into {} was cut off, and what is there is not whole",
+            self.0.display()
+        );
+        Err(Failure::new(USAGE, "restore_unfinished", what)
+            .remedy("Empty the directory and restore again."))
     }
 
     /// There while a restore goes on.
@@ -146,12 +159,16 @@ impl Lock {
     /// Who holds it, without taking it for longer than the question.
     pub fn holder(state: &StateDir) -> io::Result<Option<Locked>> {
         let path = state.lock_path();
-        Ok(is_held(&path, FlockOperation::NonBlockingLockShared)?.then(|| Locked::Theirs(read_pid(&path))))
+        Ok(is_held(&path, FlockOperation::NonBlockingLockShared)?
+            .then(|| Locked::Theirs(read_pid(&path))))
     }
 
     /// Whether a worker runs on this state directory, with or without `up`: it holds a lock of its own to its very end.
     pub fn worker_runs(state: &StateDir) -> io::Result<bool> {
-        is_held(&state.0.join("worker").join("lock"), FlockOperation::NonBlockingLockShared)
+        is_held(
+            &state.0.join("worker").join("lock"),
+            FlockOperation::NonBlockingLockShared,
+        )
     }
 
     /// Notes that an orchestrator runs on this state directory, for as long as it lives. There may be several.
@@ -164,7 +181,10 @@ impl Lock {
     }
 
     pub fn orchestrator_runs(state: &StateDir) -> io::Result<bool> {
-        is_held(&orchestrator_lock(state), FlockOperation::NonBlockingLockExclusive)
+        is_held(
+            &orchestrator_lock(state),
+            FlockOperation::NonBlockingLockExclusive,
+        )
     }
 }
 
@@ -175,7 +195,11 @@ fn orchestrator_lock(state: &StateDir) -> PathBuf {
 /// Whether this kind of lock can't be had.
 fn is_held(path: &Path, operation: FlockOperation) -> io::Result<bool> {
     let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
-    let file = match fs_err::OpenOptions::new().read(true).custom_flags(flags).open(path) {
+    let file = match fs_err::OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(path)
+    {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
         Err(error) => return Err(error),
@@ -206,13 +230,20 @@ mod tests {
         let directory = tempfile::tempdir().expect("temporary directory");
         let state = state(&directory);
         assert!(Lock::holder(&state).expect("no lock yet").is_none());
-        let Locked::Ours(lock) = Lock::acquire(&state).expect("lock") else { panic!("taken") };
+        let Locked::Ours(lock) = Lock::acquire(&state).expect("lock") else {
+            panic!("taken")
+        };
         let own = Some(std::process::id());
         assert!(matches!(Lock::acquire(&state).expect("lock"), Locked::Theirs(pid) if pid == own));
-        assert!(matches!(Lock::holder(&state).expect("lock"), Some(Locked::Theirs(pid)) if pid == own));
+        assert!(
+            matches!(Lock::holder(&state).expect("lock"), Some(Locked::Theirs(pid)) if pid == own)
+        );
         drop(lock);
         assert!(Lock::holder(&state).expect("lock").is_none());
-        assert!(matches!(Lock::acquire(&state).expect("lock"), Locked::Ours(_)));
+        assert!(matches!(
+            Lock::acquire(&state).expect("lock"),
+            Locked::Ours(_)
+        ));
     }
 
     #[test]
@@ -221,11 +252,26 @@ mod tests {
         let directory = tempfile::tempdir().expect("temporary directory");
         let state = state(&directory);
         assert_eq!(state.endpoints().expect("absent"), None);
-        let endpoints = Endpoints { version: 1, worker: Some("http://127.0.0.1:1".into()), pid: 7, ..Endpoints::default() };
+        let endpoints = Endpoints {
+            version: 1,
+            worker: Some("http://127.0.0.1:1".into()),
+            pid: 7,
+            ..Endpoints::default()
+        };
         state.write_endpoints(&endpoints).expect("written");
         assert_eq!(state.endpoints().expect("there"), Some(endpoints));
-        assert_eq!(fs_err::metadata(state.endpoints_path()).expect("there").permissions().mode() & 0o777, 0o600);
-        assert_eq!(fs_err::read_to_string(state.endpoints_path()).expect("text"), "{\"version\":1,\"worker\":\"http://127.0.0.1:1\",\"pid\":7}\n");
+        assert_eq!(
+            fs_err::metadata(state.endpoints_path())
+                .expect("there")
+                .permissions()
+                .mode()
+                & 0o777,
+            0o600
+        );
+        assert_eq!(
+            fs_err::read_to_string(state.endpoints_path()).expect("text"),
+            "{\"version\":1,\"worker\":\"http://127.0.0.1:1\",\"pid\":7}\n"
+        );
         state.remove_endpoints();
         assert_eq!(state.endpoints().expect("absent"), None);
     }

@@ -53,7 +53,11 @@ pub async fn run(globals: &Globals) -> Result<ExitCode, Failure> {
         Format::Json => output::json(&status)?,
         Format::Table => print(&status)?,
     }
-    Ok(if status.ready { ExitCode::SUCCESS } else { ExitCode::from(UNREACHABLE) })
+    Ok(if status.ready {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::from(UNREACHABLE)
+    })
 }
 
 async fn look(globals: &Globals) -> Result<Status, Failure> {
@@ -71,7 +75,11 @@ async fn look(globals: &Globals) -> Result<Status, Failure> {
         roles: Vec::new(),
         sessions: None,
     };
-    let starting = if pid.is_some() { "it is starting" } else { "it is not running; start it with 'cynode up'" };
+    let starting = if pid.is_some() {
+        "it is starting"
+    } else {
+        "it is not running; start it with 'cynode up'"
+    };
     if !connect::is_elsewhere() {
         let Some(endpoints) = state.endpoints()?.filter(|_| pid.is_some()) else {
             status.reason = Some(starting.to_owned());
@@ -92,9 +100,14 @@ async fn look(globals: &Globals) -> Result<Status, Failure> {
             Surface::User => "orchestrator",
             Surface::Worker => "worker",
         };
-        status.roles.push(role_status(role, client.base(), client.readyz().await));
+        status
+            .roles
+            .push(role_status(role, client.base(), client.readyz().await));
     }
-    status.reason = status.roles.iter().find_map(|role| Some(format!("{}: {}", role.role, role.reason.as_ref()?)));
+    status.reason = status
+        .roles
+        .iter()
+        .find_map(|role| Some(format!("{}: {}", role.role, role.reason.as_ref()?)));
     status.ready = status.reason.is_none();
     // A worker that is not ready may still know its sessions; one that is, must.
     match client.list_sessions(&SessionFilter::default()).await {
@@ -117,19 +130,41 @@ async fn look(globals: &Globals) -> Result<Status, Failure> {
 }
 
 /// Every role that `up` runs here.
-async fn roles(globals: &Globals, endpoints: &Endpoints, state: &StateDir) -> Result<Vec<RoleStatus>, Failure> {
+async fn roles(
+    globals: &Globals,
+    endpoints: &Endpoints,
+    state: &StateDir,
+) -> Result<Vec<RoleStatus>, Failure> {
     let mut roles = Vec::new();
     let trust = connect::trust(globals, endpoints.ca.as_deref());
     if let (Some(api), Some(token)) = (&endpoints.api, state.token("admin.token")?) {
-        roles.push(role_status("orchestrator", api, UserClient::trusting(api, &token, trust)?.readyz().await));
+        roles.push(role_status(
+            "orchestrator",
+            api,
+            UserClient::trusting(api, &token, trust)?.readyz().await,
+        ));
     }
     if let (Some(worker), Some(token)) = (&endpoints.worker, state.token("worker.token")?) {
-        roles.push(role_status("worker", worker, WorkerClient::trusting(worker, &token, Surface::Worker, trust)?.readyz().await));
+        roles.push(role_status(
+            "worker",
+            worker,
+            WorkerClient::trusting(worker, &token, Surface::Worker, trust)?
+                .readyz()
+                .await,
+        ));
     }
     let server = postgres::Server::of(state);
     if endpoints.api.is_some() && server.was_started() {
-        let reason = server.running().is_none().then(|| "it does not take connections".to_owned());
-        roles.push(RoleStatus { role: "postgres", url: server.socket_directory().display().to_string(), ready: reason.is_none(), reason });
+        let reason = server
+            .running()
+            .is_none()
+            .then(|| "it does not take connections".to_owned());
+        roles.push(RoleStatus {
+            role: "postgres",
+            url: server.socket_directory().display().to_string(),
+            ready: reason.is_none(),
+            reason,
+        });
     }
     Ok(roles)
 }
@@ -140,18 +175,33 @@ fn role_status(role: &'static str, url: &str, readiness: Result<Readiness, Error
         Ok(Readiness::NotReady(reason)) => Some(reason),
         Err(error) => Some(error.chain()),
     };
-    RoleStatus { role, url: url.to_owned(), ready: reason.is_none(), reason }
+    RoleStatus {
+        role,
+        url: url.to_owned(),
+        ready: reason.is_none(),
+        reason,
+    }
 }
 
 fn print(status: &Status) -> Result<(), Failure> {
-    let (word, colour) = if status.ready { ("ready", Colour::Green) } else { ("not ready", Colour::Red) };
+    let (word, colour) = if status.ready {
+        ("ready", Colour::Green)
+    } else {
+        ("not ready", Colour::Red)
+    };
     output::painted_after(&format!("CyNode {}: ", status.version), word, colour)?;
-    let say = |name: &str, value: &str| output::line(&format!("  {name:<14}{}", crate::sanitize::line(value)));
+    let say = |name: &str, value: &str| {
+        output::line(&format!("  {name:<14}{}", crate::sanitize::line(value)))
+    };
     if let Some(reason) = &status.reason {
         say("reason", reason)?;
     }
     for role in &status.roles {
-        let word = role.reason.as_ref().map(|reason| format!(": {reason}")).unwrap_or_default();
+        let word = role
+            .reason
+            .as_ref()
+            .map(|reason| format!(": {reason}"))
+            .unwrap_or_default();
         say(role.role, &format!("{}{word}", role.url))?;
     }
     if let Some(pid) = status.pid {
@@ -161,7 +211,10 @@ fn print(status: &Status) -> Result<(), Failure> {
     if let Some(sessions) = &status.sessions {
         say(
             "sessions",
-            &format!("{} running, {} creating, {} other; {} commands running", sessions.running, sessions.creating, sessions.other, sessions.running_execs),
+            &format!(
+                "{} running, {} creating, {} other; {} commands running",
+                sessions.running, sessions.creating, sessions.other, sessions.running_execs
+            ),
         )?;
     }
     Ok(())

@@ -32,24 +32,65 @@ impl World {
         let directory = self.directory().join("docker");
         fs_err::create_dir_all(&directory)?;
         // The machine's own /etc/docker/daemon.json must not decide anything here.
-        fs_err::write(directory.join("daemon.json"), format!(r#"{{"runtimes": {{"{OTHER_RUNTIME}": {{"path": "runc"}}}}}}"#))?;
+        fs_err::write(
+            directory.join("daemon.json"),
+            format!(r#"{{"runtimes": {{"{OTHER_RUNTIME}": {{"path": "runc"}}}}}}"#),
+        )?;
         let path = |name: &str| directory.join(name).display().to_string();
-        let group = format!("/{}", self.directory().file_name().context("a name")?.to_string_lossy());
+        let group = format!(
+            "/{}",
+            self.directory()
+                .file_name()
+                .context("a name")?
+                .to_string_lossy()
+        );
         let log = fs_err::File::create(directory.join("log"))?.into_parts().0;
         let mut command = Command::new("/bin/sh");
         // By a shell that ends at once, so that nobody but init has to reap it.
-        command.args(["-c", "\"$@\" &", "dockerd", "dockerd", "--bridge=none", "--iptables=false", "--ip6tables=false", "--ip-forward=false"]);
-        command.args(["--ip-masq=false", "--storage-driver=overlay2", "--exec-opt=native.cgroupdriver=cgroupfs"]);
-        command.args([format!("--host=unix://{}", path("sock")), format!("--cgroup-parent={group}")]);
-        for (option, name) in [("--data-root", "data"), ("--exec-root", "exec"), ("--pidfile", "pid"), ("--config-file", "daemon.json")] {
+        command.args([
+            "-c",
+            "\"$@\" &",
+            "dockerd",
+            "dockerd",
+            "--bridge=none",
+            "--iptables=false",
+            "--ip6tables=false",
+            "--ip-forward=false",
+        ]);
+        command.args([
+            "--ip-masq=false",
+            "--storage-driver=overlay2",
+            "--exec-opt=native.cgroupdriver=cgroupfs",
+        ]);
+        command.args([
+            format!("--host=unix://{}", path("sock")),
+            format!("--cgroup-parent={group}"),
+        ]);
+        for (option, name) in [
+            ("--data-root", "data"),
+            ("--exec-root", "exec"),
+            ("--pidfile", "pid"),
+            ("--config-file", "daemon.json"),
+        ] {
             command.args([option, &path(name)]);
         }
         if remap {
             command.arg(format!("--userns-remap={TEST_USER}"));
         }
-        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-        ensure!(std::os::unix::process::CommandExt::process_group(&mut command, 0).status()?.success(), "dockerd was not started");
-        let client = reqwest::Client::builder().unix_socket(self.docker_socket()).timeout(START).build()?;
+        command
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log);
+        ensure!(
+            std::os::unix::process::CommandExt::process_group(&mut command, 0)
+                .status()?
+                .success(),
+            "dockerd was not started"
+        );
+        let client = reqwest::Client::builder()
+            .unix_socket(self.docker_socket())
+            .timeout(START)
+            .build()?;
         eventually("dockerd answers", START, async || Ok(matches!(client.get("http://docker/_ping").send().await, Ok(answer) if answer.status().is_success())))
             .await
             .with_context(|| fs_err::read_to_string(directory.join("log")).unwrap_or_default())?;
@@ -61,44 +102,95 @@ impl World {
 
     pub(crate) async fn load_into_docker(&self, image: &str) -> Result<()> {
         let archive = self.save_image(image)?;
-        let client = reqwest::Client::builder().unix_socket(self.docker_socket()).timeout(START).build()?;
-        let loaded = client.post("http://docker/images/load?quiet=1").body(fs_err::read(&archive)?).send().await?;
-        ensure!(loaded.status().is_success(), "loading {image}: {}", loaded.text().await?);
+        let client = reqwest::Client::builder()
+            .unix_socket(self.docker_socket())
+            .timeout(START)
+            .build()?;
+        let loaded = client
+            .post("http://docker/images/load?quiet=1")
+            .body(fs_err::read(&archive)?)
+            .send()
+            .await?;
+        ensure!(
+            loaded.status().is_success(),
+            "loading {image}: {}",
+            loaded.text().await?
+        );
         Ok(fs_err::remove_file(archive)?)
     }
 
     /// An image of the tests' store as an archive that any engine can load.
     pub(crate) fn save_image(&self, image: &str) -> Result<PathBuf> {
-        let archive = self.directory().join(format!("{}.tar", uuid::Uuid::new_v4().simple()));
+        let archive = self
+            .directory()
+            .join(format!("{}.tar", uuid::Uuid::new_v4().simple()));
         // Not in the world's own run root, which may be an ordinary user's.
-        let source = format!("containers-storage:[overlay@{}+{}]{image}", Self::image_store().display(), self.directory().join("saving").display());
-        let saved = Command::new("skopeo").args(["copy", "--quiet", &source, &format!("docker-archive:{}:{image}", archive.display())]).output()?;
-        ensure!(saved.status.success(), "saving {image}: {}", String::from_utf8_lossy(&saved.stderr));
+        let source = format!(
+            "containers-storage:[overlay@{}+{}]{image}",
+            Self::image_store().display(),
+            self.directory().join("saving").display()
+        );
+        let saved = Command::new("skopeo")
+            .args([
+                "copy",
+                "--quiet",
+                &source,
+                &format!("docker-archive:{}:{image}", archive.display()),
+            ])
+            .output()?;
+        ensure!(
+            saved.status.success(),
+            "saving {image}: {}",
+            String::from_utf8_lossy(&saved.stderr)
+        );
         Ok(archive)
     }
 
     /// What the daemon answers to a GET.
     pub(crate) fn docker_get(&self, path: &str) -> Result<Value> {
         let mut asking = Command::new("curl");
-        asking.args(["--silent", "--show-error", "--fail", "--max-time", "30", "--unix-socket"]).arg(self.docker_socket());
+        asking
+            .args([
+                "--silent",
+                "--show-error",
+                "--fail",
+                "--max-time",
+                "30",
+                "--unix-socket",
+            ])
+            .arg(self.docker_socket());
         let asked = asking.arg(format!("http://docker/{path}")).output()?;
-        ensure!(asked.status.success(), "{path}: {}", String::from_utf8_lossy(&asked.stderr));
+        ensure!(
+            asked.status.success(),
+            "{path}: {}",
+            String::from_utf8_lossy(&asked.stderr)
+        );
         Ok(serde_json::from_slice(&asked.stdout)?)
     }
 
     pub(crate) fn docker_containers(&self) -> Result<Vec<String>> {
         let listed = self.docker_get("containers/json?all=1")?;
-        Ok(listed.as_array().into_iter().flatten().filter_map(|container| container["Id"].as_str().map(str::to_owned)).collect())
+        Ok(listed
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(|container| container["Id"].as_str().map(str::to_owned))
+            .collect())
     }
 
     /// Whether a mount is the daemon's own and not a container's.
     pub(crate) fn is_dockers_own_mount(&self, mounted: &str) -> bool {
         let own = self.directory().join("docker").display().to_string();
-        mounted.strip_prefix(&own).is_some_and(|rest| rest == "/exec/netns/default" || (rest.starts_with("/data") && rest.matches('/').count() <= 2))
+        mounted.strip_prefix(&own).is_some_and(|rest| {
+            rest == "/exec/netns/default"
+                || (rest.starts_with("/data") && rest.matches('/').count() <= 2)
+        })
     }
 }
 
 /// Whether a command line is the daemon's or that of what it keeps running, and not a container's.
 pub(crate) fn is_dockers_own(command: &str) -> bool {
-    command.split(' ').next().is_some_and(|program| program.ends_with("dockerd") || program == "containerd" || program.ends_with("/containerd"))
+    command.split(' ').next().is_some_and(|program| {
+        program.ends_with("dockerd") || program == "containerd" || program.ends_with("/containerd")
+    })
 }

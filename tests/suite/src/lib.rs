@@ -3,7 +3,10 @@
 //! What a test makes is removed even when the test is killed: a small watcher process, started before anything else, waits
 //! for the end of a pipe that only the test holds, and then cleans up.
 #![forbid(unsafe_code)]
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "tests start programs and look at files as people do"
+)]
 
 mod audit;
 mod dockerd;
@@ -22,7 +25,9 @@ pub use random::Random;
 pub use relay::Relay;
 pub use requests::{Answer, Http};
 pub use simulated::{Fault, LARGEST, PROMISED_MEMORY_BYTES, SimulatedWorker};
-pub use world::{Engine, Options, RunningWorker, World, eventually, forget_memory_peak, memory, repository};
+pub use world::{
+    Engine, Options, RunningWorker, World, eventually, forget_memory_peak, memory, repository,
+};
 
 /// Makes a test of each of these functions for each runtime, in modules named after them. A function is given its world.
 #[macro_export]
@@ -71,22 +76,37 @@ pub const BOMBS: [&str; 10] = [
 #[must_use]
 pub fn session() -> SessionCreate {
     let mut request = SessionCreate::new(TaskId::generate(), SessionId::generate(), IMAGE);
-    request.limits = Some(cynode_api::LimitsRequest { memory_bytes: Some(256 << 20), ..Default::default() });
+    request.limits = Some(cynode_api::LimitsRequest {
+        memory_bytes: Some(256 << 20),
+        ..Default::default()
+    });
     request
 }
 
 /// A job of a shell script with small limits on the busybox image.
 #[must_use]
 pub fn job(script: &str) -> JobRun {
-    let mut request = JobRun::command(TaskId::generate(), JobId::generate(), IMAGE, ["/bin/sh", "-c", script]);
-    request.sandbox.limits = Some(cynode_api::LimitsRequest { memory_bytes: Some(64 << 20), ..Default::default() });
+    let mut request = JobRun::command(
+        TaskId::generate(),
+        JobId::generate(),
+        IMAGE,
+        ["/bin/sh", "-c", script],
+    );
+    request.sandbox.limits = Some(cynode_api::LimitsRequest {
+        memory_bytes: Some(64 << 20),
+        ..Default::default()
+    });
     request.sandbox.timeout_seconds = Some(120);
     request
 }
 
 /// A command with a minute to run.
 pub fn exec<S: Into<String>>(argv: impl IntoIterator<Item = S>) -> ExecRequest {
-    ExecRequest { argv: argv.into_iter().map(Into::into).collect(), timeout_ms: 60_000, ..Default::default() }
+    ExecRequest {
+        argv: argv.into_iter().map(Into::into).collect(),
+        timeout_ms: 60_000,
+        ..Default::default()
+    }
 }
 
 /// Bytes in hexadecimal digits.

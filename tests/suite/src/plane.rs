@@ -22,11 +22,23 @@ pub fn postgres_programs() -> Result<PathBuf> {
         .into_iter()
         .flatten()
         .flatten()
-        .filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, entry.path().join("bin"))))
+        .filter_map(|entry| {
+            Some((
+                entry.file_name().to_str()?.parse().ok()?,
+                entry.path().join("bin"),
+            ))
+        })
         .collect();
     found.sort();
-    let on_path = || std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).find(|directory| directory.join("initdb").is_file());
-    found.pop().map(|(_, directory)| directory).or_else(on_path).context("no PostgreSQL server is installed; 'scripts/setup test' installs it")
+    let on_path = || {
+        std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())
+            .find(|directory| directory.join("initdb").is_file())
+    };
+    found
+        .pop()
+        .map(|(_, directory)| directory)
+        .or_else(on_path)
+        .context("no PostgreSQL server is installed; 'scripts/setup test' installs it")
 }
 
 /// A program of PostgreSQL's server, which refuses to run as root.
@@ -36,7 +48,14 @@ fn server_program(name: &str) -> Result<Command> {
         return Ok(Command::new(program));
     }
     let mut command = Command::new("setpriv");
-    command.args(["--reuid=postgres", "--regid=postgres", "--clear-groups", "--"]).arg(program);
+    command
+        .args([
+            "--reuid=postgres",
+            "--regid=postgres",
+            "--clear-groups",
+            "--",
+        ])
+        .arg(program);
     Ok(command)
 }
 
@@ -52,30 +71,68 @@ impl Postgres {
         let directory = world.directory().join("pg");
         fs_err::create_dir_all(&directory)?;
         if rustix::process::geteuid().is_root() {
-            let given = Command::new("chown").arg("postgres:postgres").arg(&directory).status()?;
+            let given = Command::new("chown")
+                .arg("postgres:postgres")
+                .arg(&directory)
+                .status()?;
             ensure!(given.success(), "giving the directory to postgres");
         }
         let mut command = server_program("initdb")?;
-        command.arg("-D").arg(directory.join("data")).args(["-U", "cynode", "-E", "UTF8", "--locale=C", "-A", "trust", "--no-sync"]);
+        command.arg("-D").arg(directory.join("data")).args([
+            "-U",
+            "cynode",
+            "-E",
+            "UTF8",
+            "--locale=C",
+            "-A",
+            "trust",
+            "--no-sync",
+        ]);
         let made = command.current_dir("/").output()?;
-        ensure!(made.status.success(), "initdb: {}", String::from_utf8_lossy(&made.stderr));
+        ensure!(
+            made.status.success(),
+            "initdb: {}",
+            String::from_utf8_lossy(&made.stderr)
+        );
         let child = Self::spawn(&directory)?;
         world.remember(child.id())?;
         Ok(Self { directory, child })
     }
 
     fn spawn(directory: &Path) -> Result<Child> {
-        let log = fs_err::OpenOptions::new().create(true).append(true).open(directory.with_extension("log"))?.into_parts().0;
+        let log = fs_err::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(directory.with_extension("log"))?
+            .into_parts()
+            .0;
         let mut command = server_program("postgres")?;
-        command.arg("-D").arg(directory.join("data")).args(["-c", "listen_addresses=", "-c", "fsync=off", "-c", "shared_buffers=16MB"]);
-        command.arg("-c").arg(format!("unix_socket_directories={}", directory.display()));
-        command.current_dir("/").stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0);
+        command.arg("-D").arg(directory.join("data")).args([
+            "-c",
+            "listen_addresses=",
+            "-c",
+            "fsync=off",
+            "-c",
+            "shared_buffers=16MB",
+        ]);
+        command
+            .arg("-c")
+            .arg(format!("unix_socket_directories={}", directory.display()));
+        command
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .process_group(0);
         Ok(command.spawn()?)
     }
 
     #[must_use]
     pub fn url(&self) -> String {
-        format!("postgres://cynode@localhost/postgres?host={}", self.directory.display())
+        format!(
+            "postgres://cynode@localhost/postgres?host={}",
+            self.directory.display()
+        )
     }
 
     pub async fn wait_until_ready(&self) -> Result<()> {
@@ -84,10 +141,18 @@ impl Postgres {
         loop {
             let text = fs_err::read_to_string(&file).unwrap_or_default();
             let mut lines = text.lines();
-            if lines.next().is_some_and(|pid| pid.trim() == self.child.id().to_string()) && lines.nth(6).is_some_and(|line| line.trim() == "ready") {
+            if lines
+                .next()
+                .is_some_and(|pid| pid.trim() == self.child.id().to_string())
+                && lines.nth(6).is_some_and(|line| line.trim() == "ready")
+            {
                 return Ok(());
             }
-            ensure!(Instant::now() < deadline, "PostgreSQL is not ready: {}", fs_err::read_to_string(self.directory.with_extension("log"))?);
+            ensure!(
+                Instant::now() < deadline,
+                "PostgreSQL is not ready: {}",
+                fs_err::read_to_string(self.directory.with_extension("log"))?
+            );
             tokio::time::sleep(POLL).await;
         }
     }
@@ -107,7 +172,8 @@ impl Postgres {
 
     /// Ends it in good order, whoever is connected.
     pub fn stop(&mut self) -> Result<()> {
-        let pid = rustix::process::Pid::from_raw(self.child.id().cast_signed()).context("a process id")?;
+        let pid = rustix::process::Pid::from_raw(self.child.id().cast_signed())
+            .context("a process id")?;
         rustix::process::kill_process(pid, rustix::process::Signal::INT)?;
         let ended = self.child.wait()?;
         ensure!(ended.success(), "PostgreSQL ended with {ended}");
@@ -125,7 +191,10 @@ impl Postgres {
                 if self.child.try_wait()?.is_some() {
                     break true;
                 }
-                if tokio::time::timeout(POLL, self.wait_until_ready()).await.is_ok() {
+                if tokio::time::timeout(POLL, self.wait_until_ready())
+                    .await
+                    .is_ok()
+                {
                     break false;
                 }
             };
@@ -141,7 +210,12 @@ impl Postgres {
         // It can't have new children once it stands still itself.
         let script = "kill -STOP $1; all=\"$1 $(cat /proc/$1/task/$1/children)\"; kill -STOP $all; echo; cat >/dev/null; kill -CONT $all";
         let mut command = Command::new("sh");
-        command.args(["-c", script, "sh"]).arg(self.child.id().to_string()).stdin(Stdio::piped()).stdout(Stdio::piped()).process_group(0);
+        command
+            .args(["-c", script, "sh"])
+            .arg(self.child.id().to_string())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .process_group(0);
         Held::when_it_speaks(command.spawn()?).context("holding PostgreSQL still")
     }
 
@@ -153,22 +227,44 @@ impl Postgres {
     /// Holds the locks that a statement takes until what is given back is dropped.
     pub fn hold_by(&self, statement: &str) -> Result<Held> {
         let mut command = self.psql()?;
-        command.args(["-q", "-f", "-"]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command
+            .args(["-q", "-f", "-"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
         let mut held = command.spawn()?;
         let words = format!("begin;\n\\o /dev/null\n{statement};\n\\o\n\\echo held\n");
-        held.stdin.as_mut().context("its input")?.write_all(words.as_bytes())?;
+        held.stdin
+            .as_mut()
+            .context("its input")?
+            .write_all(words.as_bytes())?;
         Held::when_it_speaks(held).with_context(|| format!("holding what {statement} takes"))
     }
 
     /// Carries out a statement while the server does not run.
     pub fn change_while_stopped(&self, statement: &str) -> Result<()> {
         let mut command = server_program("postgres")?;
-        command.arg("--single").arg("-D").arg(self.directory.join("data")).args(["-c", "fsync=off", "postgres"]);
-        let mut child = command.current_dir("/").stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
-        child.stdin.take().context("its input")?.write_all(format!("{statement}\n").as_bytes())?;
+        command
+            .arg("--single")
+            .arg("-D")
+            .arg(self.directory.join("data"))
+            .args(["-c", "fsync=off", "postgres"]);
+        let mut child = command
+            .current_dir("/")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()?;
+        child
+            .stdin
+            .take()
+            .context("its input")?
+            .write_all(format!("{statement}\n").as_bytes())?;
         let ran = child.wait_with_output()?;
         let said = String::from_utf8_lossy(&ran.stderr);
-        ensure!(ran.status.success() && !said.contains("ERROR"), "{statement}: {said}");
+        ensure!(
+            ran.status.success() && !said.contains("ERROR"),
+            "{statement}: {said}"
+        );
         Ok(())
     }
 
@@ -180,13 +276,31 @@ impl Postgres {
     /// What a statement answers.
     pub fn ask(&self, statement: &str) -> Result<String> {
         let ran = self.psql()?.args(["-c", statement]).output()?;
-        ensure!(ran.status.success(), "{statement}: {}", String::from_utf8_lossy(&ran.stderr));
+        ensure!(
+            ran.status.success(),
+            "{statement}: {}",
+            String::from_utf8_lossy(&ran.stderr)
+        );
         Ok(String::from_utf8(ran.stdout)?.trim().to_owned())
     }
 
     fn psql(&self) -> Result<Command> {
         let mut command = Command::new(postgres_programs()?.join("psql"));
-        command.current_dir("/").args(["-X", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-U", "cynode", "-d", "postgres", "-h"]).arg(&self.directory);
+        command
+            .current_dir("/")
+            .args([
+                "-X",
+                "-A",
+                "-t",
+                "-v",
+                "ON_ERROR_STOP=1",
+                "-U",
+                "cynode",
+                "-d",
+                "postgres",
+                "-h",
+            ])
+            .arg(&self.directory);
         Ok(command)
     }
 }
@@ -198,7 +312,11 @@ pub struct Held(Child);
 impl Held {
     fn when_it_speaks(child: Child) -> Result<Self> {
         let mut held = Self(child);
-        held.0.stdout.as_mut().context("its output")?.read_exact(&mut [0])?;
+        held.0
+            .stdout
+            .as_mut()
+            .context("its output")?
+            .read_exact(&mut [0])?;
         Ok(held)
     }
 }
@@ -220,17 +338,23 @@ pub struct RunningOrchestrator {
 
 impl RunningOrchestrator {
     pub fn url(&self) -> Result<String> {
-        Ok(fs_err::read_to_string(self.state_dir.join("orchestrator/url"))?)
+        Ok(fs_err::read_to_string(
+            self.state_dir.join("orchestrator/url"),
+        )?)
     }
 
     /// What nodes register with.
     pub fn control_url(&self) -> Result<String> {
-        Ok(fs_err::read_to_string(self.state_dir.join("orchestrator/control-url"))?)
+        Ok(fs_err::read_to_string(
+            self.state_dir.join("orchestrator/control-url"),
+        )?)
     }
 
     /// The administrator's.
     pub fn token(&self) -> Result<String> {
-        Ok(fs_err::read_to_string(self.state_dir.join("admin.token"))?.trim().to_owned())
+        Ok(fs_err::read_to_string(self.state_dir.join("admin.token"))?
+            .trim()
+            .to_owned())
     }
 
     pub fn client(&self) -> Result<UserClient> {
@@ -270,8 +394,13 @@ impl RunningOrchestrator {
             {
                 return Ok(());
             }
-            if !Path::new(&format!("/proc/{}", self.child.id())).exists() || Instant::now() > deadline {
-                bail!("the orchestrator did not become ready:\n{}", fs_err::read_to_string(&self.log).unwrap_or_default());
+            if !Path::new(&format!("/proc/{}", self.child.id())).exists()
+                || Instant::now() > deadline
+            {
+                bail!(
+                    "the orchestrator did not become ready:\n{}",
+                    fs_err::read_to_string(&self.log).unwrap_or_default()
+                );
             }
             tokio::time::sleep(POLL).await;
         }
@@ -279,7 +408,8 @@ impl RunningOrchestrator {
 
     /// Asks it to end in good order, and waits for it.
     pub async fn stop(&mut self) -> Result<()> {
-        let pid = rustix::process::Pid::from_raw(self.child.id().cast_signed()).context("a process id")?;
+        let pid = rustix::process::Pid::from_raw(self.child.id().cast_signed())
+            .context("a process id")?;
         rustix::process::kill_process(pid, rustix::process::Signal::TERM)?;
         let deadline = Instant::now() + STARTUP;
         loop {
@@ -321,16 +451,40 @@ impl Plane {
 
     /// Starts an orchestrator and waits until it is ready. Each name has a state directory of its own; the key is shared. An empty
     /// name stands for the world's own state directory.
-    pub async fn orchestrator(&self, name: &str, settings: &[(&str, &str)]) -> Result<RunningOrchestrator> {
-        let state_dir = if name.is_empty() { self.world.state_dir() } else { self.world.directory().join(format!("orchestrator-{name}")) };
+    pub async fn orchestrator(
+        &self,
+        name: &str,
+        settings: &[(&str, &str)],
+    ) -> Result<RunningOrchestrator> {
+        let state_dir = if name.is_empty() {
+            self.world.state_dir()
+        } else {
+            self.world.directory().join(format!("orchestrator-{name}"))
+        };
         fs_err::create_dir_all(&state_dir)?;
         // The address of an earlier one must not be taken for this one's.
         drop(fs_err::remove_file(state_dir.join("orchestrator/url")));
-        let log = self.world.directory().join(format!("orchestrator{name}.log"));
-        let output = fs_err::OpenOptions::new().create(true).append(true).open(&log)?.into_parts().0;
+        let log = self
+            .world
+            .directory()
+            .join(format!("orchestrator{name}.log"));
+        let output = fs_err::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&log)?
+            .into_parts()
+            .0;
         let mut command = self.world.command()?;
-        command.arg("orchestrator").arg("--state-dir").arg(&state_dir);
-        let key = self.world.directory().join("orchestrator.key").display().to_string();
+        command
+            .arg("orchestrator")
+            .arg("--state-dir")
+            .arg(&state_dir);
+        let key = self
+            .world
+            .directory()
+            .join("orchestrator.key")
+            .display()
+            .to_string();
         let url = self.postgres.url();
         let defaults = [
             ("listen", "127.0.0.1:0"),
@@ -340,7 +494,9 @@ impl Plane {
             ("default_image", crate::IMAGE),
         ];
         for (key, value) in defaults.iter().chain(settings) {
-            command.arg("--set").arg(format!("orchestrator.{key}={value}"));
+            command
+                .arg("--set")
+                .arg(format!("orchestrator.{key}={value}"));
         }
         command
             .envs(cynode_service::allocator::ENVIRONMENT)
@@ -348,10 +504,18 @@ impl Plane {
             .env_remove("CYNODE_URL")
             .env_remove("CYNODE_TOKEN")
             .env_remove("DATABASE_URL");
-        command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output).process_group(0);
+        command
+            .stdin(Stdio::null())
+            .stdout(output.try_clone()?)
+            .stderr(output)
+            .process_group(0);
         let child = command.spawn().context("starting the orchestrator")?;
         self.world.remember(child.id())?;
-        let orchestrator = RunningOrchestrator { child, state_dir, log };
+        let orchestrator = RunningOrchestrator {
+            child,
+            state_dir,
+            log,
+        };
         orchestrator.wait_until_ready().await?;
         Ok(orchestrator)
     }

@@ -13,7 +13,11 @@ impl Random {
     /// From `CYNODE_SEED`, or from the clock. The seed is printed, so that a run can be repeated.
     #[must_use]
     pub fn seeded() -> Self {
-        Self::chosen(|| SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |since| since.as_secs() ^ u64::from(since.subsec_nanos())))
+        Self::chosen(|| {
+            SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .map_or(1, |since| since.as_secs() ^ u64::from(since.subsec_nanos()))
+        })
     }
 
     /// From `CYNODE_SEED`, or the same in each run.
@@ -23,7 +27,9 @@ impl Random {
     }
 
     fn chosen(otherwise: impl FnOnce() -> u64) -> Self {
-        let chosen = std::env::var("CYNODE_SEED").ok().and_then(|text| text.parse().ok());
+        let chosen = std::env::var("CYNODE_SEED")
+            .ok()
+            .and_then(|text| text.parse().ok());
         let seed = chosen.unwrap_or_else(otherwise);
         #[expect(clippy::print_stdout, reason = "a run that failed is repeated with it")]
         {

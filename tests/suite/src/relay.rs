@@ -37,8 +37,12 @@ impl Relay {
     }
 
     pub fn lead_to(&self, url: &str) -> Result<()> {
-        let address = url.strip_prefix("http://").and_then(|address| address.trim_end_matches('/').parse().ok());
-        self.way.send_replace(Some(address.with_context(|| format!("'{url}' is not the address of a process here"))?));
+        let address = url
+            .strip_prefix("http://")
+            .and_then(|address| address.trim_end_matches('/').parse().ok());
+        self.way.send_replace(Some(
+            address.with_context(|| format!("'{url}' is not the address of a process here"))?,
+        ));
         Ok(())
     }
 
@@ -54,7 +58,9 @@ impl Drop for Relay {
 }
 
 async fn pass(mut from: TcpStream, mut ways: watch::Receiver<Option<SocketAddr>>) {
-    let Some(way) = *ways.borrow_and_update() else { return };
+    let Some(way) = *ways.borrow_and_update() else {
+        return;
+    };
     let passed = async {
         let mut to = TcpStream::connect(way).await?;
         tokio::io::copy_bidirectional(&mut from, &mut to).await

@@ -26,12 +26,20 @@ pub struct Answer {
 
 impl Http {
     pub fn new(worker: &RunningWorker) -> Result<Self> {
-        Ok(Self { client: reqwest::Client::builder().no_proxy().build()?, base: worker.url()?, token: worker.token()? })
+        Ok(Self {
+            client: reqwest::Client::builder().no_proxy().build()?,
+            base: worker.url()?,
+            token: worker.token()?,
+        })
     }
 
     /// A client of whoever is at an address.
     pub fn to(base: &str, token: &str) -> Result<Self> {
-        Ok(Self { client: reqwest::Client::builder().no_proxy().build()?, base: base.to_owned(), token: token.to_owned() })
+        Ok(Self {
+            client: reqwest::Client::builder().no_proxy().build()?,
+            base: base.to_owned(),
+            token: token.to_owned(),
+        })
     }
 
     /// With the token.
@@ -48,22 +56,35 @@ impl Http {
 impl Answer {
     pub async fn of(request: RequestBuilder) -> Result<Self> {
         let response = request.send().await?;
-        Ok(Self { status: response.status().as_u16(), headers: response.headers().clone(), body: response.bytes().await? })
+        Ok(Self {
+            status: response.status().as_u16(),
+            headers: response.headers().clone(),
+            body: response.bytes().await?,
+        })
     }
 
     /// A header's text; empty when it is not there.
     #[must_use]
     pub fn header(&self, name: &str) -> &str {
-        self.headers.get(name).and_then(|value| value.to_str().ok()).unwrap_or_default()
+        self.headers
+            .get(name)
+            .and_then(|value| value.to_str().ok())
+            .unwrap_or_default()
     }
 
     pub fn problem(&self) -> Result<Problem> {
-        serde_json::from_slice(&self.body).with_context(|| format!("{}: {}", self.status, String::from_utf8_lossy(&self.body)))
+        serde_json::from_slice(&self.body)
+            .with_context(|| format!("{}: {}", self.status, String::from_utf8_lossy(&self.body)))
     }
 
     /// The status and, when it is a refusal, the problem's code.
     #[must_use]
     pub fn outcome(&self) -> (u16, String) {
-        (self.status, self.problem().map(|problem| problem.code).unwrap_or_default())
+        (
+            self.status,
+            self.problem()
+                .map(|problem| problem.code)
+                .unwrap_or_default(),
+        )
     }
 }

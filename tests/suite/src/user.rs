@@ -12,12 +12,17 @@ use crate::{Engine, TEST_USER, World, world::IMAGES};
 
 impl World {
     pub(crate) fn is_users(&self) -> bool {
-        matches!(self.engine(), Engine::Rootless | Engine::RootlessWithoutSession)
+        matches!(
+            self.engine(),
+            Engine::Rootless | Engine::RootlessWithoutSession
+        )
     }
 
     /// The user's id.
     pub fn user(&self) -> Result<u32> {
-        Ok(std::os::unix::fs::MetadataExt::uid(&fs_err::metadata(self.directory().join("home"))?))
+        Ok(std::os::unix::fs::MetadataExt::uid(&fs_err::metadata(
+            self.directory().join("home"),
+        )?))
     }
 
     /// Gives the directory to the user, with the programs (the build may lie where that user can't look) and the images,
@@ -25,10 +30,16 @@ impl World {
     pub(crate) fn prepare_user(&self) -> Result<()> {
         let binaries = self.directory().join("bin");
         let cynode = Self::cynode()?;
-        let agent = ["../sba/cynode-sba", "cynode-sba"].iter().map(|name| cynode.with_file_name(name)).find(|path| path.is_file());
+        let agent = ["../sba/cynode-sba", "cynode-sba"]
+            .iter()
+            .map(|name| cynode.with_file_name(name))
+            .find(|path| path.is_file());
         fs_err::create_dir_all(&binaries)?;
         fs_err::copy(&cynode, binaries.join("cynode"))?;
-        fs_err::copy(agent.context("the agent is not built; run 'make test', which builds it first")?, binaries.join("cynode-sba"))?;
+        fs_err::copy(
+            agent.context("the agent is not built; run 'make test', which builds it first")?,
+            binaries.join("cynode-sba"),
+        )?;
         if self.engine() == Engine::RootlessWithoutSession {
             // The watcher removes what lies elsewhere too.
             fs_err::write(self.directory().join("without-session"), "")?;
@@ -36,8 +47,14 @@ impl World {
         for name in ["home", "xdg", "root", "run", "state/worker/podman"] {
             fs_err::create_dir_all(self.directory().join(name))?;
         }
-        fs_err::set_permissions(self.directory().join("xdg"), std::fs::Permissions::from_mode(0o700))?;
-        let given = Command::new("chown").args(["--recursive", &format!("{TEST_USER}:{TEST_USER}")]).arg(self.directory()).status()?;
+        fs_err::set_permissions(
+            self.directory().join("xdg"),
+            std::fs::Permissions::from_mode(0o700),
+        )?;
+        let given = Command::new("chown")
+            .args(["--recursive", &format!("{TEST_USER}:{TEST_USER}")])
+            .arg(self.directory())
+            .status()?;
         ensure!(given.success(), "giving the world to {TEST_USER}");
         // Makes the namespace in which all of this user's Podman lives.
         let made = self
@@ -48,14 +65,28 @@ impl World {
             .arg(self.directory().join("run"))
             .args(["--storage-driver", "overlay", "unshare", "true"])
             .output()?;
-        ensure!(made.status.success(), "podman unshare: {}", String::from_utf8_lossy(&made.stderr));
-        IMAGES.iter().try_for_each(|image| self.load_for_user(image))
+        ensure!(
+            made.status.success(),
+            "podman unshare: {}",
+            String::from_utf8_lossy(&made.stderr)
+        );
+        IMAGES
+            .iter()
+            .try_for_each(|image| self.load_for_user(image))
     }
 
     pub(crate) fn load_for_user(&self, image: &str) -> Result<()> {
         let archive = self.save_image(image)?;
-        let loaded = self.podman().args(["load", "--quiet", "--input"]).arg(&archive).output()?;
-        ensure!(loaded.status.success(), "podman load: {}", String::from_utf8_lossy(&loaded.stderr));
+        let loaded = self
+            .podman()
+            .args(["load", "--quiet", "--input"])
+            .arg(&archive)
+            .output()?;
+        ensure!(
+            loaded.status.success(),
+            "podman load: {}",
+            String::from_utf8_lossy(&loaded.stderr)
+        );
         Ok(fs_err::remove_file(archive)?)
     }
 
@@ -63,12 +94,23 @@ impl World {
     #[must_use]
     pub fn as_user(&self, program: &Path) -> Command {
         let mut command = Command::new("setpriv");
-        command.args([format!("--reuid={TEST_USER}"), format!("--regid={TEST_USER}")]).args(["--clear-groups", "env", "--ignore-environment"]);
+        command
+            .args([
+                format!("--reuid={TEST_USER}"),
+                format!("--regid={TEST_USER}"),
+            ])
+            .args(["--clear-groups", "env", "--ignore-environment"]);
         command.arg("--chdir").arg(self.working_directory());
-        command.arg(format!("PATH={}:/usr/sbin:/sbin", std::env::var("PATH").unwrap_or_default()));
+        command.arg(format!(
+            "PATH={}:/usr/sbin:/sbin",
+            std::env::var("PATH").unwrap_or_default()
+        ));
         command.arg(format!("HOME={}", self.directory().join("home").display()));
         if self.engine() == Engine::Rootless {
-            command.arg(format!("XDG_RUNTIME_DIR={}", self.directory().join("xdg").display()));
+            command.arg(format!(
+                "XDG_RUNTIME_DIR={}",
+                self.directory().join("xdg").display()
+            ));
         }
         command.arg("CYNODE_LOG=debug").arg(program);
         command
@@ -78,16 +120,31 @@ impl World {
     pub(crate) fn in_namespace(&self) -> Command {
         let pause = fs_err::read_to_string(self.pause_file()).unwrap_or_default();
         let mut command = self.as_user(Path::new("nsenter"));
-        command.args(["--user", "--mount", "--preserve-credentials", "--target", pause.trim(), "--", "env", "_CONTAINERS_USERNS_CONFIGURED=done"]);
+        command.args([
+            "--user",
+            "--mount",
+            "--preserve-credentials",
+            "--target",
+            pause.trim(),
+            "--",
+            "env",
+            "_CONTAINERS_USERNS_CONFIGURED=done",
+        ]);
         let user = self.user().unwrap_or_default();
-        command.args([format!("_CONTAINERS_ROOTLESS_UID={user}"), format!("_CONTAINERS_ROOTLESS_GID={user}")]);
+        command.args([
+            format!("_CONTAINERS_ROOTLESS_UID={user}"),
+            format!("_CONTAINERS_ROOTLESS_GID={user}"),
+        ]);
         command
     }
 
     /// Where Podman notes the process that keeps the namespace.
     fn pause_file(&self) -> PathBuf {
         let runtime = match self.engine() {
-            Engine::RootlessWithoutSession => PathBuf::from(format!("/tmp/podman-run-{}", self.user().unwrap_or_default())),
+            Engine::RootlessWithoutSession => PathBuf::from(format!(
+                "/tmp/podman-run-{}",
+                self.user().unwrap_or_default()
+            )),
             _ => self.directory().join("xdg"),
         };
         runtime.join("libpod/tmp/pause.pid")

@@ -17,14 +17,22 @@ use crate::dockerd::is_dockers_own;
 /// The repository's root.
 #[must_use]
 pub fn repository() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).expect("tests/suite lies two levels below the root").to_path_buf()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .ancestors()
+        .nth(2)
+        .expect("tests/suite lies two levels below the root")
+        .to_path_buf()
 }
 
 /// Between two looks at a condition.
 const POLL: Duration = Duration::from_millis(20);
 
 /// Waits until a condition holds, looking again and again.
-pub async fn eventually(what: &str, limit: Duration, mut holds: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
+pub async fn eventually(
+    what: &str,
+    limit: Duration,
+    mut holds: impl AsyncFnMut() -> Result<bool>,
+) -> Result<()> {
     let deadline = Instant::now() + limit;
     while !holds().await? {
         ensure!(Instant::now() < deadline, "not within {limit:?}: {what}");
@@ -99,7 +107,9 @@ impl World {
         match engine {
             Engine::Podman => {}
             Engine::Rootless | Engine::RootlessWithoutSession => world.prepare_user()?,
-            Engine::Docker | Engine::DockerUnmapped => world.start_docker(engine == Engine::Docker).await?,
+            Engine::Docker | Engine::DockerUnmapped => {
+                world.start_docker(engine == Engine::Docker).await?
+            }
         }
         Ok(world)
     }
@@ -107,15 +117,27 @@ impl World {
     fn with(engine: Engine) -> Result<Self> {
         let directory = std::env::temp_dir().join(format!("cyn-{}", uuid::Uuid::new_v4().simple()));
         let mut watcher = Command::new("/bin/sh");
-        watcher.args(["-c", CLEANUP, "cynode-test-cleanup"]).arg(&directory).arg("podman");
+        watcher
+            .args(["-c", CLEANUP, "cynode-test-cleanup"])
+            .arg(&directory)
+            .arg("podman");
         // Its own group: a Ctrl-C at the test must not end the cleanup.
-        watcher.process_group(0).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+        watcher
+            .process_group(0)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
         let mut watcher = watcher.spawn().context("starting the cleanup watcher")?;
         let lifeline = watcher.stdin.take();
         for name in ["state", "cwd"] {
             fs_err::create_dir_all(directory.join(name))?;
         }
-        Ok(Self { directory, engine, watcher, lifeline })
+        Ok(Self {
+            directory,
+            engine,
+            watcher,
+            lifeline,
+        })
     }
 
     #[must_use]
@@ -136,7 +158,11 @@ impl World {
     /// The cgroup that this world's sandboxes run below.
     #[must_use]
     pub fn cgroup_parent(&self) -> String {
-        self.directory.file_name().unwrap_or_default().to_string_lossy().into_owned()
+        self.directory
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned()
     }
 
     /// Where workers are started. They have no business there.
@@ -148,31 +174,61 @@ impl World {
     /// The store in which `scripts/test` put the images.
     #[must_use]
     pub fn image_store() -> PathBuf {
-        std::env::var_os("CYNODE_TEST_IMAGE_STORE").map_or_else(|| repository().join("target/test-store/root"), PathBuf::from)
+        std::env::var_os("CYNODE_TEST_IMAGE_STORE").map_or_else(
+            || repository().join("target/test-store/root"),
+            PathBuf::from,
+        )
     }
 
     /// The `cynode` that belongs to this build.
     pub fn cynode() -> Result<PathBuf> {
         let program = std::env::current_exe()?;
-        let directory = program.ancestors().find(|path| path.join("cynode").is_file());
-        Ok(directory.context("the cynode binary is not built; run 'make test', which builds it first")?.join("cynode"))
+        let directory = program
+            .ancestors()
+            .find(|path| path.join("cynode").is_file());
+        Ok(directory
+            .context("the cynode binary is not built; run 'make test', which builds it first")?
+            .join("cynode"))
     }
 
     /// `cynode`, as the user whose world this is.
     pub fn command(&self) -> Result<Command> {
-        Ok(if self.is_users() { self.as_user(&self.directory.join("bin/cynode")) } else { Command::new(Self::cynode()?) })
+        Ok(if self.is_users() {
+            self.as_user(&self.directory.join("bin/cynode"))
+        } else {
+            Command::new(Self::cynode()?)
+        })
     }
 
     /// Podman with this world's store.
     #[must_use]
     pub fn podman(&self) -> Command {
-        let mut command = if self.is_users() { self.in_namespace() } else { Command::new("env") };
-        command.arg("podman").arg("--root").arg(self.directory.join("root")).arg("--runroot").arg(self.directory.join("run"));
+        let mut command = if self.is_users() {
+            self.in_namespace()
+        } else {
+            Command::new("env")
+        };
+        command
+            .arg("podman")
+            .arg("--root")
+            .arg(self.directory.join("root"))
+            .arg("--runroot")
+            .arg(self.directory.join("run"));
         command.args(["--storage-driver", "overlay"]);
         if self.engine == Engine::Podman {
-            command.arg("--storage-opt").arg(format!("additionalimagestore={}", Self::image_store().display()));
+            command.arg("--storage-opt").arg(format!(
+                "additionalimagestore={}",
+                Self::image_store().display()
+            ));
         }
-        command.args(["--runtime", "runc", "--cgroup-manager", "cgroupfs", "--events-backend", "none"]);
+        command.args([
+            "--runtime",
+            "runc",
+            "--cgroup-manager",
+            "cgroupfs",
+            "--events-backend",
+            "none",
+        ]);
         command
     }
 
@@ -201,11 +257,21 @@ impl World {
             Engine::Rootless | Engine::RootlessWithoutSession => defaults.extend([
                 ("podman_root", quoted(&self.directory.join("root"))),
                 ("podman_runroot", quoted(&self.directory.join("run"))),
-                ("agent_binary", quoted(&self.directory.join("bin/cynode-sba"))),
-                ("allow_unenforced", r#"["memory", "cpus", "pids", "disk"]"#.to_owned()),
+                (
+                    "agent_binary",
+                    quoted(&self.directory.join("bin/cynode-sba")),
+                ),
+                (
+                    "allow_unenforced",
+                    r#"["memory", "cpus", "pids", "disk"]"#.to_owned(),
+                ),
             ]),
             Engine::Docker | Engine::DockerUnmapped => {
-                let allowed = if self.engine == Engine::Docker { r#"["id_range"]"# } else { r#"["id_range", "userns"]"# };
+                let allowed = if self.engine == Engine::Docker {
+                    r#"["id_range"]"#
+                } else {
+                    r#"["id_range", "userns"]"#
+                };
                 defaults.extend([
                     ("engine", "\"docker\"".to_owned()),
                     ("docker_socket", quoted(&self.docker_socket())),
@@ -237,19 +303,45 @@ impl World {
         let config = self.config(options)?;
         // The address of an earlier worker must not be taken for this one's.
         drop(fs_err::remove_file(self.state_dir().join("worker/url")));
-        let log = fs_err::OpenOptions::new().create(true).append(true).open(self.directory.join("worker.log"))?.into_parts().0;
+        let log = fs_err::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.directory.join("worker.log"))?
+            .into_parts()
+            .0;
         let mut command = self.command()?;
-        command.arg("worker").arg("--state-dir").arg(self.state_dir()).arg("--config").arg(config);
-        command.envs(options.env.iter().cloned()).env("CYNODE_LOG", "debug").env_remove("CYNODE_URL").env_remove("CYNODE_TOKEN");
-        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log).process_group(0).current_dir(self.working_directory());
+        command
+            .arg("worker")
+            .arg("--state-dir")
+            .arg(self.state_dir())
+            .arg("--config")
+            .arg(config);
+        command
+            .envs(options.env.iter().cloned())
+            .env("CYNODE_LOG", "debug")
+            .env_remove("CYNODE_URL")
+            .env_remove("CYNODE_TOKEN");
+        command
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .process_group(0)
+            .current_dir(self.working_directory());
         let child = command.spawn().context("starting the worker")?;
         self.remember(child.id())?;
-        Ok(RunningWorker { child, state_dir: self.state_dir(), log: self.directory.join("worker.log") })
+        Ok(RunningWorker {
+            child,
+            state_dir: self.state_dir(),
+            log: self.directory.join("worker.log"),
+        })
     }
 
     /// A process that the watcher shall end.
     pub fn remember(&self, pid: u32) -> Result<()> {
-        let mut pids = fs_err::OpenOptions::new().create(true).append(true).open(self.directory.join("pids"))?;
+        let mut pids = fs_err::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.directory.join("pids"))?;
         writeln!(pids, "{pid}")?;
         Ok(())
     }
@@ -259,9 +351,19 @@ impl World {
         if self.is_dockers() {
             return self.docker_containers();
         }
-        let output = self.podman().args(["ps", "--all", "--quiet", "--external"]).output()?;
-        ensure!(output.status.success(), "podman ps: {}", String::from_utf8_lossy(&output.stderr));
-        Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
+        let output = self
+            .podman()
+            .args(["ps", "--all", "--quiet", "--external"])
+            .output()?;
+        ensure!(
+            output.status.success(),
+            "podman ps: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        Ok(String::from_utf8_lossy(&output.stdout)
+            .lines()
+            .map(str::to_owned)
+            .collect())
     }
 
     const fn is_dockers(&self) -> bool {
@@ -282,17 +384,32 @@ impl World {
     /// The socket on which this world's engine takes orders.
     #[must_use]
     pub fn engine_socket(&self) -> PathBuf {
-        if self.is_dockers() { self.docker_socket() } else { self.state_dir().join("worker/podman/podman.sock") }
+        if self.is_dockers() {
+            self.docker_socket()
+        } else {
+            self.state_dir().join("worker/podman/podman.sock")
+        }
     }
 
     /// What the engine says of each container. The field names that Podman and Docker share are the same.
     pub fn inspect(&self) -> Result<Vec<Value>> {
         let containers = self.containers()?;
         if self.is_dockers() {
-            return containers.iter().map(|id| self.docker_get(&format!("containers/{id}/json"))).collect();
+            return containers
+                .iter()
+                .map(|id| self.docker_get(&format!("containers/{id}/json")))
+                .collect();
         }
-        let output = self.podman().args(["container", "inspect"]).args(containers).output()?;
-        ensure!(output.status.success(), "podman inspect: {}", String::from_utf8_lossy(&output.stderr));
+        let output = self
+            .podman()
+            .args(["container", "inspect"])
+            .args(containers)
+            .output()?;
+        ensure!(
+            output.status.success(),
+            "podman inspect: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         Ok(serde_json::from_slice(&output.stdout)?)
     }
 
@@ -300,33 +417,58 @@ impl World {
     pub fn volumes(&self) -> Result<Vec<String>> {
         if self.is_dockers() {
             let listed = self.docker_get("volumes")?;
-            return Ok(listed["Volumes"].as_array().into_iter().flatten().map(|volume| volume["Name"].to_string()).collect());
+            return Ok(listed["Volumes"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .map(|volume| volume["Name"].to_string())
+                .collect());
         }
         let output = self.podman().args(["volume", "ls", "--quiet"]).output()?;
-        ensure!(output.status.success(), "podman volume ls: {}", String::from_utf8_lossy(&output.stderr));
-        Ok(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
+        ensure!(
+            output.status.success(),
+            "podman volume ls: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        Ok(String::from_utf8_lossy(&output.stdout)
+            .lines()
+            .map(str::to_owned)
+            .collect())
     }
 
     /// What is left on this machine of a worker that was told to end everything: containers, mounts, processes, sockets.
     pub fn leftovers(&self) -> Result<Vec<String>> {
-        let mut left: Vec<String> = self.containers()?.into_iter().map(|id| format!("container {id}")).collect();
+        let mut left: Vec<String> = self
+            .containers()?
+            .into_iter()
+            .map(|id| format!("container {id}"))
+            .collect();
         let directory = self.directory.display().to_string();
         for line in fs_err::read_to_string("/proc/self/mountinfo")?.lines() {
             let mounted = line.split(' ').nth(4).unwrap_or_default();
             // What the store and the daemon keep for themselves goes with them.
-            if mounted.starts_with(&directory) && mounted != format!("{directory}/root/overlay") && !self.is_dockers_own_mount(mounted) {
+            if mounted.starts_with(&directory)
+                && mounted != format!("{directory}/root/overlay")
+                && !self.is_dockers_own_mount(mounted)
+            {
                 left.push(format!("mount {mounted}"));
             }
         }
         for entry in fs_err::read_dir("/proc")? {
             let path = entry?.path();
-            let Ok(command) = fs_err::read(path.join("cmdline")) else { continue };
+            let Ok(command) = fs_err::read(path.join("cmdline")) else {
+                continue;
+            };
             let command = String::from_utf8_lossy(&command).replace('\0', " ");
-            if command.contains(&directory) && !command.contains("cynode-test-cleanup") && !is_dockers_own(&command) {
+            if command.contains(&directory)
+                && !command.contains("cynode-test-cleanup")
+                && !is_dockers_own(&command)
+            {
                 left.push(format!("process {}: {command}", path.display()));
             }
         }
-        let places = ["sandboxes", "trash"].map(|place| self.state_dir().join("worker").join(place));
+        let places =
+            ["sandboxes", "trash"].map(|place| self.state_dir().join("worker").join(place));
         for place in places.into_iter().chain([self.working_directory()]) {
             for entry in fs_err::read_dir(place).into_iter().flatten() {
                 left.push(format!("on disk: {}", entry?.path().display()));
@@ -355,7 +497,10 @@ impl Drop for World {
             for name in ["worker.log", "docker/log"] {
                 let log = fs_err::read_to_string(self.directory.join(name)).unwrap_or_default();
                 let tail: Vec<&str> = log.lines().rev().take(60).collect();
-                #[expect(clippy::print_stderr, reason = "what they said helps to read a failure")]
+                #[expect(
+                    clippy::print_stderr,
+                    reason = "what they said helps to read a failure"
+                )]
                 {
                     eprintln!("--- the end of {name} ---");
                     for line in tail.iter().rev() {
@@ -383,7 +528,9 @@ impl RunningWorker {
     }
 
     pub fn token(&self) -> Result<String> {
-        Ok(fs_err::read_to_string(self.state_dir.join("worker.token"))?.trim().to_owned())
+        Ok(fs_err::read_to_string(self.state_dir.join("worker.token"))?
+            .trim()
+            .to_owned())
     }
 
     pub fn client(&self) -> Result<WorkerClient> {
@@ -413,8 +560,13 @@ impl RunningWorker {
             {
                 return Ok(());
             }
-            if !Path::new(&format!("/proc/{}", self.child.id())).exists() || Instant::now() > deadline {
-                bail!("the worker did not become ready:\n{}", fs_err::read_to_string(&self.log).unwrap_or_default());
+            if !Path::new(&format!("/proc/{}", self.child.id())).exists()
+                || Instant::now() > deadline
+            {
+                bail!(
+                    "the worker did not become ready:\n{}",
+                    fs_err::read_to_string(&self.log).unwrap_or_default()
+                );
             }
             tokio::time::sleep(POLL).await;
         }
@@ -429,7 +581,8 @@ impl RunningWorker {
 
     /// Sends a signal to the worker.
     pub fn signal(&self, signal: rustix::process::Signal) -> Result<()> {
-        let pid = rustix::process::Pid::from_raw(self.child.id().cast_signed()).context("a process id")?;
+        let pid = rustix::process::Pid::from_raw(self.child.id().cast_signed())
+            .context("a process id")?;
         Ok(rustix::process::kill_process(pid, signal)?)
     }
 
@@ -440,7 +593,10 @@ impl RunningWorker {
             if let Some(status) = self.child.try_wait()? {
                 return Ok(status);
             }
-            ensure!(Instant::now() < deadline, "the worker did not end within {limit:?}");
+            ensure!(
+                Instant::now() < deadline,
+                "the worker did not end within {limit:?}"
+            );
             tokio::time::sleep(POLL).await;
         }
     }
@@ -455,7 +611,11 @@ impl RunningWorker {
             .body(r#"{"version":1,"sandboxes":"end"}"#)
             .send()
             .await?;
-        ensure!(response.status().as_u16() == 202, "shutdown answered {}", response.status());
+        ensure!(
+            response.status().as_u16() == 202,
+            "shutdown answered {}",
+            response.status()
+        );
         let status = self.wait(Duration::from_secs(60)).await?;
         ensure!(status.success(), "the worker ended with {status}");
         Ok(())
@@ -473,7 +633,14 @@ pub fn memory(pid: u32) -> Result<(u64, u64)> {
     let field = |name: &str| {
         status
             .lines()
-            .find_map(|line| line.strip_prefix(name)?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok())
+            .find_map(|line| {
+                line.strip_prefix(name)?
+                    .trim()
+                    .strip_suffix("kB")?
+                    .trim()
+                    .parse::<u64>()
+                    .ok()
+            })
             .map(|kilobytes| kilobytes * 1024)
             .with_context(|| format!("no {name}"))
     };
@@ -489,5 +656,9 @@ pub fn forget_memory_peak(pid: u32) -> Result<()> {
 pub(crate) fn asking() -> Result<reqwest::Client> {
     // Installed once per process; a second time changes nothing.
     drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
-    Ok(reqwest::Client::builder().timeout(Duration::from_secs(5)).no_proxy().tls_danger_accept_invalid_certs(true).build()?)
+    Ok(reqwest::Client::builder()
+        .timeout(Duration::from_secs(5))
+        .no_proxy()
+        .tls_danger_accept_invalid_certs(true)
+        .build()?)
 }

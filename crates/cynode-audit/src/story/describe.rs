@@ -13,13 +13,19 @@ use crate::action::{About, Verb, about, verb};
 const MAX_FILES: usize = 5;
 
 pub(super) fn who(subject: Option<&AuditSubject>) -> String {
-    let Some(subject) = subject else { return "system".to_owned() };
+    let Some(subject) = subject else {
+        return "system".to_owned();
+    };
     let name = subject.name.as_deref().map(shown);
     match (subject.kind.as_str(), name) {
         ("user", Some(name)) => name,
         (kind, Some(name)) if kind != name => format!("{}({name})", shown(kind)),
-        ("user", None) => subject.user_id.map_or_else(|| "user".to_owned(), |id| format!("user({id})")),
-        ("node", None) => subject.node_id.map_or_else(|| "node".to_owned(), |id| format!("node({id})")),
+        ("user", None) => subject
+            .user_id
+            .map_or_else(|| "user".to_owned(), |id| format!("user({id})")),
+        ("node", None) => subject
+            .node_id
+            .map_or_else(|| "node".to_owned(), |id| format!("node({id})")),
         (kind, _) => shown(kind),
     }
 }
@@ -49,9 +55,16 @@ pub(super) fn what(call: &Call<'_>) -> String {
 pub(super) fn headline(record: &AuditRecord) -> String {
     let body = &record.body;
     let is_outcome = body.kind == AuditKind::Outcome;
-    let call = Call { intent: (!is_outcome).then_some(record), outcome: is_outcome.then_some(record) };
+    let call = Call {
+        intent: (!is_outcome).then_some(record),
+        outcome: is_outcome.then_some(record),
+    };
     let changes: Vec<String> = call.changes().iter().take(MAX_FILES).map(change).collect();
-    let asked = if changes.is_empty() { other(&call) } else { format!("{} {}", shown(&body.action), changes.join(", ")) };
+    let asked = if changes.is_empty() {
+        other(&call)
+    } else {
+        format!("{} {}", shown(&body.action), changes.join(", "))
+    };
     let end = if is_outcome {
         match (about(body), call.result()) {
             (About::Exec, _) => exec_end(&call),
@@ -59,10 +72,22 @@ pub(super) fn headline(record: &AuditRecord) -> String {
             (_, None) => String::new(),
         }
     } else {
-        let word = body.decision.map(|decision| if decision == AuditDecision::Deny { " → denied" } else { " → allowed" });
-        word.map(|word| format!("{word}{}", by(body))).unwrap_or_default()
+        let word = body.decision.map(|decision| {
+            if decision == AuditDecision::Deny {
+                " → denied"
+            } else {
+                " → allowed"
+            }
+        });
+        word.map(|word| format!("{word}{}", by(body)))
+            .unwrap_or_default()
     };
-    format!("{}  {}  {}{end}", body.kind.as_str(), who(body.subject.as_ref()), cut(&asked))
+    format!(
+        "{}  {}  {}{end}",
+        body.kind.as_str(),
+        who(body.subject.as_ref()),
+        cut(&asked)
+    )
 }
 
 fn target(call: &Call<'_>) -> Option<String> {
@@ -72,17 +97,30 @@ fn target(call: &Call<'_>) -> Option<String> {
     if let (Some(from), Some(to)) = (call.text("from"), call.text("to")) {
         return Some(format!("{} → {}", quoted(from), quoted(to)));
     }
-    let resource = call.first().body.resource.as_deref().or_else(|| call.outcome.and_then(|outcome| outcome.body.resource.as_deref()));
-    call.text("path").map(quoted).or_else(|| resource.map(shown))
+    let resource = call.first().body.resource.as_deref().or_else(|| {
+        call.outcome
+            .and_then(|outcome| outcome.body.resource.as_deref())
+    });
+    call.text("path")
+        .map(quoted)
+        .or_else(|| resource.map(shown))
 }
 
 fn argv(call: &Call<'_>) -> Option<String> {
     let argv = call.get("argv")?.as_array()?;
-    Some(argv.iter().map(|word| quoted(word.as_str().unwrap_or("?"))).collect::<Vec<_>>().join(" "))
+    Some(
+        argv.iter()
+            .map(|word| quoted(word.as_str().unwrap_or("?")))
+            .collect::<Vec<_>>()
+            .join(" "),
+    )
 }
 
 fn exec(call: &Call<'_>) -> String {
-    format!("exec  {}", target(call).unwrap_or_else(|| "(unknown command)".to_owned()))
+    format!(
+        "exec  {}",
+        target(call).unwrap_or_else(|| "(unknown command)".to_owned())
+    )
 }
 
 fn exec_end(call: &Call<'_>) -> String {
@@ -103,9 +141,22 @@ fn exec_end(call: &Call<'_>) -> String {
         "done".to_owned()
     };
     let took = call.get("duration_ms").and_then(Value::as_u64);
-    let out = call.get("bytes").and_then(Value::as_object).map(|bytes| bytes.values().filter_map(Value::as_u64).fold(0, u64::saturating_add));
-    let facts: Vec<String> = took.map(duration).into_iter().chain(out.map(|out| format!("{} out", size(out)))).collect();
-    if facts.is_empty() { format!(" → {end}") } else { format!(" → {end} ({})", facts.join(", ")) }
+    let out = call.get("bytes").and_then(Value::as_object).map(|bytes| {
+        bytes
+            .values()
+            .filter_map(Value::as_u64)
+            .fold(0, u64::saturating_add)
+    });
+    let facts: Vec<String> = took
+        .map(duration)
+        .into_iter()
+        .chain(out.map(|out| format!("{} out", size(out))))
+        .collect();
+    if facts.is_empty() {
+        format!(" → {end}")
+    } else {
+        format!(" → {end} ({})", facts.join(", "))
+    }
 }
 
 fn file(call: &Call<'_>) -> String {
@@ -126,16 +177,37 @@ fn file(call: &Call<'_>) -> String {
         [first, ..] => {
             let named: Vec<String> = changes.iter().take(MAX_FILES).map(change).collect();
             let more = changes.len() - named.len();
-            let rest = if more > 0 { format!(", and {more} more") } else { String::new() };
+            let rest = if more > 0 {
+                format!(", and {more} more")
+            } else {
+                String::new()
+            };
             // Each could be long; at least the first is there as a whole.
-            let listed = format!("{word} {}: {}{rest}", plural(changes.len() as u64, "file", "files"), named.join(", "));
-            if listed.chars().count() > 400 { format!("{word} {}: {}, …", plural(changes.len() as u64, "file", "files"), change(first)) } else { listed }
+            let listed = format!(
+                "{word} {}: {}{rest}",
+                plural(changes.len() as u64, "file", "files"),
+                named.join(", ")
+            );
+            if listed.chars().count() > 400 {
+                format!(
+                    "{word} {}: {}, …",
+                    plural(changes.len() as u64, "file", "files"),
+                    change(first)
+                )
+            } else {
+                listed
+            }
         }
     }
 }
 
 fn change(change: &Value) -> String {
-    let hash = |name: &str| change.get(name).and_then(Value::as_str).map(|hash| format!("{}…", shown(&hash.chars().take(4).collect::<String>())));
+    let hash = |name: &str| {
+        change
+            .get(name)
+            .and_then(Value::as_str)
+            .map(|hash| format!("{}…", shown(&hash.chars().take(4).collect::<String>())))
+    };
     let path = quoted(change.get("path").and_then(Value::as_str).unwrap_or("?"));
     match (hash("sha256_before"), hash("sha256_after")) {
         (Some(before), Some(after)) => format!("{path} (sha256 {before} → {after})"),
@@ -148,7 +220,10 @@ fn change(change: &Value) -> String {
 fn other(call: &Call<'_>) -> String {
     let body = &call.first().body;
     let action = shown(&body.action);
-    let state = (body.kind == AuditKind::Event).then(|| call.text("state")).flatten().map(|state| format!(" {}", shown(state)));
+    let state = (body.kind == AuditKind::Event)
+        .then(|| call.text("state"))
+        .flatten()
+        .map(|state| format!(" {}", shown(state)));
     match target(call) {
         Some(target) => format!("{action} {target}{}", state.unwrap_or_default()),
         None => format!("{action}{}", state.unwrap_or_default()),
@@ -170,12 +245,17 @@ fn failure(call: &Call<'_>, result: AuditResult) -> String {
         AuditResult::NotStarted => "not started",
         AuditResult::Unknown => "nobody knows what came of it",
     };
-    call.code().map_or_else(|| word.to_owned(), |code| format!("{word}: {}", shown(code)))
+    call.code().map_or_else(
+        || word.to_owned(),
+        |code| format!("{word}: {}", shown(code)),
+    )
 }
 
 fn denied(call: &Call<'_>) -> String {
     let body = &call.first().body;
-    let target = target(call).map(|target| format!(" {}", cut(&target))).unwrap_or_default();
+    let target = target(call)
+        .map(|target| format!(" {}", cut(&target)))
+        .unwrap_or_default();
     format!("denied {}{target}{}", shown(&body.action), by(body))
 }
 
@@ -185,6 +265,13 @@ fn by(body: &AuditBody) -> String {
         ([], Some(stage)) => format!(" at stage {}", shown(stage)),
         ([], None) => String::new(),
         ([rule], _) => format!(" by rule {}", shown(rule)),
-        (rules, _) => format!(" by rules {}", rules.iter().map(|rule| shown(rule)).collect::<Vec<_>>().join(", ")),
+        (rules, _) => format!(
+            " by rules {}",
+            rules
+                .iter()
+                .map(|rule| shown(rule))
+                .collect::<Vec<_>>()
+                .join(", ")
+        ),
     }
 }

@@ -82,12 +82,18 @@ struct Call<'a> {
 
 impl<'a> Call<'a> {
     fn first(&self) -> &'a AuditRecord {
-        self.intent.or(self.outcome).expect("a call has an intent or an outcome")
+        self.intent
+            .or(self.outcome)
+            .expect("a call has an intent or an outcome")
     }
 
     /// Of the outcome, else of the intent.
     fn get(&self, name: &str) -> Option<&'a Value> {
-        [self.outcome, self.intent].into_iter().flatten().find_map(|record| record.body.detail.get(name)).filter(|value| !value.is_null())
+        [self.outcome, self.intent]
+            .into_iter()
+            .flatten()
+            .find_map(|record| record.body.detail.get(name))
+            .filter(|value| !value.is_null())
     }
 
     fn text(&self, name: &str) -> Option<&'a str> {
@@ -99,15 +105,24 @@ impl<'a> Call<'a> {
     }
 
     fn result(&self) -> Option<AuditResult> {
-        [self.outcome, self.intent].into_iter().flatten().find_map(|record| record.body.result)
+        [self.outcome, self.intent]
+            .into_iter()
+            .flatten()
+            .find_map(|record| record.body.result)
     }
 
     fn decision(&self) -> Option<AuditDecision> {
-        [self.intent, self.outcome].into_iter().flatten().find_map(|record| record.body.decision)
+        [self.intent, self.outcome]
+            .into_iter()
+            .flatten()
+            .find_map(|record| record.body.decision)
     }
 
     fn code(&self) -> Option<&'a str> {
-        [self.outcome, self.intent].into_iter().flatten().find_map(|record| record.body.code.as_deref())
+        [self.outcome, self.intent]
+            .into_iter()
+            .flatten()
+            .find_map(|record| record.body.code.as_deref())
     }
 
     fn is_denied(&self) -> bool {
@@ -115,11 +130,16 @@ impl<'a> Call<'a> {
     }
 
     fn is_open(&self) -> bool {
-        self.first().body.kind == AuditKind::Intent && self.outcome.is_none() && !self.is_denied() && self.result().is_none()
+        self.first().body.kind == AuditKind::Intent
+            && self.outcome.is_none()
+            && !self.is_denied()
+            && self.result().is_none()
     }
 
     fn changes(&self) -> &'a [Value] {
-        self.get("changes").and_then(Value::as_array).map_or(&[], Vec::as_slice)
+        self.get("changes")
+            .and_then(Value::as_array)
+            .map_or(&[], Vec::as_slice)
     }
 }
 
@@ -136,7 +156,9 @@ pub fn story(records: &[AuditRecord]) -> Story {
     let mut open: HashMap<Uuid, usize> = HashMap::new();
     for record in records {
         let call_id = record.body.call_id;
-        let asked = (record.body.kind == AuditKind::Outcome).then(|| call_id.and_then(|call| open.remove(&call))).flatten();
+        let asked = (record.body.kind == AuditKind::Outcome)
+            .then(|| call_id.and_then(|call| open.remove(&call)))
+            .flatten();
         if let Some(place) = asked {
             calls[place].outcome = Some(record);
             continue;
@@ -145,10 +167,16 @@ pub fn story(records: &[AuditRecord]) -> Story {
             open.insert(call, calls.len());
         }
         let is_outcome = record.body.kind == AuditKind::Outcome;
-        calls.push(Call { intent: (!is_outcome).then_some(record), outcome: is_outcome.then_some(record) });
+        calls.push(Call {
+            intent: (!is_outcome).then_some(record),
+            outcome: is_outcome.then_some(record),
+        });
     }
     let lines = calls.iter().map(line).collect();
-    Story { lines, summary: summary(records, &calls) }
+    Story {
+        lines,
+        summary: summary(records, &calls),
+    }
 }
 
 fn line(call: &Call<'_>) -> StoryLine {
@@ -167,8 +195,13 @@ fn line(call: &Call<'_>) -> StoryLine {
 }
 
 fn summary(records: &[AuditRecord], calls: &[Call<'_>]) -> StorySummary {
-    let mut summary = StorySummary { from: records.first().map(|record| record.at), to: records.last().map(|record| record.at), ..StorySummary::default() };
-    let (mut actors, mut files, mut artifacts) = (Names::default(), Names::default(), Names::default());
+    let mut summary = StorySummary {
+        from: records.first().map(|record| record.at),
+        to: records.last().map(|record| record.at),
+        ..StorySummary::default()
+    };
+    let (mut actors, mut files, mut artifacts) =
+        (Names::default(), Names::default(), Names::default());
     for call in calls {
         let body = &call.first().body;
         if let Some(subject) = &body.subject {
@@ -183,13 +216,24 @@ fn summary(records: &[AuditRecord], calls: &[Call<'_>]) -> StorySummary {
         match about(body) {
             About::Exec => command(call, &mut summary.commands),
             About::File if !call.changes().is_empty() => {
-                call.changes().iter().filter_map(|change| change.get("path").and_then(Value::as_str)).for_each(|path| files.add(&text::shown(path)));
+                call.changes()
+                    .iter()
+                    .filter_map(|change| change.get("path").and_then(Value::as_str))
+                    .for_each(|path| files.add(&text::shown(path)));
             }
             About::File if is_done && !matches!(verb(&body.action), Verb::Read | Verb::Other) => {
-                ["path", "from", "to"].into_iter().filter_map(|name| call.text(name)).for_each(|path| files.add(&text::shown(path)));
+                ["path", "from", "to"]
+                    .into_iter()
+                    .filter_map(|name| call.text(name))
+                    .for_each(|path| files.add(&text::shown(path)));
             }
-            About::Artifact if is_done && !matches!(verb(&body.action), Verb::Read | Verb::Other) => {
-                let name = call.text("path").or(body.resource.as_deref()).or_else(|| call.outcome.and_then(|outcome| outcome.body.resource.as_deref()));
+            About::Artifact
+                if is_done && !matches!(verb(&body.action), Verb::Read | Verb::Other) =>
+            {
+                let name = call.text("path").or(body.resource.as_deref()).or_else(|| {
+                    call.outcome
+                        .and_then(|outcome| outcome.body.resource.as_deref())
+                });
                 artifacts.add(&text::shown(name.unwrap_or("(without a name)")));
             }
             _ => {}
@@ -203,10 +247,19 @@ fn summary(records: &[AuditRecord], calls: &[Call<'_>]) -> StorySummary {
 
 fn command(call: &Call<'_>, commands: &mut StoryCommands) {
     commands.count += 1;
-    let ended_well = call.get("exit_code").is_none_or(|code| code.as_i64() == Some(0)) && call.get("signal").is_none();
+    let ended_well = call
+        .get("exit_code")
+        .is_none_or(|code| code.as_i64() == Some(0))
+        && call.get("signal").is_none();
     if call.is_true("timed_out") {
         commands.timed_out += 1;
-    } else if !ended_well || call.is_true("oom_killed") || matches!(call.result(), Some(AuditResult::Failed | AuditResult::NotStarted | AuditResult::Refused)) {
+    } else if !ended_well
+        || call.is_true("oom_killed")
+        || matches!(
+            call.result(),
+            Some(AuditResult::Failed | AuditResult::NotStarted | AuditResult::Refused)
+        )
+    {
         commands.failed += 1;
     }
 }

@@ -17,8 +17,12 @@ pub(super) fn shown(text: &str) -> String {
             '\n' => out.push_str("\\n"),
             '\r' => out.push_str("\\r"),
             '\t' => out.push_str("\\t"),
-            '\0'..='\x1f' | '\x7f' => escape(format_args!("\\x{:02x}", u32::from(character)), &mut out),
-            _ if is_hidden(character) => escape(format_args!("\\u{{{:x}}}", u32::from(character)), &mut out),
+            '\0'..='\x1f' | '\x7f' => {
+                escape(format_args!("\\x{:02x}", u32::from(character)), &mut out)
+            }
+            _ if is_hidden(character) => {
+                escape(format_args!("\\u{{{:x}}}", u32::from(character)), &mut out)
+            }
             _ => out.push(character),
         }
     }
@@ -54,12 +58,14 @@ pub const fn is_hidden(character: char) -> bool {
 }
 
 fn escape(arguments: std::fmt::Arguments<'_>, out: &mut String) {
-    out.write_fmt(arguments).expect("writing to a string does not fail");
+    out.write_fmt(arguments)
+        .expect("writing to a string does not fail");
 }
 
 /// A word as a shell would take it, with what is not to be shown escaped.
 pub(crate) fn quoted(word: &str) -> String {
-    let is_plain = |character: char| character.is_alphanumeric() || "-_./:=@%+,~".contains(character);
+    let is_plain =
+        |character: char| character.is_alphanumeric() || "-_./:=@%+,~".contains(character);
     if !word.is_empty() && word.chars().all(is_plain) {
         return shown(word);
     }
@@ -78,8 +84,16 @@ pub(super) fn duration(milliseconds: u64) -> String {
     match milliseconds {
         0..1_000 => format!("{milliseconds} ms"),
         1_000..60_000 => format!("{}.{} s", milliseconds / 1_000, milliseconds % 1_000 / 100),
-        60_000..3_600_000 => format!("{} min {} s", milliseconds / 60_000, milliseconds % 60_000 / 1_000),
-        _ => format!("{} h {} min", milliseconds / 3_600_000, milliseconds % 3_600_000 / 60_000),
+        60_000..3_600_000 => format!(
+            "{} min {} s",
+            milliseconds / 60_000,
+            milliseconds % 60_000 / 1_000
+        ),
+        _ => format!(
+            "{} h {} min",
+            milliseconds / 3_600_000,
+            milliseconds % 3_600_000 / 60_000
+        ),
     }
 }
 
@@ -102,17 +116,31 @@ pub(super) fn plural(count: u64, one: &str, many: &str) -> String {
 fn moment(at: OffsetDateTime) -> String {
     let at = at.to_offset(UtcOffset::UTC);
     let (date, time) = (at.date(), at.time());
-    format!("{date} {:02}:{:02}:{:02}.{:03}", time.hour(), time.minute(), time.second(), time.millisecond())
+    format!(
+        "{date} {:02}:{:02}:{:02}.{:03}",
+        time.hour(),
+        time.minute(),
+        time.second(),
+        time.millisecond()
+    )
 }
 
 impl Story {
     /// The lines, an empty one, and the summary.
     #[must_use]
     pub fn to_text(&self) -> String {
-        let who = self.lines.iter().map(|line| line.who.chars().count()).max().unwrap_or(0);
+        let who = self
+            .lines
+            .iter()
+            .map(|line| line.who.chars().count())
+            .max()
+            .unwrap_or(0);
         let mut text = String::new();
         for line in &self.lines {
-            escape(format_args!("{}  {:<who$}  {}\n", moment(line.at), line.who, line.what), &mut text);
+            escape(
+                format_args!("{}  {:<who$}  {}\n", moment(line.at), line.who, line.what),
+                &mut text,
+            );
         }
         if !text.is_empty() {
             text.push('\n');
@@ -123,19 +151,41 @@ impl Story {
 
     fn summary_text(&self) -> String {
         let summary = &self.summary;
-        let (Some(from), Some(to)) = (summary.from, summary.to) else { return "Nothing is recorded.\n".to_owned() };
+        let (Some(from), Some(to)) = (summary.from, summary.to) else {
+            return "Nothing is recorded.\n".to_owned();
+        };
         let took = u64::try_from((to - from).whole_milliseconds()).unwrap_or(0);
-        let by = if summary.actors.is_empty() { "system".to_owned() } else { summary.actors.join(", ") };
-        let mut text = format!("From {} to {} UTC ({}), by {by}\n", moment(from), moment(to), duration(took));
+        let by = if summary.actors.is_empty() {
+            "system".to_owned()
+        } else {
+            summary.actors.join(", ")
+        };
+        let mut text = format!(
+            "From {} to {} UTC ({}), by {by}\n",
+            moment(from),
+            moment(to),
+            duration(took)
+        );
         let mut facts = vec![plural(summary.commands.count, "command", "commands")];
-        let mut fact = |count: u64, one: &str, many: &str| facts.extend((count > 0).then(|| plural(count, one, many)));
+        let mut fact = |count: u64, one: &str, many: &str| {
+            facts.extend((count > 0).then(|| plural(count, one, many)))
+        };
         fact(summary.commands.failed, "failed", "failed");
         fact(summary.commands.timed_out, "timed out", "timed out");
         fact(summary.denials, "denial", "denials");
-        fact(summary.open, "call without an outcome", "calls without an outcome");
+        fact(
+            summary.open,
+            "call without an outcome",
+            "calls without an outcome",
+        );
         escape(format_args!("{}\n", facts.join(", ")), &mut text);
         names("files", &summary.files, summary.more_files, &mut text);
-        names("artifacts", &summary.artifacts, summary.more_artifacts, &mut text);
+        names(
+            "artifacts",
+            &summary.artifacts,
+            summary.more_artifacts,
+            &mut text,
+        );
         text
     }
 }

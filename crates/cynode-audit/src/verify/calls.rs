@@ -41,8 +41,18 @@ pub(super) struct Calls {
 }
 
 impl Calls {
-    pub(super) fn take(&mut self, cursor: i64, link: &Link, is_truncated: bool, problems: &mut Problems) {
-        let call = link.body.get("call_id").and_then(Value::as_str).and_then(|text| Uuid::parse_str(text).ok());
+    pub(super) fn take(
+        &mut self,
+        cursor: i64,
+        link: &Link,
+        is_truncated: bool,
+        problems: &mut Problems,
+    ) {
+        let call = link
+            .body
+            .get("call_id")
+            .and_then(Value::as_str)
+            .and_then(|text| Uuid::parse_str(text).ok());
         match link.body.get("kind").and_then(Value::as_str) {
             Some("intent") => {
                 let is_denied = link.body.get("decision").and_then(Value::as_str) == Some("deny");
@@ -50,8 +60,16 @@ impl Calls {
                     self.nameless += u64::from(!is_denied);
                     return;
                 };
-                if self.open.contains_key(&call) || self.denied.calls.contains(&call) || self.closed.calls.contains(&call) {
-                    problems.of_record(What::IntentDoubled, cursor, link, format!("call {call} has another intent"));
+                if self.open.contains_key(&call)
+                    || self.denied.calls.contains(&call)
+                    || self.closed.calls.contains(&call)
+                {
+                    problems.of_record(
+                        What::IntentDoubled,
+                        cursor,
+                        link,
+                        format!("call {call} has another intent"),
+                    );
                 }
                 if is_denied {
                     self.denied.insert(call);
@@ -61,15 +79,30 @@ impl Calls {
             }
             Some("outcome") => {
                 let Some(call) = call else {
-                    problems.of_record(What::OutcomeWithoutIntent, cursor, link, "it names no call".to_owned());
+                    problems.of_record(
+                        What::OutcomeWithoutIntent,
+                        cursor,
+                        link,
+                        "it names no call".to_owned(),
+                    );
                     return;
                 };
                 if self.close(call) {
                     self.closed.insert(call);
                 } else if self.closed.calls.contains(&call) {
-                    problems.of_record(What::OutcomeDoubled, cursor, link, format!("call {call} has its outcome already"));
+                    problems.of_record(
+                        What::OutcomeDoubled,
+                        cursor,
+                        link,
+                        format!("call {call} has its outcome already"),
+                    );
                 } else if !is_truncated {
-                    problems.of_record(What::OutcomeWithoutIntent, cursor, link, format!("call {call} has no open intent before it"));
+                    problems.of_record(
+                        What::OutcomeWithoutIntent,
+                        cursor,
+                        link,
+                        format!("call {call} has no open intent before it"),
+                    );
                 }
             }
             _ => {}

@@ -26,7 +26,12 @@ pub(super) struct Newest {
 impl Default for Newest {
     /// There is no checkpoint: no record is older than it.
     fn default() -> Self {
-        Self { number: 0, at: None, cursor: i64::MIN, truncated: 0 }
+        Self {
+            number: 0,
+            at: None,
+            cursor: i64::MIN,
+            truncated: 0,
+        }
     }
 }
 
@@ -72,32 +77,78 @@ impl Checkpoints {
         self.count
     }
 
-    pub(super) fn of_table(&mut self, kept_as: u64, signed: &Signed, key: &PublicKey, problems: &mut Problems) {
+    pub(super) fn of_table(
+        &mut self,
+        kept_as: u64,
+        signed: &Signed,
+        key: &PublicKey,
+        problems: &mut Problems,
+    ) {
         self.count += 1;
         let number = signed.checkpoint.number;
         let in_order = self.last.is_none_or(|last| last < kept_as);
         self.last = self.last.max(Some(kept_as));
         if !signed.verify(key) {
             self.bad.extend([kept_as, number]);
-            problems.of_checkpoint(What::SignatureBad, Some(kept_as), format!("the signature of checkpoint {kept_as} does not fit what it says"));
+            problems.of_checkpoint(
+                What::SignatureBad,
+                Some(kept_as),
+                format!("the signature of checkpoint {kept_as} does not fit what it says"),
+            );
             return;
         }
         if kept_as != number {
             self.bad.insert(kept_as);
-            problems.of_checkpoint(What::CheckpointChanged, Some(kept_as), format!("what is kept as checkpoint {kept_as} is checkpoint {number}"));
+            problems.of_checkpoint(
+                What::CheckpointChanged,
+                Some(kept_as),
+                format!("what is kept as checkpoint {kept_as} is checkpoint {number}"),
+            );
         } else if !in_order {
-            problems.of_checkpoint(What::CheckpointChanged, Some(number), format!("checkpoint {number} is not in its place"));
+            problems.of_checkpoint(
+                What::CheckpointChanged,
+                Some(number),
+                format!("checkpoint {number} is not in its place"),
+            );
         }
-        let before = if number == 1 { Some(&Checkpoint::FIRST) } else { self.table.get(&(number.saturating_sub(1))) };
+        let before = if number == 1 {
+            Some(&Checkpoint::FIRST)
+        } else {
+            self.table.get(&(number.saturating_sub(1)))
+        };
         if before.is_some_and(|before| *before != signed.checkpoint.prev) {
-            problems.of_checkpoint(What::CheckpointChanged, Some(number), format!("checkpoint {number} does not stand on the one before it"));
+            problems.of_checkpoint(
+                What::CheckpointChanged,
+                Some(number),
+                format!("checkpoint {number} does not stand on the one before it"),
+            );
         }
-        if self.table.first_key_value().is_none_or(|(first, _)| number <= *first) {
-            let Checkpoint { full, truncated_records, heads, .. } = &signed.checkpoint;
-            self.first_full = full.then(|| FirstFull { truncated: *truncated_records, streams: heads.keys().copied().collect() });
+        if self
+            .table
+            .first_key_value()
+            .is_none_or(|(first, _)| number <= *first)
+        {
+            let Checkpoint {
+                full,
+                truncated_records,
+                heads,
+                ..
+            } = &signed.checkpoint;
+            self.first_full = full.then(|| FirstFull {
+                truncated: *truncated_records,
+                streams: heads.keys().copied().collect(),
+            });
         }
-        if self.table.insert(number, signed.hash).is_some_and(|other| other != signed.hash) {
-            problems.of_checkpoint(What::CheckpointChanged, Some(number), format!("there are two checkpoints {number}"));
+        if self
+            .table
+            .insert(number, signed.hash)
+            .is_some_and(|other| other != signed.hash)
+        {
+            problems.of_checkpoint(
+                What::CheckpointChanged,
+                Some(number),
+                format!("there are two checkpoints {number}"),
+            );
         }
         match self.only_in_file.remove(&number) {
             Some(hash) if hash == signed.hash => {}
@@ -109,11 +160,20 @@ impl Checkpoints {
         }
     }
 
-    pub(super) fn unreadable(&mut self, kept_as: u64, error: &MalformedCheckpoint, problems: &mut Problems) {
+    pub(super) fn unreadable(
+        &mut self,
+        kept_as: u64,
+        error: &MalformedCheckpoint,
+        problems: &mut Problems,
+    ) {
         self.count += 1;
         self.last = self.last.max(Some(kept_as));
         self.bad.insert(kept_as);
-        problems.of_checkpoint(What::CheckpointChanged, Some(kept_as), format!("checkpoint {kept_as} can't be read: {error}"));
+        problems.of_checkpoint(
+            What::CheckpointChanged,
+            Some(kept_as),
+            format!("checkpoint {kept_as} can't be read: {error}"),
+        );
     }
 
     pub(super) fn of_file(&mut self, line: &str, key: &PublicKey, problems: &mut Problems) {
@@ -127,7 +187,10 @@ impl Checkpoints {
         let signed = match Signed::parse(line) {
             Ok(signed) => signed,
             Err(error) => {
-                self.torn = Some(format!("line {} of the file outside the database is not a checkpoint: {error}", self.lines));
+                self.torn = Some(format!(
+                    "line {} of the file outside the database is not a checkpoint: {error}",
+                    self.lines
+                ));
                 return;
             }
         };
@@ -140,11 +203,17 @@ impl Checkpoints {
             );
             return;
         }
-        if self.last_in_file.is_some_and(|(last, hash)| last.checked_add(1) == Some(number) && hash != signed.checkpoint.prev) {
+        if self.last_in_file.is_some_and(|(last, hash)| {
+            last.checked_add(1) == Some(number) && hash != signed.checkpoint.prev
+        }) {
             self.breaks.push(number);
         }
         self.last_in_file = Some((number, signed.hash));
-        match self.table.get(&number).or_else(|| self.only_in_file.get(&number)) {
+        match self
+            .table
+            .get(&number)
+            .or_else(|| self.only_in_file.get(&number))
+        {
             Some(hash) if *hash == signed.hash => {}
             Some(_) => differs(number, problems),
             None => {
@@ -156,13 +225,21 @@ impl Checkpoints {
 
     fn learn(&mut self, checkpoint: &Checkpoint) {
         if checkpoint.number >= self.newest.number {
-            self.newest = Newest { number: checkpoint.number, at: Some(checkpoint.at), cursor: checkpoint.cursor, truncated: checkpoint.truncated_records };
+            self.newest = Newest {
+                number: checkpoint.number,
+                at: Some(checkpoint.at),
+                cursor: checkpoint.cursor,
+                truncated: checkpoint.truncated_records,
+            };
         }
         if checkpoint.full {
             self.full = self.full.max(Some(checkpoint.number));
         }
         for (stream, head) in &checkpoint.heads {
-            let by = Witness::Checkpoint { number: checkpoint.number, truncated: checkpoint.truncated_records };
+            let by = Witness::Checkpoint {
+                number: checkpoint.number,
+                truncated: checkpoint.truncated_records,
+            };
             let signed = SignedHead { head: *head, by };
             self.said.entry(*stream).or_default().heads.push(signed);
         }
@@ -177,7 +254,11 @@ impl Checkpoints {
     /// Takes what somebody beside the checkpoints says of the streams.
     pub(super) fn hear(&mut self, heads: &BTreeMap<Uuid, Head>, by: Witness) {
         for (stream, head) in heads {
-            self.said.entry(*stream).or_default().heads.push(SignedHead { head: *head, by });
+            self.said
+                .entry(*stream)
+                .or_default()
+                .heads
+                .push(SignedHead { head: *head, by });
         }
     }
 
@@ -190,16 +271,34 @@ impl Checkpoints {
             _ => 1,
         };
         for number in self.table.keys() {
-            self.missing(expected, *number, "the table of checkpoints lacks", problems);
+            self.missing(
+                expected,
+                *number,
+                "the table of checkpoints lacks",
+                problems,
+            );
             expected = number.saturating_add(1);
         }
         if let Some((last, _)) = self.only_in_file.last_key_value() {
             // Up to the newest of the table the gaps have been named.
-            let from = self.only_in_file.range(expected..).next().map_or(u64::MAX, |(number, _)| *number);
-            self.missing(from, last.saturating_add(1), "the file outside the database has what the table lacks:", problems);
+            let from = self
+                .only_in_file
+                .range(expected..)
+                .next()
+                .map_or(u64::MAX, |(number, _)| *number);
+            self.missing(
+                from,
+                last.saturating_add(1),
+                "the file outside the database has what the table lacks:",
+                problems,
+            );
         }
         // Where the table has both, they were held against each other.
-        for number in self.breaks.iter().filter(|number| first.is_some_and(|first| **number <= first)) {
+        for number in self
+            .breaks
+            .iter()
+            .filter(|number| first.is_some_and(|first| **number <= first))
+        {
             problems.of_checkpoint(
                 What::CheckpointChanged,
                 Some(*number),
@@ -215,13 +314,21 @@ impl Checkpoints {
         let since = first.unwrap_or(0);
         let counts = |id: &Uuid, signed: &SignedHead| match (&self.first_full, signed.by) {
             // What was signed before the table begins speaks from the file, but of what retention removed since.
-            (Some(full), Witness::Checkpoint { number, truncated }) => number >= since || truncated == full.truncated || full.streams.contains(id),
-            (Some(full), Witness::Interim { truncated }) => truncated == full.truncated || full.streams.contains(id),
+            (Some(full), Witness::Checkpoint { number, truncated }) => {
+                number >= since || truncated == full.truncated || full.streams.contains(id)
+            }
+            (Some(full), Witness::Interim { truncated }) => {
+                truncated == full.truncated || full.streams.contains(id)
+            }
             (_, Witness::Writer) | (None, _) => true,
         };
         let said = std::mem::take(&mut self.said);
         let streams = said.into_iter().map(|(id, said)| {
-            let heads = said.heads.into_iter().filter(|signed| counts(&id, signed)).collect();
+            let heads = said
+                .heads
+                .into_iter()
+                .filter(|signed| counts(&id, signed))
+                .collect();
             (id, Stream::signed(id, said.cut, heads))
         });
         (self.newest, streams.collect())
@@ -234,7 +341,11 @@ impl Checkpoints {
             let bad = self.bad.range(from..until).next().copied();
             let end = bad.unwrap_or(until);
             if from < end {
-                problems.of_checkpoint(What::CheckpointMissing, Some(from), format!("{lacks} {}", span("checkpoint", from, end - 1)));
+                problems.of_checkpoint(
+                    What::CheckpointMissing,
+                    Some(from),
+                    format!("{lacks} {}", span("checkpoint", from, end - 1)),
+                );
             }
             from = end.saturating_add(1);
         }
@@ -242,9 +353,17 @@ impl Checkpoints {
 }
 
 fn differs(number: u64, problems: &mut Problems) {
-    problems.of_checkpoint(What::CheckpointChanged, Some(number), format!("checkpoint {number} is not the one in the file outside the database"));
+    problems.of_checkpoint(
+        What::CheckpointChanged,
+        Some(number),
+        format!("checkpoint {number} is not the one in the file outside the database"),
+    );
 }
 
 pub(super) fn span(what: &str, from: u64, to: u64) -> String {
-    if from == to { format!("{what} {from}") } else { format!("{what}s {from} to {to}") }
+    if from == to {
+        format!("{what} {from}")
+    } else {
+        format!("{what}s {from} to {to}")
+    }
 }

@@ -90,15 +90,24 @@ impl Verifier {
     /// The next checkpoint of the table.
     pub fn checkpoint(&mut self, signed: &Signed) {
         debug_assert!(self.newest.is_none(), "checkpoints come before records");
-        self.checkpoints.of_table(signed.checkpoint.number, signed, &self.key, &mut self.problems);
+        self.checkpoints.of_table(
+            signed.checkpoint.number,
+            signed,
+            &self.key,
+            &mut self.problems,
+        );
     }
 
     /// The next checkpoint of the table as its line, and the number under which it is kept.
     pub fn checkpoint_line(&mut self, number: u64, line: &str) {
         debug_assert!(self.newest.is_none(), "checkpoints come before records");
         match Signed::parse(line) {
-            Ok(signed) => self.checkpoints.of_table(number, &signed, &self.key, &mut self.problems),
-            Err(error) => self.checkpoints.unreadable(number, &error, &mut self.problems),
+            Ok(signed) => self
+                .checkpoints
+                .of_table(number, &signed, &self.key, &mut self.problems),
+            Err(error) => self
+                .checkpoints
+                .unreadable(number, &error, &mut self.problems),
         }
     }
 
@@ -106,26 +115,46 @@ impl Verifier {
     /// checkpoints, may be older than a table that begins with a full one, and its last line may be torn.
     pub fn witness(&mut self, line: &str) {
         debug_assert!(self.newest.is_none(), "checkpoints come before records");
-        self.checkpoints.of_file(line, &self.key, &mut self.problems);
+        self.checkpoints
+            .of_file(line, &self.key, &mut self.problems);
     }
 
     /// Where living writers know that their streams stand, whatever the database says. Only what was committed before the records
     /// are read.
     pub fn writers(&mut self, heads: &BTreeMap<Uuid, Head>) {
-        debug_assert!(self.newest.is_none(), "what writers know comes before records");
+        debug_assert!(
+            self.newest.is_none(),
+            "what writers know comes before records"
+        );
         self.checkpoints.hear(heads, Witness::Writer);
     }
 
     /// A line that was signed beside the database while that took no checkpoint. It has no place among the checkpoints, and
     /// says where streams stood all the same.
     pub fn interim(&mut self, line: &str) {
-        debug_assert!(self.newest.is_none(), "what was signed comes before records");
+        debug_assert!(
+            self.newest.is_none(),
+            "what was signed comes before records"
+        );
         match Signed::parse(line) {
             Ok(signed) if signed.verify(&self.key) => {
-                self.checkpoints.hear(&signed.checkpoint.heads, Witness::Interim { truncated: signed.checkpoint.truncated_records });
+                self.checkpoints.hear(
+                    &signed.checkpoint.heads,
+                    Witness::Interim {
+                        truncated: signed.checkpoint.truncated_records,
+                    },
+                );
             }
-            Ok(_) => self.problems.of_checkpoint(What::SignatureBad, None, "the signature in the file of heads does not fit what it says".to_owned()),
-            Err(error) => self.problems.of_checkpoint(What::CheckpointChanged, None, format!("the file of heads can't be read: {error}")),
+            Ok(_) => self.problems.of_checkpoint(
+                What::SignatureBad,
+                None,
+                "the signature in the file of heads does not fit what it says".to_owned(),
+            ),
+            Err(error) => self.problems.of_checkpoint(
+                What::CheckpointChanged,
+                None,
+                format!("the file of heads can't be read: {error}"),
+            ),
         }
     }
 
@@ -145,13 +174,15 @@ impl Verifier {
                     all => format!("columns {} are", all.join(", ")),
                 }
             );
-            self.problems.of_record(What::ColumnChanged, cursor, link, detail);
+            self.problems
+                .of_record(What::ColumnChanged, cursor, link, detail);
         }
     }
 
     /// A table of the trail that is not as it was made.
     pub fn table(&mut self, detail: String) {
-        self.problems.of_checkpoint(What::TableChanged, None, detail);
+        self.problems
+            .of_checkpoint(What::TableChanged, None, detail);
     }
 
     /// What comes after the last checkpoint, as far as records have come.
@@ -165,30 +196,57 @@ impl Verifier {
         let records = self.unsigned.map_or(0, |unsigned| unsigned.records);
         let detail = format!(
             "{records} {} after the last checkpoint, which is overdue: nothing was signed for {seconds} s. What is not signed can be removed unnoticed. Look in the orchestrator's log for why, and whether somebody holds a lock on the tables of the audit trail",
-            if records == 1 { "record comes" } else { "records come" }
+            if records == 1 {
+                "record comes"
+            } else {
+                "records come"
+            }
         );
-        self.problems.of_checkpoint(What::CheckpointOverdue, None, detail);
+        self.problems
+            .of_checkpoint(What::CheckpointOverdue, None, detail);
     }
 
     /// The next record.
     pub fn record(&mut self, cursor: i64, link: &Link) {
         let newest = self.settle();
         self.records += 1;
-        let stream = self.streams.entry(link.stream).or_insert_with(|| Stream::unsigned(link.stream));
+        let stream = self
+            .streams
+            .entry(link.stream)
+            .or_insert_with(|| Stream::unsigned(link.stream));
         let taken = stream.take(cursor, link, newest.cursor, &mut self.problems);
         if taken != Taken::Refused && link.seq > stream.last_signed() {
-            let before = self.unsigned.unwrap_or(Unsigned { records: 0, since: link.at, last_cursor: cursor });
-            self.unsigned = Some(Unsigned { records: before.records + 1, since: before.since.min(link.at), last_cursor: before.last_cursor.max(cursor) });
+            let before = self.unsigned.unwrap_or(Unsigned {
+                records: 0,
+                since: link.at,
+                last_cursor: cursor,
+            });
+            self.unsigned = Some(Unsigned {
+                records: before.records + 1,
+                since: before.since.min(link.at),
+                last_cursor: before.last_cursor.max(cursor),
+            });
         }
         if taken == Taken::InOrder && self.last_cursor.is_some_and(|last| last >= cursor) {
-            self.problems.of_record(What::OrderChanged, cursor, link, "its cursor does not follow the one before it".to_owned());
+            self.problems.of_record(
+                What::OrderChanged,
+                cursor,
+                link,
+                "its cursor does not follow the one before it".to_owned(),
+            );
         }
         if taken != Taken::Refused && self.end.is_some_and(|end| end < cursor) {
-            self.problems.of_record(What::RecordInserted, cursor, link, "its cursor was never given out".to_owned());
+            self.problems.of_record(
+                What::RecordInserted,
+                cursor,
+                link,
+                "its cursor was never given out".to_owned(),
+            );
         }
         self.last_cursor = self.last_cursor.max(Some(cursor));
         if taken != Taken::Refused {
-            self.calls.take(cursor, link, newest.truncated > 0, &mut self.problems);
+            self.calls
+                .take(cursor, link, newest.truncated > 0, &mut self.problems);
         }
     }
 
@@ -231,15 +289,23 @@ impl Verifier {
 
 /// Whether a column holds what the body has at that place.
 fn is_derived(body: &Value, path: &[&str], stored: Option<&str>) -> bool {
-    let value = path.iter().try_fold(body, |value, name| value.get(name)).filter(|value| !value.is_null());
+    let value = path
+        .iter()
+        .try_fold(body, |value, name| value.get(name))
+        .filter(|value| !value.is_null());
     match (value, stored) {
         (None, None) => true,
         (Some(Value::String(text)), Some(stored)) => text == stored || is_same_id(text, stored),
-        (Some(other), Some(stored)) => serde_json::to_string(other).is_ok_and(|text| text == stored),
+        (Some(other), Some(stored)) => {
+            serde_json::to_string(other).is_ok_and(|text| text == stored)
+        }
         (None, Some(_)) | (Some(_), None) => false,
     }
 }
 
 fn is_same_id(one: &str, other: &str) -> bool {
-    Uuid::parse_str(one).ok().zip(Uuid::parse_str(other).ok()).is_some_and(|(one, other)| one == other)
+    Uuid::parse_str(one)
+        .ok()
+        .zip(Uuid::parse_str(other).ok())
+        .is_some_and(|(one, other)| one == other)
 }

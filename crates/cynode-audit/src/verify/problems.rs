@@ -67,15 +67,50 @@ impl Problems {
     }
 
     pub(super) fn of_checkpoint(&mut self, what: What, number: Option<u64>, detail: String) {
-        self.add(AuditProblem { what: what.code().to_owned(), stream: None, seq: None, cursor: None, checkpoint: number, detail });
+        self.add(AuditProblem {
+            what: what.code().to_owned(),
+            stream: None,
+            seq: None,
+            cursor: None,
+            checkpoint: number,
+            detail,
+        });
     }
 
-    pub(super) fn of_record(&mut self, what: What, cursor: i64, link: &Link, detail: String) -> Option<Listed> {
-        self.at(what, link.stream, Some(link.seq), Some(cursor), None, detail)
+    pub(super) fn of_record(
+        &mut self,
+        what: What,
+        cursor: i64,
+        link: &Link,
+        detail: String,
+    ) -> Option<Listed> {
+        self.at(
+            what,
+            link.stream,
+            Some(link.seq),
+            Some(cursor),
+            None,
+            detail,
+        )
     }
 
-    pub(super) fn at(&mut self, what: What, stream: Uuid, seq: Option<u64>, cursor: Option<i64>, checkpoint: Option<u64>, detail: String) -> Option<Listed> {
-        self.add(AuditProblem { what: what.code().to_owned(), stream: Some(stream), seq, cursor, checkpoint, detail })
+    pub(super) fn at(
+        &mut self,
+        what: What,
+        stream: Uuid,
+        seq: Option<u64>,
+        cursor: Option<i64>,
+        checkpoint: Option<u64>,
+        detail: String,
+    ) -> Option<Listed> {
+        self.add(AuditProblem {
+            what: what.code().to_owned(),
+            stream: Some(stream),
+            seq,
+            cursor,
+            checkpoint,
+            detail,
+        })
     }
 
     /// It turned out to be something else.
@@ -88,7 +123,8 @@ impl Problems {
 
     /// What is about checkpoints first, then in the order of the records.
     pub(super) fn into_parts(mut self) -> (Vec<AuditProblem>, bool) {
-        self.listed.sort_by_key(|problem| (problem.stream.is_some(), problem.cursor.unwrap_or(i64::MAX)));
+        self.listed
+            .sort_by_key(|problem| (problem.stream.is_some(), problem.cursor.unwrap_or(i64::MAX)));
         (self.listed, self.more)
     }
 }

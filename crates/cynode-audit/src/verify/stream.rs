@@ -43,7 +43,9 @@ impl std::fmt::Display for Witness {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Checkpoint { number, .. } => write!(f, "checkpoint {number} signed"),
-            Self::Interim { .. } => f.write_str("the file outside the database has, signed while the database took no checkpoint,"),
+            Self::Interim { .. } => f.write_str(
+                "the file outside the database has, signed while the database took no checkpoint,",
+            ),
             Self::Writer => f.write_str("its writer committed"),
         }
     }
@@ -104,12 +106,19 @@ impl Stream {
 
     /// What checkpoints say of a stream.
     pub(super) fn signed(id: Uuid, cut: Option<Head>, mut signed: Vec<SignedHead>) -> Self {
-        let cut = cut.unwrap_or_else(|| Head { seq: 0, hash: genesis(id) });
+        let cut = cut.unwrap_or_else(|| Head {
+            seq: 0,
+            hash: genesis(id),
+        });
         signed.retain(|signed| signed.head.seq > cut.seq);
         // A checkpoint speaks first of what others say too.
         signed.sort_by_key(|signed| (signed.head.seq, signed.by.checkpoint().unwrap_or(u64::MAX)));
         signed.dedup_by_key(|signed| signed.head);
-        let checkpointed = signed.iter().rev().find(|signed| signed.by.checkpoint().is_some()).map_or(cut.seq, |signed| signed.head.seq);
+        let checkpointed = signed
+            .iter()
+            .rev()
+            .find(|signed| signed.by.checkpoint().is_some())
+            .map_or(cut.seq, |signed| signed.head.seq);
         Self {
             id,
             cut: cut.seq,
@@ -143,10 +152,19 @@ impl Stream {
     }
 
     /// `signed_cursor`: no record up to there is beyond a signed head.
-    pub(super) fn take(&mut self, cursor: i64, link: &Link, signed_cursor: i64, problems: &mut Problems) -> Taken {
+    pub(super) fn take(
+        &mut self,
+        cursor: i64,
+        link: &Link,
+        signed_cursor: i64,
+        problems: &mut Problems,
+    ) -> Taken {
         if link.seq <= self.cut {
             if !std::mem::replace(&mut self.named, true) {
-                let detail = format!("retention removed the records of its stream up to number {}", self.cut);
+                let detail = format!(
+                    "retention removed the records of its stream up to number {}",
+                    self.cut
+                );
                 problems.of_record(What::RecordInserted, cursor, link, detail);
             }
             return Taken::Refused;
@@ -155,10 +173,16 @@ impl Stream {
             return self.take_again(cursor, link, problems);
         }
         self.seen = true;
-        if cursor <= signed_cursor && link.seq > self.last_signed() && !std::mem::replace(&mut self.named, true) {
+        if cursor <= signed_cursor
+            && link.seq > self.last_signed()
+            && !std::mem::replace(&mut self.named, true)
+        {
             let detail = match self.last_signed() {
-                0 => "it is older than the newest checkpoint, and no checkpoint knows its stream".to_owned(),
-                last => format!("it is older than the newest checkpoint, which knows its stream up to number {last}"),
+                0 => "it is older than the newest checkpoint, and no checkpoint knows its stream"
+                    .to_owned(),
+                last => format!(
+                    "it is older than the newest checkpoint, which knows its stream up to number {last}"
+                ),
             };
             problems.of_record(What::RecordInserted, cursor, link, detail);
         }
@@ -171,14 +195,22 @@ impl Stream {
 
     /// Notes that what lies between is missing, and finds what the record after it stands on, if that was signed.
     fn skip_to(&mut self, seq: u64, cursor: i64, problems: &mut Problems) {
-        let gap = Gap { to: seq - 1, before: self.stands_on, cursor };
+        let gap = Gap {
+            to: seq - 1,
+            before: self.stands_on,
+            cursor,
+        };
         if self.gaps.len() < MAX_GAPS {
             self.gaps.insert(self.next, gap);
         } else {
             self.missing(self.next, &gap, problems);
         }
         (self.stands_on, self.or_on) = (None, None);
-        while let Some(signed) = self.signed.get(self.checked).filter(|signed| signed.head.seq < seq) {
+        while let Some(signed) = self
+            .signed
+            .get(self.checked)
+            .filter(|signed| signed.head.seq < seq)
+        {
             if signed.head.seq == seq - 1 {
                 self.stands_on = Some(signed.head.hash);
             }
@@ -188,7 +220,10 @@ impl Stream {
 
     fn follow(&mut self, cursor: i64, link: &Link, problems: &mut Problems) {
         let computed = self.stands_on.map(|before| hash_on(before, link));
-        let fits = computed.is_none_or(|computed| computed == link.hash) || self.or_on.is_some_and(|before| hash_on(before, link) == link.hash);
+        let fits = computed.is_none_or(|computed| computed == link.hash)
+            || self
+                .or_on
+                .is_some_and(|before| hash_on(before, link) == link.hash);
         self.suspect = None;
         self.last_stands_on = self.stands_on;
         self.or_on = None;
@@ -196,20 +231,35 @@ impl Stream {
             let detail = if self.good.saturating_add(1) == link.seq {
                 "it does not fit its hash".to_owned()
             } else {
-                format!("it does not fit its hash and the record before it: it was changed, or record {} with its hash", link.seq - 1)
+                format!(
+                    "it does not fit its hash and the record before it: it was changed, or record {} with its hash",
+                    link.seq - 1
+                )
             };
             self.suspect = problems.of_record(What::RecordChanged, cursor, link, detail);
             self.or_on = computed;
         }
         self.stands_on = Some(link.hash);
         self.next = link.seq.saturating_add(1);
-        while let Some(signed) = self.signed.get(self.checked).filter(|signed| signed.head.seq == link.seq).copied() {
+        while let Some(signed) = self
+            .signed
+            .get(self.checked)
+            .filter(|signed| signed.head.seq == link.seq)
+            .copied()
+        {
             self.checked += 1;
             self.hold_against(signed, cursor, link, fits, problems);
         }
     }
 
-    fn hold_against(&mut self, signed: SignedHead, cursor: i64, link: &Link, fits: bool, problems: &mut Problems) {
+    fn hold_against(
+        &mut self,
+        signed: SignedHead,
+        cursor: i64,
+        link: &Link,
+        fits: bool,
+        problems: &mut Problems,
+    ) {
         if signed.head.hash == link.hash {
             self.good = link.seq;
             self.strayed = false;
@@ -218,36 +268,85 @@ impl Stream {
         // Whoever changed the hash too is found here; when nothing after it was changed, the rest stands on what was signed.
         self.or_on = Some(signed.head.hash);
         if fits && !self.strayed {
-            let detail = format!("{} not what {}", are(self.good.saturating_add(1), link.seq), signed.by);
-            problems.at(What::RecordChanged, self.id, Some(link.seq), Some(cursor), signed.by.checkpoint(), detail);
+            let detail = format!(
+                "{} not what {}",
+                are(self.good.saturating_add(1), link.seq),
+                signed.by
+            );
+            problems.at(
+                What::RecordChanged,
+                self.id,
+                Some(link.seq),
+                Some(cursor),
+                signed.by.checkpoint(),
+                detail,
+            );
         }
         self.strayed = true;
     }
 
     /// A number that has been passed: it comes late, or for the second time.
     fn take_again(&mut self, cursor: i64, link: &Link, problems: &mut Problems) -> Taken {
-        let gap = self.gaps.range(..=link.seq).next_back().filter(|(_, gap)| gap.to >= link.seq).map(|(from, _)| *from);
+        let gap = self
+            .gaps
+            .range(..=link.seq)
+            .next_back()
+            .filter(|(_, gap)| gap.to >= link.seq)
+            .map(|(from, _)| *from);
         if let Some((from, gap)) = gap.and_then(|from| Some((from, self.gaps.remove(&from)?))) {
-            problems.of_record(What::OrderChanged, cursor, link, "it comes after records with higher numbers".to_owned());
-            if from == link.seq && gap.before.is_some_and(|before| hash_on(before, link) != link.hash) {
-                problems.of_record(What::RecordChanged, cursor, link, "it does not fit its hash".to_owned());
+            problems.of_record(
+                What::OrderChanged,
+                cursor,
+                link,
+                "it comes after records with higher numbers".to_owned(),
+            );
+            if from == link.seq
+                && gap
+                    .before
+                    .is_some_and(|before| hash_on(before, link) != link.hash)
+            {
+                problems.of_record(
+                    What::RecordChanged,
+                    cursor,
+                    link,
+                    "it does not fit its hash".to_owned(),
+                );
             }
             if link.seq < gap.to {
-                self.gaps.insert(link.seq + 1, Gap { to: gap.to, before: Some(link.hash), cursor: gap.cursor });
+                self.gaps.insert(
+                    link.seq + 1,
+                    Gap {
+                        to: gap.to,
+                        before: Some(link.hash),
+                        cursor: gap.cursor,
+                    },
+                );
             }
             if from < link.seq {
-                self.gaps.insert(from, Gap { to: link.seq - 1, ..gap });
+                self.gaps.insert(
+                    from,
+                    Gap {
+                        to: link.seq - 1,
+                        ..gap
+                    },
+                );
             }
             return Taken::Late;
         }
         let detail = "there is another record with its number";
-        if link.seq.checked_add(1) == Some(self.next) && self.last_stands_on.is_some_and(|before| hash_on(before, link) == link.hash) {
+        if link.seq.checked_add(1) == Some(self.next)
+            && self
+                .last_stands_on
+                .is_some_and(|before| hash_on(before, link) == link.hash)
+        {
             if self.suspect.is_some() {
                 // This is the true one: the one that did not fit had been put before it.
                 problems.amend(self.suspect.take(), What::RecordInserted, detail);
                 self.stands_on = Some(link.hash);
                 self.or_on = None;
-                self.strayed = self.signed[..self.checked].last().is_some_and(|signed| signed.head.seq == link.seq && signed.head.hash != link.hash);
+                self.strayed = self.signed[..self.checked].last().is_some_and(|signed| {
+                    signed.head.seq == link.seq && signed.head.hash != link.hash
+                });
                 return Taken::Late;
             }
             self.or_on = Some(link.hash);
@@ -258,20 +357,46 @@ impl Stream {
 
     fn missing(&self, from: u64, gap: &Gap, problems: &mut Problems) {
         let detail = format!("{} not there", are(from, gap.to));
-        problems.at(What::RecordMissing, self.id, Some(from), Some(gap.cursor), None, detail);
+        problems.at(
+            What::RecordMissing,
+            self.id,
+            Some(from),
+            Some(gap.cursor),
+            None,
+            detail,
+        );
     }
 
     pub(super) fn finish(self, problems: &mut Problems) {
         for (from, gap) in &self.gaps {
             self.missing(*from, gap, problems);
         }
-        let Some(last) = self.signed.last().filter(|last| last.head.seq >= self.next) else { return };
-        let (detail, checkpoint) = (format!("{} the stream up to number {}", last.by, last.head.seq), last.by.checkpoint());
+        let Some(last) = self.signed.last().filter(|last| last.head.seq >= self.next) else {
+            return;
+        };
+        let (detail, checkpoint) = (
+            format!("{} the stream up to number {}", last.by, last.head.seq),
+            last.by.checkpoint(),
+        );
         if self.seen {
             let detail = format!("{} not there: {detail}", are(self.next, last.head.seq));
-            problems.at(What::TailMissing, self.id, Some(self.next), None, checkpoint, detail);
+            problems.at(
+                What::TailMissing,
+                self.id,
+                Some(self.next),
+                None,
+                checkpoint,
+                detail,
+            );
         } else {
-            problems.at(What::StreamMissing, self.id, None, None, checkpoint, format!("none of its records is there: {detail}"));
+            problems.at(
+                What::StreamMissing,
+                self.id,
+                None,
+                None,
+                checkpoint,
+                format!("none of its records is there: {detail}"),
+            );
         }
     }
 }
@@ -281,5 +406,9 @@ fn hash_on(before: Hash, link: &Link) -> Hash {
 }
 
 fn are(from: u64, to: u64) -> String {
-    format!("{} {}", span("record", from, to), if from == to { "is" } else { "are" })
+    format!(
+        "{} {}",
+        span("record", from, to),
+        if from == to { "is" } else { "are" }
+    )
 }

@@ -1,6 +1,9 @@
 //! Records to tell stories of.
 
-use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditRecord, AuditResult, AuditSubject, ExecId, SessionId, TaskId, TokenId, UserId};
+use cynode_api::{
+    AuditBody, AuditDecision, AuditKind, AuditRecord, AuditResult, AuditSubject, ExecId, SessionId,
+    TaskId, TokenId, UserId,
+};
 use serde_json::{Map, Value};
 use time::{Duration, macros::datetime};
 use uuid::Uuid;
@@ -29,7 +32,9 @@ pub(crate) fn intent(action: &str, call: u128, members: Value) -> AuditBody {
         subject: Some(subject("user", "ada")),
         task_id: Some(TaskId::from_uuid(Uuid::from_u128(0xc))),
         session_id: Some(SessionId::from_uuid(Uuid::from_u128(0xd))),
-        exec_id: action.ends_with("exec").then(|| ExecId::from_uuid(Uuid::from_u128(0xe))),
+        exec_id: action
+            .ends_with("exec")
+            .then(|| ExecId::from_uuid(Uuid::from_u128(0xe))),
         decision: Some(AuditDecision::Allow),
         rules: vec!["default/owners".to_owned()],
         detail: detail(members),
@@ -43,13 +48,20 @@ pub(crate) fn outcome(action: &str, call: u128, result: AuditResult, members: Va
         decision: None,
         rules: Vec::new(),
         result: Some(result),
-        status: Some(if result == AuditResult::Done { 200 } else { 422 }),
+        status: Some(if result == AuditResult::Done {
+            200
+        } else {
+            422
+        }),
         ..intent(action, call, members)
     }
 }
 
 pub(crate) fn event(kind: AuditKind, action: &str, members: Value) -> AuditBody {
-    AuditBody { detail: detail(members), ..AuditBody::new(kind, action) }
+    AuditBody {
+        detail: detail(members),
+        ..AuditBody::new(kind, action)
+    }
 }
 
 /// Records of these bodies, a second and a bit apart.

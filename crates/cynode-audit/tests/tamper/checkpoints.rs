@@ -22,7 +22,11 @@ fn with_lines(trail: &Trail, lines: &[(u64, String)]) -> cynode_api::AuditVerdic
 }
 
 fn lines(trail: &Trail) -> Vec<(u64, String)> {
-    trail.table.iter().map(|signed| (signed.checkpoint.number, signed.to_line())).collect()
+    trail
+        .table
+        .iter()
+        .map(|signed| (signed.checkpoint.number, signed.to_line()))
+        .collect()
 }
 
 proptest! {
@@ -141,8 +145,18 @@ proptest! {
 }
 
 fn three() -> Trail {
-    let write = |n: u32| Step::Write { stream: 0, body: json!({"n": n}) };
-    Trail::write(vec![write(1), Step::Sign { full: false }, write(2), Step::Sign { full: false }, write(3), Step::Sign { full: true }])
+    let write = |n: u32| Step::Write {
+        stream: 0,
+        body: json!({"n": n}),
+    };
+    Trail::write(vec![
+        write(1),
+        Step::Sign { full: false },
+        write(2),
+        Step::Sign { full: false },
+        write(3),
+        Step::Sign { full: true },
+    ])
 }
 
 #[test]
@@ -160,7 +174,13 @@ fn a_table_that_begins_with_another_lacks_those_before_it() {
     trail.table.remove(0);
     for file in [trail.file.clone(), Vec::new()] {
         trail.file = file;
-        assert_eq!((only(&trail.verify()).what.as_str(), only(&trail.verify()).checkpoint), ("checkpoint_missing", Some(1)));
+        assert_eq!(
+            (
+                only(&trail.verify()).what.as_str(),
+                only(&trail.verify()).checkpoint
+            ),
+            ("checkpoint_missing", Some(1))
+        );
     }
 }
 
@@ -179,10 +199,24 @@ fn the_file_may_lack_checkpoints_and_its_last_line_may_be_torn() {
 fn a_line_of_the_file_that_was_damaged_is_found() {
     let mut trail = three();
     trail.file[1].truncate(20);
-    assert!(only(&trail.verify()).detail.starts_with("line 2 of the file outside the database is not a checkpoint"));
+    assert!(
+        only(&trail.verify())
+            .detail
+            .starts_with("line 2 of the file outside the database is not a checkpoint")
+    );
     let mut trail = three();
-    trail.file[1] = Signed::parse(&trail.file[1]).expect("it is a checkpoint").checkpoint.sign(&SigningKey::from_seed([1; 32])).to_line();
-    assert_eq!((only(&trail.verify()).what.as_str(), only(&trail.verify()).checkpoint), ("signature_bad", Some(2)));
+    trail.file[1] = Signed::parse(&trail.file[1])
+        .expect("it is a checkpoint")
+        .checkpoint
+        .sign(&SigningKey::from_seed([1; 32]))
+        .to_line();
+    assert_eq!(
+        (
+            only(&trail.verify()).what.as_str(),
+            only(&trail.verify()).checkpoint
+        ),
+        ("signature_bad", Some(2))
+    );
 }
 
 #[test]
@@ -191,9 +225,17 @@ fn a_database_that_was_put_back_to_an_earlier_day_is_found() {
     trail.table.truncate(1);
     trail.records.truncate(1);
     let verdict = trail.verify();
-    let found: Vec<&str> = verdict.problems.iter().map(|problem| problem.what.as_str()).collect();
+    let found: Vec<&str> = verdict
+        .problems
+        .iter()
+        .map(|problem| problem.what.as_str())
+        .collect();
     assert_eq!(found, ["checkpoint_missing", "tail_missing"]);
-    assert!(verdict.problems[0].detail.ends_with("checkpoints 2 to 3"), "{}", verdict.problems[0].detail);
+    assert!(
+        verdict.problems[0].detail.ends_with("checkpoints 2 to 3"),
+        "{}",
+        verdict.problems[0].detail
+    );
 }
 
 #[test]
@@ -209,24 +251,68 @@ fn a_checkpoint_that_was_replaced_before_all_were_folded_into_one_is_found_by_th
     other.at += time::Duration::SECOND;
     trail.file[0] = other.sign(&key()).to_line();
     trail.table.drain(..2);
-    assert_eq!((only(&trail.verify()).what.as_str(), only(&trail.verify()).checkpoint), ("checkpoint_changed", Some(2)));
+    assert_eq!(
+        (
+            only(&trail.verify()).what.as_str(),
+            only(&trail.verify()).checkpoint
+        ),
+        ("checkpoint_changed", Some(2))
+    );
 }
 
 #[test]
 fn what_was_signed_before_the_table_begins_still_speaks_from_the_file() {
-    let write = |n: u32| Step::Write { stream: 0, body: json!({"n": n}) };
+    let write = |n: u32| Step::Write {
+        stream: 0,
+        body: json!({"n": n}),
+    };
     let sign = |full| Step::Sign { full };
     let ours = Trail::write(vec![write(1), sign(false), write(2), sign(false)]);
     // The database was put back to the first checkpoint, went on otherwise, and folded all of it; whoever has this file was away.
-    let mut other = Trail::write(vec![write(1), sign(false), write(7), sign(false), write(8), sign(false), write(9), sign(true)]);
+    let mut other = Trail::write(vec![
+        write(1),
+        sign(false),
+        write(7),
+        sign(false),
+        write(8),
+        sign(false),
+        write(9),
+        sign(true),
+    ]);
     other.table.drain(..3);
     other.file.clone_from(&ours.file);
-    assert!(other.verify().problems.iter().any(|problem| problem.what == "record_changed" && problem.seq == Some(2)), "{:#?}", other.verify().problems);
+    assert!(
+        other
+            .verify()
+            .problems
+            .iter()
+            .any(|problem| problem.what == "record_changed" && problem.seq == Some(2)),
+        "{:#?}",
+        other.verify().problems
+    );
     // A stream that is gone altogether.
-    let mut gone = Trail::write(vec![Step::Write { stream: 1, body: json!({}) }, sign(false), Step::Write { stream: 1, body: json!({}) }, sign(true)]);
+    let mut gone = Trail::write(vec![
+        Step::Write {
+            stream: 1,
+            body: json!({}),
+        },
+        sign(false),
+        Step::Write {
+            stream: 1,
+            body: json!({}),
+        },
+        sign(true),
+    ]);
     gone.table.drain(..1);
     gone.file.clone_from(&ours.file);
-    assert!(gone.verify().problems.iter().any(|problem| problem.what == "stream_missing"), "{:#?}", gone.verify().problems);
+    assert!(
+        gone.verify()
+            .problems
+            .iter()
+            .any(|problem| problem.what == "stream_missing"),
+        "{:#?}",
+        gone.verify().problems
+    );
 }
 
 #[test]
@@ -237,12 +323,24 @@ fn a_record_beyond_all_cursors_that_were_given_out_is_found() {
     let verdict = |end: i64| {
         let mut verifier = Verifier::new(key().public());
         verifier.ends_at(end);
-        trail.table.iter().for_each(|signed| verifier.checkpoint(signed));
-        trail.records.iter().for_each(|(cursor, link)| verifier.record(*cursor, link));
+        trail
+            .table
+            .iter()
+            .for_each(|signed| verifier.checkpoint(signed));
+        trail
+            .records
+            .iter()
+            .for_each(|(cursor, link)| verifier.record(*cursor, link));
         verifier.record(i64::MAX, &link);
         verifier.finish()
     };
     assert!(verdict(i64::MAX).intact);
     let last = trail.records.last().expect("records").0;
-    assert_eq!((only(&verdict(last)).what.as_str(), only(&verdict(last)).cursor), ("record_inserted", Some(i64::MAX)));
+    assert_eq!(
+        (
+            only(&verdict(last)).what.as_str(),
+            only(&verdict(last)).cursor
+        ),
+        ("record_inserted", Some(i64::MAX))
+    );
 }

@@ -245,7 +245,12 @@ proptest! {
 fn what_was_not_signed_yet_is_only_chained() {
     // Not a wish but a limit: whoever reads the documentation of the crate was told so.
     let write = |body: Value| Step::Write { stream: 0, body };
-    let mut trail = Trail::write(vec![write(json!({"n": 1})), Step::Sign { full: false }, write(json!({"n": 2})), write(json!({"n": 3}))]);
+    let mut trail = Trail::write(vec![
+        write(json!({"n": 1})),
+        Step::Sign { full: false },
+        write(json!({"n": 2})),
+        write(json!({"n": 3})),
+    ]);
     trail.records.pop();
     assert!(trail.verify().intact);
     trail.records.remove(0);
@@ -254,59 +259,123 @@ fn what_was_not_signed_yet_is_only_chained() {
 
 #[test]
 fn a_number_that_is_not_an_integer_is_found_even_when_it_was_chained_by_somebody() {
-    let mut trail = Trail::write(vec![Step::Write { stream: 0, body: json!({"n": 1}) }, Step::Sign { full: false }]);
+    let mut trail = Trail::write(vec![
+        Step::Write {
+            stream: 0,
+            body: json!({"n": 1}),
+        },
+        Step::Sign { full: false },
+    ]);
     trail.records[0].1.body = json!({"n": 1.0});
     assert_eq!(only(&trail.verify()).what, "record_changed");
 }
 
 #[test]
 fn cursors_that_do_not_rise_are_found() {
-    let steps = (0..4).map(|stream| Step::Write { stream, body: json!({}) }).collect();
+    let steps = (0..4)
+        .map(|stream| Step::Write {
+            stream,
+            body: json!({}),
+        })
+        .collect();
     let trail = Trail::write(steps);
     let mut verifier = cynode_audit::Verifier::new(key().public());
     for (cursor, (_, link)) in [1, 3, 2, 4].into_iter().zip(&trail.records) {
         verifier.record(cursor, link);
     }
     let verdict = verifier.finish();
-    assert_eq!((only(&verdict).what.as_str(), only(&verdict).cursor), ("order_changed", Some(2)));
+    assert_eq!(
+        (only(&verdict).what.as_str(), only(&verdict).cursor),
+        ("order_changed", Some(2))
+    );
 }
 
 #[test]
 fn of_a_thousand_problems_a_hundred_are_named() {
-    let mut trail = Trail::write((0..1_000).map(|n| Step::Write { stream: 0, body: json!({"n": n}) }).collect());
+    let mut trail = Trail::write(
+        (0..1_000)
+            .map(|n| Step::Write {
+                stream: 0,
+                body: json!({"n": n}),
+            })
+            .collect(),
+    );
     for (_, link) in &mut trail.records {
         link.body = json!({});
     }
     let verdict = trail.verify();
     assert!(!verdict.intact && verdict.more_problems && verdict.problems.len() == 100);
-    let trail = Trail::write((0..1_000).map(|n| Step::Write { stream: 0, body: json!({"n": n}) }).collect());
+    let trail = Trail::write(
+        (0..1_000)
+            .map(|n| Step::Write {
+                stream: 0,
+                body: json!({"n": n}),
+            })
+            .collect(),
+    );
     let mut sparse = trail.clone();
     sparse.records.retain(|(_, link)| link.seq % 2 == 0);
     let verdict = sparse.verify();
-    assert!(verdict.more_problems && verdict.problems.iter().all(|problem| problem.what == "record_missing"));
+    assert!(
+        verdict.more_problems
+            && verdict
+                .problems
+                .iter()
+                .all(|problem| problem.what == "record_missing")
+    );
 }
 
 #[test]
 fn absurd_numbers_do_no_harm() {
-    let mut trail = Trail::write(vec![Step::Write { stream: 0, body: json!({}) }, Step::Write { stream: 0, body: json!({}) }]);
+    let mut trail = Trail::write(vec![
+        Step::Write {
+            stream: 0,
+            body: json!({}),
+        },
+        Step::Write {
+            stream: 0,
+            body: json!({}),
+        },
+    ]);
     trail.records[1].1.seq = u64::MAX;
     let mut zero = trail.records[0].clone();
     zero.1.seq = 0;
     zero.0 = i64::MAX;
     trail.records.push(zero);
     let verdict = trail.verify();
-    assert_eq!(verdict.problems.iter().map(|problem| problem.what.as_str()).collect::<Vec<_>>(), ["record_missing", "record_inserted"]);
+    assert_eq!(
+        verdict
+            .problems
+            .iter()
+            .map(|problem| problem.what.as_str())
+            .collect::<Vec<_>>(),
+        ["record_missing", "record_inserted"]
+    );
 }
 
 /// Intents and outcomes of calls, as they come.
 fn calls(calls: &[(&str, u128, &str)]) -> Trail {
     let body = |(kind, call, decision): &(&str, u128, &str)| json!({"kind": kind, "call_id": Uuid::from_u128(*call), "decision": decision});
-    Trail::write(calls.iter().map(|call| Step::Write { stream: call.1 as usize % 2, body: body(call) }).collect())
+    Trail::write(
+        calls
+            .iter()
+            .map(|call| Step::Write {
+                stream: call.1 as usize % 2,
+                body: body(call),
+            })
+            .collect(),
+    )
 }
 
 #[test]
 fn intents_without_outcomes_are_open_and_no_problem() {
-    let verdict = calls(&[("intent", 1, "allow"), ("intent", 2, "allow"), ("outcome", 1, ""), ("intent", 3, "deny")]).verify();
+    let verdict = calls(&[
+        ("intent", 1, "allow"),
+        ("intent", 2, "allow"),
+        ("outcome", 1, ""),
+        ("intent", 3, "deny"),
+    ])
+    .verify();
     assert!(verdict.intact && verdict.open == 1, "{verdict:?}");
     let verdict = calls(&[("intent", 3, "deny"), ("outcome", 3, "")]).verify();
     assert!(verdict.intact && verdict.open == 0, "{verdict:?}");
@@ -316,10 +385,38 @@ fn intents_without_outcomes_are_open_and_no_problem() {
 fn an_outcome_belongs_to_exactly_one_intent() {
     for (list, what) in [
         (&[("outcome", 1, "")][..], "outcome_without_intent"),
-        (&[("intent", 1, "allow"), ("outcome", 1, ""), ("outcome", 1, "")], "outcome_doubled"),
-        (&[("intent", 1, "deny"), ("outcome", 1, ""), ("outcome", 1, "")], "outcome_doubled"),
-        (&[("intent", 1, "allow"), ("intent", 1, "allow"), ("outcome", 1, "")], "intent_doubled"),
-        (&[("intent", 1, "allow"), ("outcome", 1, ""), ("intent", 1, "allow")], "intent_doubled"),
+        (
+            &[
+                ("intent", 1, "allow"),
+                ("outcome", 1, ""),
+                ("outcome", 1, ""),
+            ],
+            "outcome_doubled",
+        ),
+        (
+            &[
+                ("intent", 1, "deny"),
+                ("outcome", 1, ""),
+                ("outcome", 1, ""),
+            ],
+            "outcome_doubled",
+        ),
+        (
+            &[
+                ("intent", 1, "allow"),
+                ("intent", 1, "allow"),
+                ("outcome", 1, ""),
+            ],
+            "intent_doubled",
+        ),
+        (
+            &[
+                ("intent", 1, "allow"),
+                ("outcome", 1, ""),
+                ("intent", 1, "allow"),
+            ],
+            "intent_doubled",
+        ),
     ] {
         let verdict = calls(list).verify();
         assert_eq!(only(&verdict).what, what, "{list:?}");

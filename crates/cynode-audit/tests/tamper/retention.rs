@@ -7,32 +7,60 @@ use uuid::Uuid;
 use crate::trail::{Step, Trail, names, only, sealed};
 
 fn write(stream: usize, count: u32) -> Vec<Step> {
-    (0..count).map(|n| Step::Write { stream, body: json!({"n": n}) }).collect()
+    (0..count)
+        .map(|n| Step::Write {
+            stream,
+            body: json!({"n": n}),
+        })
+        .collect()
 }
 
 /// Two streams of ten; the first four of the first are cut.
 fn cut() -> Trail {
     let mut steps = write(0, 10);
     steps.extend(write(1, 10));
-    steps.extend([Step::Sign { full: false }, Step::Cut { stream: 0, records: 4 }, Step::Sign { full: true }]);
+    steps.extend([
+        Step::Sign { full: false },
+        Step::Cut {
+            stream: 0,
+            records: 4,
+        },
+        Step::Sign { full: true },
+    ]);
     Trail::write(steps)
 }
 
 #[test]
 fn what_retention_removed_is_no_problem_and_is_counted() {
     let verdict = cut().verify();
-    assert!(verdict.intact && verdict.truncated == 4 && verdict.records == 16, "{verdict:?}");
+    assert!(
+        verdict.intact && verdict.truncated == 4 && verdict.records == 16,
+        "{verdict:?}"
+    );
 }
 
 #[test]
 fn a_stream_may_be_cut_again_and_wholly() {
     let mut steps = write(0, 10);
-    steps.extend([Step::Sign { full: false }, Step::Cut { stream: 0, records: 4 }, Step::Cut { stream: 0, records: 6 }]);
+    steps.extend([
+        Step::Sign { full: false },
+        Step::Cut {
+            stream: 0,
+            records: 4,
+        },
+        Step::Cut {
+            stream: 0,
+            records: 6,
+        },
+    ]);
     steps.extend(write(1, 3));
     steps.push(Step::Sign { full: true });
     let trail = Trail::write(steps);
     let verdict = trail.verify();
-    assert!(verdict.intact && verdict.truncated == 10 && verdict.streams == 1, "{verdict:?}");
+    assert!(
+        verdict.intact && verdict.truncated == 10 && verdict.streams == 1,
+        "{verdict:?}"
+    );
     // The full one no longer knows the stream, and need not.
     let mut pruned = trail.clone();
     pruned.table.drain(..pruned.table.len() - 1);
@@ -55,17 +83,29 @@ fn a_record_that_was_removed_and_is_there_again_is_found() {
     let mut trail = cut();
     trail.records.insert(0, whole.records[2].clone());
     let verdict = trail.verify();
-    assert_eq!((only(&verdict).what.as_str(), only(&verdict).seq), ("record_inserted", Some(3)));
+    assert_eq!(
+        (only(&verdict).what.as_str(), only(&verdict).seq),
+        ("record_inserted", Some(3))
+    );
 }
 
 #[test]
 fn an_outcome_may_outlive_its_intent() {
     let call = json!(Uuid::from_u128(5));
     let steps = vec![
-        Step::Write { stream: 0, body: json!({"kind": "intent", "call_id": call}) },
-        Step::Write { stream: 0, body: json!({"kind": "outcome", "call_id": call}) },
+        Step::Write {
+            stream: 0,
+            body: json!({"kind": "intent", "call_id": call}),
+        },
+        Step::Write {
+            stream: 0,
+            body: json!({"kind": "outcome", "call_id": call}),
+        },
         Step::Sign { full: false },
-        Step::Cut { stream: 0, records: 1 },
+        Step::Cut {
+            stream: 0,
+            records: 1,
+        },
     ];
     assert!(Trail::write(steps).verify().intact);
 }

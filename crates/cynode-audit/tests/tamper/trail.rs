@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use cynode_api::{AuditProblem, AuditVerdict};
-use cynode_audit::{Chain, Checkpoint, Hash, Head, Link, PublicKey, Signed, SigningKey, Verifier, genesis, hash};
+use cynode_audit::{
+    Chain, Checkpoint, Hash, Head, Link, PublicKey, Signed, SigningKey, Verifier, genesis, hash,
+};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use time::{Duration, OffsetDateTime, macros::datetime};
@@ -58,7 +60,10 @@ impl Writer {
         let at = BEGIN + Duration::milliseconds(self.clock);
         match step {
             Step::Write { stream, body } => {
-                let chain = self.chains.entry(stream).or_insert_with(|| Chain::new(Uuid::from_u128(stream as u128 + 1)));
+                let chain = self
+                    .chains
+                    .entry(stream)
+                    .or_insert_with(|| Chain::new(Uuid::from_u128(stream as u128 + 1)));
                 let link = chain.append(at, body);
                 self.moved.insert(link.stream, chain.head());
                 self.trail.records.push((self.clock * STEP, link));
@@ -66,18 +71,42 @@ impl Writer {
             Step::Sign { full } => {
                 let last = self.trail.table.last();
                 let living = |heads: &BTreeMap<Uuid, Head>| {
-                    let lives = |stream: &Uuid| self.trail.records.iter().any(|(_, link)| link.stream == *stream);
-                    heads.iter().filter(|(stream, _)| lives(stream)).map(|(stream, head)| (*stream, *head)).collect()
+                    let lives = |stream: &Uuid| {
+                        self.trail
+                            .records
+                            .iter()
+                            .any(|(_, link)| link.stream == *stream)
+                    };
+                    heads
+                        .iter()
+                        .filter(|(stream, _)| lives(stream))
+                        .map(|(stream, head)| (*stream, *head))
+                        .collect()
                 };
-                let all = self.chains.values().map(|chain| (chain.stream(), chain.head())).collect();
+                let all = self
+                    .chains
+                    .values()
+                    .map(|chain| (chain.stream(), chain.head()))
+                    .collect();
                 let checkpoint = Checkpoint {
                     number: last.map_or(1, |last| last.checkpoint.number + 1),
                     at,
                     prev: last.map_or(Checkpoint::FIRST, |last| last.hash),
                     full,
                     cursor: self.clock * STEP,
-                    heads: if full { living(&all) } else { std::mem::take(&mut self.moved) },
-                    cut: if full { living(&self.all_cuts).into_iter().chain(std::mem::take(&mut self.cut)).collect() } else { std::mem::take(&mut self.cut) },
+                    heads: if full {
+                        living(&all)
+                    } else {
+                        std::mem::take(&mut self.moved)
+                    },
+                    cut: if full {
+                        living(&self.all_cuts)
+                            .into_iter()
+                            .chain(std::mem::take(&mut self.cut))
+                            .collect()
+                    } else {
+                        std::mem::take(&mut self.cut)
+                    },
                     truncated_records: self.truncated,
                 };
                 self.moved.clear();
@@ -86,7 +115,9 @@ impl Writer {
                 self.trail.table.push(signed);
             }
             Step::Cut { stream, records } => {
-                let Some(chain) = self.chains.get(&stream) else { return };
+                let Some(chain) = self.chains.get(&stream) else {
+                    return;
+                };
                 let stream = chain.stream();
                 let mut left = records;
                 let mut removed = Vec::new();
@@ -94,7 +125,10 @@ impl Writer {
                     let goes = link.stream == stream && left > 0;
                     left -= usize::from(goes);
                     if goes {
-                        removed.push(Head { seq: link.seq, hash: link.hash });
+                        removed.push(Head {
+                            seq: link.seq,
+                            hash: link.hash,
+                        });
                     }
                     !goes
                 });
@@ -140,12 +174,18 @@ impl Trail {
 
     /// The numbers at which the stream was signed.
     pub(crate) fn signed(&self, stream: Uuid) -> Vec<u64> {
-        self.table.iter().filter_map(|signed| signed.checkpoint.heads.get(&stream)).map(|head| head.seq).collect()
+        self.table
+            .iter()
+            .filter_map(|signed| signed.checkpoint.heads.get(&stream))
+            .map(|head| head.seq)
+            .collect()
     }
 
     /// Places of the stream's records.
     pub(crate) fn places(&self, stream: Uuid) -> Vec<usize> {
-        (0..self.records.len()).filter(|place| self.records[*place].1.stream == stream).collect()
+        (0..self.records.len())
+            .filter(|place| self.records[*place].1.stream == stream)
+            .collect()
     }
 
     /// What somebody can do who knows how hashes are made: makes all of the stream from this place on fit again.
@@ -184,22 +224,38 @@ pub(crate) fn trails() -> impl Strategy<Value = Trail> {
 
 /// A trail that begins with some records, was never cut, and whose last word is a checkpoint.
 pub(crate) fn sealed() -> impl Strategy<Value = Trail> {
-    (prop::collection::vec(bodies(), 3..6), steps(0), any::<bool>()).prop_map(|(bodies, mut steps, full)| {
-        let mut all: Vec<Step> = bodies.into_iter().map(|body| Step::Write { stream: 0, body }).collect();
-        all.append(&mut steps);
-        all.push(Step::Sign { full });
-        Trail::write(all)
-    })
+    (
+        prop::collection::vec(bodies(), 3..6),
+        steps(0),
+        any::<bool>(),
+    )
+        .prop_map(|(bodies, mut steps, full)| {
+            let mut all: Vec<Step> = bodies
+                .into_iter()
+                .map(|body| Step::Write { stream: 0, body })
+                .collect();
+            all.append(&mut steps);
+            all.push(Step::Sign { full });
+            Trail::write(all)
+        })
 }
 
 /// The one problem that was found.
 pub(crate) fn only(verdict: &AuditVerdict) -> &AuditProblem {
     assert!(!verdict.intact, "nothing was found");
-    assert_eq!(verdict.problems.len(), 1, "one thing was done: {:#?}", verdict.problems);
+    assert_eq!(
+        verdict.problems.len(),
+        1,
+        "one thing was done: {:#?}",
+        verdict.problems
+    );
     &verdict.problems[0]
 }
 
 /// Whether one of the problems is this one, here.
 pub(crate) fn names(verdict: &AuditVerdict, what: &str, stream: Uuid, seq: u64) -> bool {
-    !verdict.intact && verdict.problems.iter().any(|problem| problem.what == what && problem.stream == Some(stream) && problem.seq == Some(seq))
+    !verdict.intact
+        && verdict.problems.iter().any(|problem| {
+            problem.what == what && problem.stream == Some(stream) && problem.seq == Some(seq)
+        })
 }

@@ -16,41 +16,82 @@ const STREAM: Uuid = Uuid::from_u128(1);
 type Beside<'a> = (&'a str, Box<dyn Fn(&mut Verifier) + 'a>);
 
 fn write(number: u64) -> Step {
-    Step::Write { stream: 0, body: json!({"version": 1, "kind": "event", "action": "x", "detail": {"n": number}}) }
+    Step::Write {
+        stream: 0,
+        body: json!({"version": 1, "kind": "event", "action": "x", "detail": {"n": number}}),
+    }
 }
 
 /// Three records, a checkpoint, and three more.
 fn trail() -> Trail {
-    Trail::write([1, 2, 3].map(write).into_iter().chain([Step::Sign { full: false }]).chain([4, 5, 6].map(write)).collect())
+    Trail::write(
+        [1, 2, 3]
+            .map(write)
+            .into_iter()
+            .chain([Step::Sign { full: false }])
+            .chain([4, 5, 6].map(write))
+            .collect(),
+    )
 }
 
 fn head(trail: &Trail) -> BTreeMap<Uuid, Head> {
     let (_, last) = trail.records.last().expect("records");
-    BTreeMap::from([(STREAM, Head { seq: last.seq, hash: last.hash })])
+    BTreeMap::from([(
+        STREAM,
+        Head {
+            seq: last.seq,
+            hash: last.hash,
+        },
+    )])
 }
 
 /// The verdict with what somebody beside the checkpoints says.
 fn verify(trail: &Trail, beside: impl FnOnce(&mut Verifier)) -> AuditVerdict {
     let mut verifier = Verifier::new(key().public());
-    trail.table.iter().for_each(|signed| verifier.checkpoint(signed));
+    trail
+        .table
+        .iter()
+        .for_each(|signed| verifier.checkpoint(signed));
     beside(&mut verifier);
-    trail.records.iter().for_each(|(cursor, link)| verifier.record(*cursor, link));
+    trail
+        .records
+        .iter()
+        .for_each(|(cursor, link)| verifier.record(*cursor, link));
     verifier.finish()
 }
 
 fn interim(heads: &BTreeMap<Uuid, Head>) -> String {
     let at = datetime!(2026-01-02 03:05:00 UTC);
     let (prev, heads) = (Checkpoint::FIRST, heads.clone());
-    Checkpoint { number: 0, at, prev, full: false, cursor: 0, heads, cut: BTreeMap::new(), truncated_records: 0 }.sign(&key()).to_line()
+    Checkpoint {
+        number: 0,
+        at,
+        prev,
+        full: false,
+        cursor: 0,
+        heads,
+        cut: BTreeMap::new(),
+        truncated_records: 0,
+    }
+    .sign(&key())
+    .to_line()
 }
 
 #[test]
 fn records_after_the_last_checkpoint_are_counted() {
     let verdict = trail().verify();
-    assert_eq!((verdict.intact, verdict.unsigned, verdict.unsigned_since), (true, 3, Some(trail().records[3].1.at)));
+    assert_eq!(
+        (verdict.intact, verdict.unsigned, verdict.unsigned_since),
+        (true, 3, Some(trail().records[3].1.at))
+    );
     let sealed = Trail::write(vec![write(1), Step::Sign { full: true }]).verify();
     assert_eq!((sealed.unsigned, sealed.unsigned_since), (0, None));
-    let bare = Trail { table: Vec::new(), file: Vec::new(), ..trail() }.verify();
+    let bare = Trail {
+        table: Vec::new(),
+        file: Vec::new(),
+        ..trail()
+    }
+    .verify();
     assert_eq!((bare.intact, bare.unsigned), (true, 6));
 }
 
@@ -58,18 +99,37 @@ fn records_after_the_last_checkpoint_are_counted() {
 fn what_is_not_signed_is_found_by_its_writer_and_by_what_was_signed_beside_the_database() {
     let whole = trail();
     let (heads, line) = (head(&whole), interim(&head(&whole)));
-    let witnesses: [Beside<'_>; 2] =
-        [("its writer committed", Box::new(|verifier| verifier.writers(&heads))), ("the file outside", Box::new(|verifier| verifier.interim(&line)))];
+    let witnesses: [Beside<'_>; 2] = [
+        (
+            "its writer committed",
+            Box::new(|verifier| verifier.writers(&heads)),
+        ),
+        (
+            "the file outside",
+            Box::new(|verifier| verifier.interim(&line)),
+        ),
+    ];
     for (who, beside) in &witnesses {
         let verdict = verify(&whole, beside);
-        assert!(verdict.intact && verdict.unsigned == 3, "{who}: what they say is signed nowhere: {verdict:?}");
+        assert!(
+            verdict.intact && verdict.unsigned == 3,
+            "{who}: what they say is signed nowhere: {verdict:?}"
+        );
 
         let mut cut = whole.clone();
         cut.records.truncate(4);
         assert!(cut.verify().intact, "the checkpoint does not know it");
         let found = verify(&cut, beside);
         let problem = only(&found);
-        assert_eq!((problem.what.as_str(), problem.stream, problem.seq, problem.checkpoint), ("tail_missing", Some(STREAM), Some(5), None));
+        assert_eq!(
+            (
+                problem.what.as_str(),
+                problem.stream,
+                problem.seq,
+                problem.checkpoint
+            ),
+            ("tail_missing", Some(STREAM), Some(5), None)
+        );
         assert!(problem.detail.contains(who), "{problem:?}");
 
         let mut forged = whole.clone();
@@ -97,24 +157,43 @@ fn heads_that_another_key_signed_say_nothing() {
         cut: BTreeMap::new(),
         truncated_records: 0,
     };
-    let verdict = verify(&trail(), |verifier| verifier.interim(&line.sign(&other).to_line()));
+    let verdict = verify(&trail(), |verifier| {
+        verifier.interim(&line.sign(&other).to_line())
+    });
     assert_eq!(only(&verdict).what, "signature_bad");
-    assert_eq!(only(&verify(&trail(), |verifier| verifier.interim("nothing"))).what, "checkpoint_changed");
+    assert_eq!(
+        only(&verify(&trail(), |verifier| verifier.interim("nothing"))).what,
+        "checkpoint_changed"
+    );
 }
 
 #[test]
 fn a_checkpoint_that_does_not_come_is_a_problem() {
     let trail = trail();
     let mut verifier = Verifier::new(key().public());
-    trail.table.iter().for_each(|signed| verifier.checkpoint(signed));
-    trail.records.iter().for_each(|(cursor, link)| verifier.record(*cursor, link));
+    trail
+        .table
+        .iter()
+        .for_each(|signed| verifier.checkpoint(signed));
+    trail
+        .records
+        .iter()
+        .for_each(|(cursor, link)| verifier.record(*cursor, link));
     let unsigned = verifier.unsigned().expect("some come after it");
-    assert_eq!((unsigned.records, unsigned.since, unsigned.last_cursor), (3, trail.records[3].1.at, trail.records[5].0));
+    assert_eq!(
+        (unsigned.records, unsigned.since, unsigned.last_cursor),
+        (3, trail.records[3].1.at, trail.records[5].0)
+    );
     verifier.overdue(60);
     let verdict = verifier.finish();
     let problem = only(&verdict);
     assert_eq!(problem.what, "checkpoint_overdue");
-    assert!(problem.detail.starts_with("3 records come after the last checkpoint"), "{problem:?}");
+    assert!(
+        problem
+            .detail
+            .starts_with("3 records come after the last checkpoint"),
+        "{problem:?}"
+    );
 }
 
 #[test]
@@ -125,7 +204,12 @@ fn a_column_that_says_something_else_than_the_body_is_a_problem_that_names_both(
     let (cursor, link) = &trail.records[0];
     let stored: Vec<Option<String>> = DERIVED_COLUMNS
         .iter()
-        .map(|(_, path)| path.iter().try_fold(&link.body, |value, name| value.get(name)).and_then(Value::as_str).map(str::to_lowercase))
+        .map(|(_, path)| {
+            path.iter()
+                .try_fold(&link.body, |value, name| value.get(name))
+                .and_then(Value::as_str)
+                .map(str::to_lowercase)
+        })
         .collect();
     let found = |change: &dyn Fn(&mut Vec<Option<String>>)| {
         let mut stored = stored.clone();
@@ -137,11 +221,29 @@ fn a_column_that_says_something_else_than_the_body_is_a_problem_that_names_both(
     };
     assert!(found(&|_| ()).intact);
     for (at, (name, _)) in DERIVED_COLUMNS.iter().enumerate() {
-        let other = |stored: &mut Vec<Option<String>>| stored[at] = if stored[at].is_some() { None } else { Some(id.clone()) };
+        let other = |stored: &mut Vec<Option<String>>| {
+            stored[at] = if stored[at].is_some() {
+                None
+            } else {
+                Some(id.clone())
+            }
+        };
         let verdict = found(&other);
         let problem = only(&verdict);
-        assert_eq!((problem.what.as_str(), problem.seq, problem.cursor), ("column_changed", Some(1), Some(*cursor)));
-        assert!(problem.detail.starts_with(&format!("its column {name} is not")), "{problem:?}");
-        assert_eq!(only(&found(&|stored| stored[at] = Some("other".to_owned()))).what, "column_changed", "{name}");
+        assert_eq!(
+            (problem.what.as_str(), problem.seq, problem.cursor),
+            ("column_changed", Some(1), Some(*cursor))
+        );
+        assert!(
+            problem
+                .detail
+                .starts_with(&format!("its column {name} is not")),
+            "{problem:?}"
+        );
+        assert_eq!(
+            only(&found(&|stored| stored[at] = Some("other".to_owned()))).what,
+            "column_changed",
+            "{name}"
+        );
     }
 }

@@ -35,20 +35,37 @@ pub(super) async fn list(
     QueryParams(query): QueryParams<ArtifactQuery>,
 ) -> Result<Json<Page<Artifact>>, ApiError> {
     orchestrator.db.task(&caller.scope, query.task_id).await?;
-    orchestrator.db.list_artifacts(query.task_id, after(query.cursor.as_deref())?, limit(query.limit)?).await.map(Json)
+    orchestrator
+        .db
+        .list_artifacts(
+            query.task_id,
+            after(query.cursor.as_deref())?,
+            limit(query.limit)?,
+        )
+        .await
+        .map(Json)
 }
 
 /// Show an artifact.
 #[utoipa::path(get, path = "/v1/artifacts/{id}", tag = "artifacts", params(("id" = ArtifactId, Path)),
     responses((status = 200, body = Artifact), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<ArtifactId>) -> Result<Json<Artifact>, ApiError> {
+pub(super) async fn show(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<ArtifactId>,
+) -> Result<Json<Artifact>, ApiError> {
     orchestrator.readable_artifact(&caller, id).await.map(Json)
 }
 
 /// The bytes of an artifact.
 #[utoipa::path(get, path = "/v1/artifacts/{id}/content", tag = "artifacts", params(("id" = ArtifactId, Path)),
     responses((status = 200, body = Vec<u8>, content_type = "*/*"), (status = 304), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn content(State(orchestrator): State<Orchestrator>, person: Person, id: Id<ArtifactId>, headers: HeaderMap) -> Result<Response, ApiError> {
+pub(super) async fn content(
+    State(orchestrator): State<Orchestrator>,
+    person: Person,
+    id: Id<ArtifactId>,
+    headers: HeaderMap,
+) -> Result<Response, ApiError> {
     let Json(artifact) = show(State(orchestrator.clone()), person, id).await?;
     send(&orchestrator, &artifact, &headers).await
 }
@@ -58,15 +75,32 @@ fn check_path(path: &str) -> Result<(), ApiError> {
     let good = !path.is_empty()
         && path.len() <= artifact_limits::MAX_PATH
         && !path.chars().any(char::is_control)
-        && path.split('/').all(|part| !part.is_empty() && part != "." && part != "..");
-    if good { Ok(()) } else { Err(ApiError::invalid(format!("path: must be relative, without '.' or '..', of 1 to {} bytes", artifact_limits::MAX_PATH))) }
+        && path
+            .split('/')
+            .all(|part| !part.is_empty() && part != "." && part != "..");
+    if good {
+        Ok(())
+    } else {
+        Err(ApiError::invalid(format!(
+            "path: must be relative, without '.' or '..', of 1 to {} bytes",
+            artifact_limits::MAX_PATH
+        )))
+    }
 }
 
 /// A header that is as it should be, or is not there. One that can't be read is not the same as none.
-fn checked(headers: &HeaderMap, name: &str, what: &str, good: impl Fn(&str) -> bool) -> Result<Option<String>, ApiError> {
-    let Some(value) = headers.get(name) else { return Ok(None) };
+fn checked(
+    headers: &HeaderMap,
+    name: &str,
+    what: &str,
+    good: impl Fn(&str) -> bool,
+) -> Result<Option<String>, ApiError> {
+    let Some(value) = headers.get(name) else {
+        return Ok(None);
+    };
     let text = value.to_str().ok().filter(|text| good(text));
-    text.map(|text| Some(text.to_owned())).ok_or_else(|| ApiError::invalid(format!("{name}: must be {what}")))
+    text.map(|text| Some(text.to_owned()))
+        .ok_or_else(|| ApiError::invalid(format!("{name}: must be {what}")))
 }
 
 /// Store a new version of a path. `X-Content-SHA256` is checked when it is sent.
@@ -79,26 +113,60 @@ pub(super) async fn put(
     Path((task, path)): Path<(String, String)>,
     request: Request,
 ) -> Result<(StatusCode, Json<Artifact>), ApiError> {
-    let task_id: TaskId = task.parse().map_err(|_| ApiError::new(ErrorCode::NotFound, "there is no such task"))?;
+    let task_id: TaskId = task
+        .parse()
+        .map_err(|_| ApiError::new(ErrorCode::NotFound, "there is no such task"))?;
     check_path(&path)?;
     orchestrator.db.task(&caller.scope, task_id).await?;
     let (parts, body) = request.into_parts();
-    let expected =
-        checked(&parts.headers, "x-content-sha256", "64 hexadecimal digits", |text| text.len() == 64 && text.bytes().all(|c| c.is_ascii_hexdigit()))?;
-    let media_type = checked(&parts.headers, "content-type", "a media type of at most 200 characters", |text| (1..=200).contains(&text.len()))?;
+    let expected = checked(
+        &parts.headers,
+        "x-content-sha256",
+        "64 hexadecimal digits",
+        |text| text.len() == 64 && text.bytes().all(|c| c.is_ascii_hexdigit()),
+    )?;
+    let media_type = checked(
+        &parts.headers,
+        "content-type",
+        "a media type of at most 200 characters",
+        |text| (1..=200).contains(&text.len()),
+    )?;
     let media_type = media_type.unwrap_or_else(|| "application/octet-stream".to_owned());
     let _memory = budget::staging_memory(caller.id(), orchestrator.blobs.buffered()).await?;
-    let bytes = budget::staged(caller.id(), body).into_data_stream().map_err(|error| budget::problem(&error));
-    let staged = orchestrator.blobs.stage(bytes, artifact_limits::MAX_BYTES, expected.as_deref()).await?;
-    let flags = match orchestrator.judge_seed(parts.extensions.get::<SeedScan>(), &path, &staged).await {
+    let bytes = budget::staged(caller.id(), body)
+        .into_data_stream()
+        .map_err(|error| budget::problem(&error));
+    let staged = orchestrator
+        .blobs
+        .stage(bytes, artifact_limits::MAX_BYTES, expected.as_deref())
+        .await?;
+    let flags = match orchestrator
+        .judge_seed(parts.extensions.get::<SeedScan>(), &path, &staged)
+        .await
+    {
         Ok(flags) => flags,
         Err(error) => {
             orchestrator.blobs.discard(&staged).await;
             return Err(error);
         }
     };
-    let new = NewArtifact { task_id, path: &path, staged: &staged, media_type: &media_type, created_by: &caller.user_name, flags: &flags };
-    Ok((StatusCode::CREATED, Json(orchestrator.db.insert_artifact(&new, &orchestrator.blobs).await?)))
+    let new = NewArtifact {
+        task_id,
+        path: &path,
+        staged: &staged,
+        media_type: &media_type,
+        created_by: &caller.user_name,
+        flags: &flags,
+    };
+    Ok((
+        StatusCode::CREATED,
+        Json(
+            orchestrator
+                .db
+                .insert_artifact(&new, &orchestrator.blobs)
+                .await?,
+        ),
+    ))
 }
 
 #[derive(Debug, Deserialize, IntoParams)]
@@ -119,19 +187,32 @@ pub(super) async fn get(
     headers: HeaderMap,
     QueryParams(query): QueryParams<GetQuery>,
 ) -> Result<Response, ApiError> {
-    let task_id: TaskId = task.parse().map_err(|_| ApiError::new(ErrorCode::NotFound, "there is no such task"))?;
+    let task_id: TaskId = task
+        .parse()
+        .map_err(|_| ApiError::new(ErrorCode::NotFound, "there is no such task"))?;
     if query.version.is_some_and(|version| version < 1) {
         return Err(ApiError::invalid("version: must be at least 1"));
     }
     orchestrator.db.task(&caller.scope, task_id).await?;
-    check_path(&path).map_err(|_| ApiError::new(ErrorCode::NotFound, "the task has no such artifact"))?;
-    let artifact = orchestrator.db.artifact_at(task_id, &path, query.version).await?;
+    check_path(&path)
+        .map_err(|_| ApiError::new(ErrorCode::NotFound, "the task has no such artifact"))?;
+    let artifact = orchestrator
+        .db
+        .artifact_at(task_id, &path, query.version)
+        .await?;
     send(&orchestrator, &artifact, &headers).await
 }
 
-pub(super) async fn send(orchestrator: &Orchestrator, artifact: &Artifact, headers: &HeaderMap) -> Result<Response, ApiError> {
+pub(super) async fn send(
+    orchestrator: &Orchestrator,
+    artifact: &Artifact,
+    headers: &HeaderMap,
+) -> Result<Response, ApiError> {
     let tag = format!("\"sha256:{}\"", artifact.sha256);
-    if headers.get(header::IF_NONE_MATCH).is_some_and(|value| value.as_bytes() == tag.as_bytes()) {
+    if headers
+        .get(header::IF_NONE_MATCH)
+        .is_some_and(|value| value.as_bytes() == tag.as_bytes())
+    {
         return Ok((StatusCode::NOT_MODIFIED, [(header::ETAG, tag)]).into_response());
     }
     let bytes = orchestrator.blobs.get(&artifact.sha256).await?;
@@ -144,9 +225,18 @@ pub(super) async fn send(orchestrator: &Orchestrator, artifact: &Artifact, heade
     set(header::CONTENT_TYPE, &artifact.media_type);
     set(header::CONTENT_LENGTH, &artifact.size.to_string());
     set(header::ETAG, &tag);
-    set(http::HeaderName::from_static("x-content-sha256"), &artifact.sha256);
-    set(http::HeaderName::from_static("x-artifact-id"), &artifact.id.to_string());
-    set(http::HeaderName::from_static("x-artifact-version"), &artifact.version.to_string());
+    set(
+        http::HeaderName::from_static("x-content-sha256"),
+        &artifact.sha256,
+    );
+    set(
+        http::HeaderName::from_static("x-artifact-id"),
+        &artifact.id.to_string(),
+    );
+    set(
+        http::HeaderName::from_static("x-artifact-version"),
+        &artifact.version.to_string(),
+    );
     // What a sandbox made is never shown by a browser as a page of ours.
     set(header::CONTENT_DISPOSITION, "attachment");
     set(header::X_CONTENT_TYPE_OPTIONS, "nosniff");

@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use axum::{Json, body::Body as HttpBody, extract::State, response::Response};
-use cynode_api::{AuditCheckpoints, AuditDecision, AuditPage, AuditVerifyLine, ErrorCode, JobId, Problem, SessionId, TaskId, event_limits};
+use cynode_api::{
+    AuditCheckpoints, AuditDecision, AuditPage, AuditVerifyLine, ErrorCode, JobId, Problem,
+    SessionId, TaskId, event_limits,
+};
 use cynode_service::{ApiError, QueryParams};
 use futures_util::{StreamExt as _, stream};
 use http::header;
@@ -48,14 +51,16 @@ pub(super) struct AuditQuery {
 }
 
 fn time(field: &str, text: Option<&String>) -> Result<Option<OffsetDateTime>, ApiError> {
-    text.map(|text| OffsetDateTime::parse(text, &Rfc3339)).transpose().map_err(|error| ApiError::invalid(format!("{field}: {error}")))
+    text.map(|text| OffsetDateTime::parse(text, &Rfc3339))
+        .transpose()
+        .map_err(|error| ApiError::invalid(format!("{field}: {error}")))
 }
 
 fn text(field: &str, text: Option<String>) -> Result<Option<String>, ApiError> {
     match text {
-        Some(text) if text.len() > LONGEST_TEXT || text.contains('\0') => {
-            Err(ApiError::invalid(format!("{field}: must be a text of at most {LONGEST_TEXT} bytes")))
-        }
+        Some(text) if text.len() > LONGEST_TEXT || text.contains('\0') => Err(ApiError::invalid(
+            format!("{field}: must be a text of at most {LONGEST_TEXT} bytes"),
+        )),
         text => Ok(text),
     }
 }
@@ -69,10 +74,20 @@ pub(super) async fn list(
     QueryParams(query): QueryParams<AuditQuery>,
 ) -> Result<Json<AuditPage>, ApiError> {
     let limit = super::limit(query.limit)?;
-    if query.wait_ms.is_some_and(|wait| wait > event_limits::MAX_WAIT_MS) {
-        return Err(ApiError::invalid(format!("wait_ms: must be at most {}", event_limits::MAX_WAIT_MS)));
+    if query
+        .wait_ms
+        .is_some_and(|wait| wait > event_limits::MAX_WAIT_MS)
+    {
+        return Err(ApiError::invalid(format!(
+            "wait_ms: must be at most {}",
+            event_limits::MAX_WAIT_MS
+        )));
     }
-    if !query.decision.as_deref().is_none_or(|decision| matches!(decision, "allow" | "deny")) {
+    if !query
+        .decision
+        .as_deref()
+        .is_none_or(|decision| matches!(decision, "allow" | "deny"))
+    {
         return Err(ApiError::invalid("decision: must be allow or deny"));
     }
     let wanted = Wanted {
@@ -88,16 +103,26 @@ pub(super) async fn list(
     };
     let after = match (query.after, query.tail) {
         (Some(_), Some(_)) => return Err(ApiError::invalid("tail: say after or tail, not both")),
-        (Some(after), None) if after < 0 => return Err(ApiError::invalid("after: must not be negative")),
-        (None, Some(tail)) if tail > LONGEST_TAIL => return Err(ApiError::invalid(format!("tail: must be at most {LONGEST_TAIL}"))),
+        (Some(after), None) if after < 0 => {
+            return Err(ApiError::invalid("after: must not be negative"));
+        }
+        (None, Some(tail)) if tail > LONGEST_TAIL => {
+            return Err(ApiError::invalid(format!(
+                "tail: must be at most {LONGEST_TAIL}"
+            )));
+        }
         (None, Some(tail)) => (orchestrator.db.audit_last().await? - i64::from(tail)).max(0),
         (after, None) => after.unwrap_or(0),
     };
     let between = orchestrator.db.audit_between(&wanted).await?;
     let deadline = Instant::now() + Duration::from_millis(query.wait_ms.unwrap_or(0));
     loop {
-        let page = orchestrator.db.audit_page(&wanted, after, between, limit).await?;
-        if !page.items.is_empty() || Instant::now() >= deadline || orchestrator.stop.is_cancelled() {
+        let page = orchestrator
+            .db
+            .audit_page(&wanted, after, between, limit)
+            .await?;
+        if !page.items.is_empty() || Instant::now() >= deadline || orchestrator.stop.is_cancelled()
+        {
             return Ok(Json(page));
         }
         tokio::time::sleep_until((Instant::now() + LOOK).min(deadline)).await;
@@ -107,16 +132,26 @@ pub(super) async fn list(
 /// The signed words on where the trail stood, each a line, and the key by which they are checked.
 #[utoipa::path(get, path = "/v1/audit/checkpoints", tag = "audit",
     responses((status = 200, body = AuditCheckpoints), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn checkpoints(State(orchestrator): State<Orchestrator>, Person(_): Person) -> Result<Response, ApiError> {
+pub(super) async fn checkpoints(
+    State(orchestrator): State<Orchestrator>,
+    Person(_): Person,
+) -> Result<Response, ApiError> {
     // A failure before the first byte is a problem document, a later one breaks the answer off.
     let first = orchestrator.db.some_checkpoints(0).await?;
-    let begin = format!("{{\"key\":{},\"items\":[", crate::db::to_json(&orchestrator.checkpoints.key.public().to_text()));
+    let begin = format!(
+        "{{\"key\":{},\"items\":[",
+        crate::db::to_json(&orchestrator.checkpoints.key.public().to_text())
+    );
     // They grow with the trail, without bound: some of them at a time are in memory.
     let lines = stream::try_unfold(Some((first, true)), move |state| {
         let orchestrator = orchestrator.clone();
         async move {
-            let Some((lines, is_first)) = state else { return Ok::<_, std::io::Error>(None) };
-            let Some((last, _)) = lines.last() else { return Ok(None) };
+            let Some((lines, is_first)) = state else {
+                return Ok::<_, std::io::Error>(None);
+            };
+            let Some((last, _)) = lines.last() else {
+                return Ok(None);
+            };
             let last = *last;
             let mut text = String::new();
             for (index, (_, line)) in lines.iter().enumerate() {
@@ -126,22 +161,39 @@ pub(super) async fn checkpoints(State(orchestrator): State<Orchestrator>, Person
                 text.push_str(&crate::db::to_json(line).to_string());
             }
             drop(lines);
-            let next = orchestrator.db.some_checkpoints(last).await.map_err(|error| std::io::Error::other(error.0.detail))?;
+            let next = orchestrator
+                .db
+                .some_checkpoints(last)
+                .await
+                .map_err(|error| std::io::Error::other(error.0.detail))?;
             Ok(Some((text, Some((next, false)))))
         }
     });
-    let (begin, end) = (stream::once(async move { Ok(begin) }), stream::once(async { Ok("]}".to_owned()) }));
-    let response = Response::builder().header(header::CONTENT_TYPE, "application/json").body(HttpBody::from_stream(begin.chain(lines).chain(end)));
+    let (begin, end) = (
+        stream::once(async move { Ok(begin) }),
+        stream::once(async { Ok("]}".to_owned()) }),
+    );
+    let response = Response::builder()
+        .header(header::CONTENT_TYPE, "application/json")
+        .body(HttpBody::from_stream(begin.chain(lines).chain(end)));
     response.map_err(|_| ApiError::new(ErrorCode::Internal, "the answer could not be made"))
 }
 
 /// Verify the whole trail. Lines of JSON: how far it is, and last the verdict.
 #[utoipa::path(get, path = "/v1/audit/verify", tag = "audit",
     responses((status = 200, body = String, content_type = "application/x-ndjson"), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn verify(State(orchestrator): State<Orchestrator>, Person(_): Person) -> Result<Response, ApiError> {
+pub(super) async fn verify(
+    State(orchestrator): State<Orchestrator>,
+    Person(_): Person,
+) -> Result<Response, ApiError> {
     let (told, heard) = mpsc::channel(16);
     let verifying = tokio::spawn(async move { audit::verify(&orchestrator, told).await });
-    let progress = stream::unfold(heard, async |mut heard| heard.recv().await.map(|(checked, of)| (AuditVerifyLine::Progress { checked, of }, heard)));
+    let progress = stream::unfold(heard, async |mut heard| {
+        heard
+            .recv()
+            .await
+            .map(|(checked, of)| (AuditVerifyLine::Progress { checked, of }, heard))
+    });
     let verdict = stream::once(async move {
         match verifying.await {
             Ok(Ok(verdict)) => Ok(AuditVerifyLine::Verdict { verdict }),
@@ -149,7 +201,12 @@ pub(super) async fn verify(State(orchestrator): State<Orchestrator>, Person(_): 
             Err(error) => Err(std::io::Error::other(error)),
         }
     });
-    let lines = progress.map(Ok).chain(verdict).map(|line| line.map(|line| format!("{}\n", crate::db::to_json(&line))));
-    let response = Response::builder().header(header::CONTENT_TYPE, "application/x-ndjson").body(HttpBody::from_stream(lines));
+    let lines = progress
+        .map(Ok)
+        .chain(verdict)
+        .map(|line| line.map(|line| format!("{}\n", crate::db::to_json(&line))));
+    let response = Response::builder()
+        .header(header::CONTENT_TYPE, "application/x-ndjson")
+        .body(HttpBody::from_stream(lines));
     response.map_err(|_| ApiError::new(ErrorCode::Internal, "the answer could not be made"))
 }

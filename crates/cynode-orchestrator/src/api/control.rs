@@ -9,7 +9,10 @@ use axum::{
     response::{IntoResponse as _, Response},
     routing::{get, post},
 };
-use cynode_api::{ArtifactId, ErrorCode, Heartbeat, HeartbeatAnswer, JobId, LocalImage, NewTokens, NodeConfig, NodeId, NodeRegister, NodeRegistered};
+use cynode_api::{
+    ArtifactId, ErrorCode, Heartbeat, HeartbeatAnswer, JobId, LocalImage, NewTokens, NodeConfig,
+    NodeId, NodeRegister, NodeRegistered,
+};
 use cynode_service::{
     ApiError, auth,
     connections::{self, CallerId},
@@ -41,9 +44,15 @@ pub(super) fn routes(orchestrator: Orchestrator) -> Router {
         .route("/v1/nodes/config", get(config))
         .route("/v1/nodes/jobs/{id}/status", post(job_status))
         .route("/v1/nodes/artifacts/{id}", get(artifact))
-        .layer(middleware::from_fn_with_state(orchestrator.clone(), authenticate));
+        .layer(middleware::from_fn_with_state(
+            orchestrator.clone(),
+            authenticate,
+        ));
     Router::new()
-        .route("/v1/nodes/register", post(register).layer(Extension(edge::BodyLimit(MAX_REGISTRATION_BYTES))))
+        .route(
+            "/v1/nodes/register",
+            post(register).layer(Extension(edge::BodyLimit(MAX_REGISTRATION_BYTES))),
+        )
         .merge(nodes)
         .method_not_allowed_fallback(edge::method_not_allowed)
         .fallback(edge::not_found)
@@ -55,14 +64,20 @@ pub(super) fn routes(orchestrator: Orchestrator) -> Router {
 #[derive(Clone, Debug)]
 struct Calling(NodeRow);
 
-async fn authenticate(State(orchestrator): State<Orchestrator>, mut request: Request, next: Next) -> Response {
+async fn authenticate(
+    State(orchestrator): State<Orchestrator>,
+    mut request: Request,
+    next: Next,
+) -> Response {
     let offered = match auth::offered(request.headers()) {
         Ok(offered) => hash(offered),
         Err(error) => return error.into_response(),
     };
     match orchestrator.db.authenticate_node(&offered).await {
         Ok(Some(node)) => {
-            if let Err(error) = connections::attribute(request.extensions(), CallerId::Node(*node.id.as_uuid())) {
+            if let Err(error) =
+                connections::attribute(request.extensions(), CallerId::Node(*node.id.as_uuid()))
+            {
                 return error.into_response();
             }
             request.extensions_mut().insert(Calling(node));
@@ -70,7 +85,12 @@ async fn authenticate(State(orchestrator): State<Orchestrator>, mut request: Req
         }
         Ok(None) => {
             let peer = request.extensions().get::<Peer>().map(|peer| peer.0.ip());
-            caller::refused(&orchestrator, Failure::new(Surface::Control, peer, &offered)).await.into_response()
+            caller::refused(
+                &orchestrator,
+                Failure::new(Surface::Control, peer, &offered),
+            )
+            .await
+            .into_response()
         }
         Err(error) => error.into_response(),
     }
@@ -94,9 +114,16 @@ async fn register(
     };
     let id = registration.node_id;
     let token = |epoch| hash(&orchestrator.keys.node_token(id, epoch));
-    let registered = orchestrator.db.register_node(&registration, &orchestrator.config.seed_images, token).await?;
+    let registered = orchestrator
+        .db
+        .register_node(&registration, &orchestrator.config.seed_images, token)
+        .await?;
     let Some(node) = registered else {
-        let failure = Failure::new(Surface::Control, peer.map(|peer| peer.0.0.ip()), &registration.key_hash);
+        let failure = Failure::new(
+            Surface::Control,
+            peer.map(|peer| peer.0.0.ip()),
+            &registration.key_hash,
+        );
         return Err(caller::refused(&orchestrator, failure).await);
     };
     orchestrator.note_registration(&node).await?;
@@ -126,25 +153,50 @@ async fn heartbeat(
     beat.api_url.as_deref().map_or(Ok(()), check_api_url)?;
     let returned = orchestrator.db.heartbeat(node.id, &beat).await?;
     if let Some(capability) = &beat.capability {
-        orchestrator.db.report_images(node.id, &capability.images, &orchestrator.config.seed_images).await?;
+        orchestrator
+            .db
+            .report_images(
+                node.id,
+                &capability.images,
+                &orchestrator.config.seed_images,
+            )
+            .await?;
     }
-    if returned || node.silent_seconds > orchestrator.config.unreachable_after() || node.not_ready != beat.not_ready {
+    if returned
+        || node.silent_seconds > orchestrator.config.unreachable_after()
+        || node.not_ready != beat.not_ready
+    {
         orchestrator.db.wake_jobs_of(node.id).await?;
         orchestrator.jobs_wait.notify_one();
         orchestrator.sessions_wait.notify_one();
     }
-    let due = OffsetDateTime::now_utc() - node.tokens_rotated_at > time::Duration::hours(orchestrator.config.rotate_tokens_hours.into());
+    let due = OffsetDateTime::now_utc() - node.tokens_rotated_at
+        > time::Duration::hours(orchestrator.config.rotate_tokens_hours.into());
     let rotate = if due || node.rotating {
         // Until the node shows the new one, both are good; what it is offered is the same each time.
-        let (node_token, worker_token) =
-            (orchestrator.keys.node_token(node.id, node.token_epoch + 1), orchestrator.keys.worker_token(node.id, node.token_epoch + 1));
-        orchestrator.db.offer_token(node.id, node.token_epoch, &hash(&node_token)).await?;
-        Some(NewTokens { node_token, worker_token })
+        let (node_token, worker_token) = (
+            orchestrator.keys.node_token(node.id, node.token_epoch + 1),
+            orchestrator
+                .keys
+                .worker_token(node.id, node.token_epoch + 1),
+        );
+        orchestrator
+            .db
+            .offer_token(node.id, node.token_epoch, &hash(&node_token))
+            .await?;
+        Some(NewTokens {
+            node_token,
+            worker_token,
+        })
     } else {
         None
     };
     let config_revision = orchestrator.node_config().await?.revision;
-    Ok(Json(HeartbeatAnswer { config_revision, rotate, resend_capability: false }))
+    Ok(Json(HeartbeatAnswer {
+        config_revision,
+        rotate,
+        resend_capability: false,
+    }))
 }
 
 async fn config(State(orchestrator): State<Orchestrator>) -> Result<Json<NodeConfig>, ApiError> {
@@ -159,7 +211,10 @@ async fn job_status(
     Body(_): Body<Value>,
 ) -> Result<StatusCode, ApiError> {
     if !orchestrator.db.wake_job(id, node.id, 0.0).await? {
-        return Err(ApiError::new(ErrorCode::JobNotFound, format!("this node was not given a job {id}")));
+        return Err(ApiError::new(
+            ErrorCode::JobNotFound,
+            format!("this node was not given a job {id}"),
+        ));
     }
     orchestrator.jobs_wait.notify_one();
     Ok(StatusCode::NO_CONTENT)
@@ -173,7 +228,10 @@ async fn artifact(
     headers: HeaderMap,
 ) -> Result<Response, ApiError> {
     if !orchestrator.db.needs_artifact(node.id, id).await? {
-        return Err(ApiError::new(ErrorCode::NotFound, format!("no work of this node begins with an artifact {id}")));
+        return Err(ApiError::new(
+            ErrorCode::NotFound,
+            format!("no work of this node begins with an artifact {id}"),
+        ));
     }
     let artifact = orchestrator.db.artifact(id).await?;
     orchestrator.note_artifact(&node, &artifact).await?;
@@ -194,21 +252,35 @@ impl Orchestrator {
     /// Asks the nodes which images they have, and matches that against the register. Of a node that does not answer, its last report counts.
     pub(crate) async fn look_for_images(&self) -> Result<(), ApiError> {
         let nodes = self.db.nodes().await?;
-        let asked = stream::iter(nodes).map(|node| async move { (self.ask_for_images(&node).await, node) }).buffer_unordered(ASKED_AT_ONCE);
+        let asked = stream::iter(nodes)
+            .map(|node| async move { (self.ask_for_images(&node).await, node) })
+            .buffer_unordered(ASKED_AT_ONCE);
         let mut answers: Vec<_> = asked.collect().await;
         // What a node has now is learned before what another had once.
         answers.sort_by_key(|(answer, _)| answer.is_none());
         for (answer, node) in answers {
-            self.db.report_images(node.id, answer.as_ref().unwrap_or(&node.capability.images), &self.config.seed_images).await?;
+            self.db
+                .report_images(
+                    node.id,
+                    answer.as_ref().unwrap_or(&node.capability.images),
+                    &self.config.seed_images,
+                )
+                .await?;
         }
         Ok(())
     }
 
     async fn ask_for_images(&self, node: &NodeRow) -> Option<Vec<LocalImage>> {
-        if node.is_lost || node.silent_seconds > self.config.unreachable_after() || self.fleet.trouble(node.id).is_some() {
+        if node.is_lost
+            || node.silent_seconds > self.config.unreachable_after()
+            || self.fleet.trouble(node.id).is_some()
+        {
             return None;
         }
         let client = self.fleet.client_of(node).ok()?;
-        tokio::time::timeout(IMAGES, client.local_images()).await.ok()?.ok()
+        tokio::time::timeout(IMAGES, client.local_images())
+            .await
+            .ok()?
+            .ok()
     }
 }

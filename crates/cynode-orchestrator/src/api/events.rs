@@ -49,24 +49,40 @@ pub(super) async fn list(
 ) -> Result<Response, ApiError> {
     let readable = readable(&caller, query.task_id);
     let limit = super::limit(Some(query.limit.unwrap_or(event_limits::DEFAULT_PAGE)))?;
-    if query.wait_ms.is_some_and(|wait| wait > event_limits::MAX_WAIT_MS) {
-        return Err(ApiError::invalid(format!("wait_ms: must be at most {}", event_limits::MAX_WAIT_MS)));
+    if query
+        .wait_ms
+        .is_some_and(|wait| wait > event_limits::MAX_WAIT_MS)
+    {
+        return Err(ApiError::invalid(format!(
+            "wait_ms: must be at most {}",
+            event_limits::MAX_WAIT_MS
+        )));
     }
     if query.after.is_some_and(|after| after < 0) {
         return Err(ApiError::invalid("after: must not be negative"));
     }
-    let streams = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok()).is_some_and(|accept| accept.contains("text/event-stream"));
+    let streams = headers
+        .get(header::ACCEPT)
+        .and_then(|accept| accept.to_str().ok())
+        .is_some_and(|accept| accept.contains("text/event-stream"));
     if streams {
         let resumed = match headers.get("last-event-id") {
             None => None,
-            Some(id) => Some(id.to_str().ok().and_then(|id| id.parse().ok()).ok_or_else(|| ApiError::invalid("Last-Event-ID: is not a cursor"))?),
+            Some(id) => Some(
+                id.to_str()
+                    .ok()
+                    .and_then(|id| id.parse().ok())
+                    .ok_or_else(|| ApiError::invalid("Last-Event-ID: is not a cursor"))?,
+            ),
         };
         let after = resumed.or(query.after).unwrap_or(0);
         // A cursor that is no good is refused before the stream begins.
         let first = orchestrator.db.events(&readable, after, limit).await?;
-        return Ok(Sse::new(streamed(orchestrator, caller, readable, first, limit))
-            .keep_alive(KeepAlive::new().interval(Duration::from_secs(15)))
-            .into_response());
+        return Ok(
+            Sse::new(streamed(orchestrator, caller, readable, first, limit))
+                .keep_alive(KeepAlive::new().interval(Duration::from_secs(15)))
+                .into_response(),
+        );
     }
     let deadline = Instant::now() + Duration::from_millis(query.wait_ms.unwrap_or(0));
     let mut after = query.after.unwrap_or(0);
@@ -79,13 +95,20 @@ pub(super) async fn list(
         after = next_cursor;
         wait(&orchestrator, &mut news, deadline).await;
         if !caller.is_good(&orchestrator).await {
-            return Err(ApiError::new(cynode_api::ErrorCode::Unauthorized, "the token is no longer valid"));
+            return Err(ApiError::new(
+                cynode_api::ErrorCode::Unauthorized,
+                "the token is no longer valid",
+            ));
         }
     }
 }
 
 /// Until there may be news, at the latest in a second: the word of another orchestrator may have been lost.
-async fn wait(orchestrator: &Orchestrator, news: &mut tokio::sync::watch::Receiver<u64>, deadline: Instant) {
+async fn wait(
+    orchestrator: &Orchestrator,
+    news: &mut tokio::sync::watch::Receiver<u64>,
+    deadline: Instant,
+) {
     let next = (Instant::now() + Duration::from_secs(1)).min(deadline);
     tokio::select! {
         _ = tokio::time::timeout_at(next, news.changed()) => {}
@@ -95,10 +118,20 @@ async fn wait(orchestrator: &Orchestrator, news: &mut tokio::sync::watch::Receiv
 
 fn readable(caller: &Caller, only_task: Option<TaskId>) -> Readable {
     match caller.kind {
-        TokenKind::User => {
-            Readable { all: caller.scope.is_admin, owner: Some(*caller.scope.user_id.as_uuid()), project_id: None, task_ids: Vec::new(), only_task }
-        }
-        _ => Readable { all: false, owner: None, project_id: caller.project_id, task_ids: caller.task_ids.clone(), only_task },
+        TokenKind::User => Readable {
+            all: caller.scope.is_admin,
+            owner: Some(*caller.scope.user_id.as_uuid()),
+            project_id: None,
+            task_ids: Vec::new(),
+            only_task,
+        },
+        _ => Readable {
+            all: false,
+            owner: None,
+            project_id: caller.project_id,
+            task_ids: caller.task_ids.clone(),
+            only_task,
+        },
     }
 }
 
@@ -114,31 +147,45 @@ fn streamed(
     let is_full = move |items: &[Event]| items.len() == limit as usize;
     let (items, after) = first;
     let more = is_full(&items);
-    stream::unfold((items.into_iter(), after, news, more), move |(mut items, mut after, mut news, mut more)| {
-        let (orchestrator, caller, readable) = (orchestrator.clone(), caller.clone(), readable.clone());
-        async move {
-            loop {
-                if let Some(event) = items.next() {
-                    let sent = SseEvent::default().id(event.cursor.to_string()).event(event.kind.clone()).json_data(&event).ok()?;
-                    return Some((Ok(sent), (items, after, news, more)));
-                }
-                if orchestrator.stop.is_cancelled() {
-                    return None;
-                }
-                // After a full page the next one is there already.
-                if !more {
-                    wait(&orchestrator, &mut news, Instant::now() + Duration::from_secs(60)).await;
-                }
-                if !caller.is_good(&orchestrator).await {
-                    return None;
-                }
-                // While the database is away, the reader waits with us.
-                more = false;
-                if let Ok((found, next)) = orchestrator.db.events(&readable, after, limit).await {
-                    more = is_full(&found);
-                    (items, after) = (found.into_iter(), next);
+    stream::unfold(
+        (items.into_iter(), after, news, more),
+        move |(mut items, mut after, mut news, mut more)| {
+            let (orchestrator, caller, readable) =
+                (orchestrator.clone(), caller.clone(), readable.clone());
+            async move {
+                loop {
+                    if let Some(event) = items.next() {
+                        let sent = SseEvent::default()
+                            .id(event.cursor.to_string())
+                            .event(event.kind.clone())
+                            .json_data(&event)
+                            .ok()?;
+                        return Some((Ok(sent), (items, after, news, more)));
+                    }
+                    if orchestrator.stop.is_cancelled() {
+                        return None;
+                    }
+                    // After a full page the next one is there already.
+                    if !more {
+                        wait(
+                            &orchestrator,
+                            &mut news,
+                            Instant::now() + Duration::from_secs(60),
+                        )
+                        .await;
+                    }
+                    if !caller.is_good(&orchestrator).await {
+                        return None;
+                    }
+                    // While the database is away, the reader waits with us.
+                    more = false;
+                    if let Ok((found, next)) = orchestrator.db.events(&readable, after, limit).await
+                    {
+                        more = is_full(&found);
+                        (items, after) = (found.into_iter(), next);
+                    }
                 }
             }
-        }
-    })
+        },
+    )
 }

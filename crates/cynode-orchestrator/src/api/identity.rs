@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use axum::{Json, extract::State};
 use cynode_api::{
-    DEFAULT_TOKEN_SECONDS, ErrorCode, Group, GroupCreate, GroupId, MAX_TOKEN_SECONDS, Page, Problem, Token, TokenCreate, TokenCreated, TokenId, TokenKind,
-    User, UserCreate, UserId,
+    DEFAULT_TOKEN_SECONDS, ErrorCode, Group, GroupCreate, GroupId, MAX_TOKEN_SECONDS, Page,
+    Problem, Token, TokenCreate, TokenCreated, TokenId, TokenKind, User, UserCreate, UserId,
 };
 use cynode_policy::{Action, Call};
 use cynode_service::{ApiError, QueryParams};
@@ -38,9 +38,25 @@ pub(super) async fn create_user(
     }
     // Whoever may make users does not thereby make administrators.
     if body.is_admin && !caller.scope.is_admin {
-        return Err(ApiError::new(ErrorCode::Forbidden, "only an administrator makes administrators"));
+        return Err(ApiError::new(
+            ErrorCode::Forbidden,
+            "only an administrator makes administrators",
+        ));
     }
-    Ok((StatusCode::CREATED, Json(orchestrator.db.insert_user(UserId::generate(), &body.name, body.is_admin, &caller.user_name).await?)))
+    Ok((
+        StatusCode::CREATED,
+        Json(
+            orchestrator
+                .db
+                .insert_user(
+                    UserId::generate(),
+                    &body.name,
+                    body.is_admin,
+                    &caller.user_name,
+                )
+                .await?,
+        ),
+    ))
 }
 
 /// List users: all for an administrator, oneself for others.
@@ -51,15 +67,28 @@ pub(super) async fn list_users(
     Person(caller): Person,
     QueryParams(paging): QueryParams<Paging>,
 ) -> Result<Json<Page<User>>, ApiError> {
-    orchestrator.db.list_users(&caller.scope, paging.after()?, paging.limit()?).await.map(Json)
+    orchestrator
+        .db
+        .list_users(&caller.scope, paging.after()?, paging.limit()?)
+        .await
+        .map(Json)
 }
 
 /// Show a user.
 #[utoipa::path(get, path = "/v1/users/{id}", tag = "identity", params(("id" = UserId, Path)),
     responses((status = 200, body = User), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn show_user(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<UserId>) -> Result<Json<User>, ApiError> {
-    let user = if caller.scope.is_admin || caller.scope.user_id == id { orchestrator.db.user(&id.to_string()).await? } else { None };
-    user.map(Json).ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no user {id}")))
+pub(super) async fn show_user(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<UserId>,
+) -> Result<Json<User>, ApiError> {
+    let user = if caller.scope.is_admin || caller.scope.user_id == id {
+        orchestrator.db.user(&id.to_string()).await?
+    } else {
+        None
+    };
+    user.map(Json)
+        .ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no user {id}")))
 }
 
 /// Create a group. Administrators only.
@@ -73,20 +102,43 @@ pub(super) async fn create_group(
     check_version(body.version)?;
     check_name("name", &body.name)?;
     if body.members.len() > MAX_MEMBERS {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("members: names more than {MAX_MEMBERS}")));
+        return Err(ApiError::new(
+            ErrorCode::TooLarge,
+            format!("members: names more than {MAX_MEMBERS}"),
+        ));
     }
     let mut members = Vec::new();
     for (index, name) in body.members.iter().enumerate() {
         let user = orchestrator.db.user(name).await?;
-        members.push(user.ok_or_else(|| ApiError::invalid(format!("members[{index}]: there is no such user")))?.id);
+        members.push(
+            user.ok_or_else(|| {
+                ApiError::invalid(format!("members[{index}]: there is no such user"))
+            })?
+            .id,
+        );
     }
     let id = GroupId::generate();
-    orchestrator.db.insert_group(id, &body.name, &members, &caller.user_name).await?;
-    Ok((StatusCode::CREATED, Json(group(&orchestrator, &caller, id).await?)))
+    orchestrator
+        .db
+        .insert_group(id, &body.name, &members, &caller.user_name)
+        .await?;
+    Ok((
+        StatusCode::CREATED,
+        Json(group(&orchestrator, &caller, id).await?),
+    ))
 }
 
-async fn group(orchestrator: &Orchestrator, caller: &Caller, id: GroupId) -> Result<Group, ApiError> {
-    let found = orchestrator.db.list_groups(&caller.scope, Some(id), None, 1).await?.items.pop();
+async fn group(
+    orchestrator: &Orchestrator,
+    caller: &Caller,
+    id: GroupId,
+) -> Result<Group, ApiError> {
+    let found = orchestrator
+        .db
+        .list_groups(&caller.scope, Some(id), None, 1)
+        .await?
+        .items
+        .pop();
     found.ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no group {id}")))
 }
 
@@ -98,13 +150,21 @@ pub(super) async fn list_groups(
     Person(caller): Person,
     QueryParams(paging): QueryParams<Paging>,
 ) -> Result<Json<Page<Group>>, ApiError> {
-    orchestrator.db.list_groups(&caller.scope, None, paging.after()?, paging.limit()?).await.map(Json)
+    orchestrator
+        .db
+        .list_groups(&caller.scope, None, paging.after()?, paging.limit()?)
+        .await
+        .map(Json)
 }
 
 /// Show a group.
 #[utoipa::path(get, path = "/v1/groups/{id}", tag = "identity", params(("id" = GroupId, Path)),
     responses((status = 200, body = Group), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn show_group(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<GroupId>) -> Result<Json<Group>, ApiError> {
+pub(super) async fn show_group(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<GroupId>,
+) -> Result<Json<Group>, ApiError> {
     group(&orchestrator, &caller, id).await.map(Json)
 }
 
@@ -119,23 +179,43 @@ pub(super) async fn create_token(
     check_version(body.version)?;
     let seconds = body.expires_in_seconds.unwrap_or(DEFAULT_TOKEN_SECONDS);
     if !(1..=MAX_TOKEN_SECONDS).contains(&seconds) {
-        return Err(ApiError::invalid(format!("expires_in_seconds: must lie between 1 and {MAX_TOKEN_SECONDS}")));
+        return Err(ApiError::invalid(format!(
+            "expires_in_seconds: must lie between 1 and {MAX_TOKEN_SECONDS}"
+        )));
     }
     let user_id = match &body.user {
         None => caller.scope.user_id,
         Some(name) => {
-            let user = orchestrator.db.user(name).await?.filter(|user| caller.scope.is_admin || user.id == caller.scope.user_id);
-            user.ok_or_else(|| ApiError::new(ErrorCode::NotFound, "there is no such user"))?.id
+            let user = orchestrator
+                .db
+                .user(name)
+                .await?
+                .filter(|user| caller.scope.is_admin || user.id == caller.scope.user_id);
+            user.ok_or_else(|| ApiError::new(ErrorCode::NotFound, "there is no such user"))?
+                .id
         }
     };
     check_scope(&orchestrator, &caller, &body).await?;
     // Whatever it is for, each of it.
-    let call = Call { token_kind: Some(body.kind.as_str().to_owned()), ..Call::default() };
+    let call = Call {
+        token_kind: Some(body.kind.as_str().to_owned()),
+        ..Call::default()
+    };
     if let Some(id) = body.project_id {
-        orchestrator.check(&caller, Action::TokenCreate, &orchestrator.about_project(&caller, id).await?.resource, &call)?;
+        orchestrator.check(
+            &caller,
+            Action::TokenCreate,
+            &orchestrator.about_project(&caller, id).await?.resource,
+            &call,
+        )?;
     }
     for id in &body.task_ids {
-        orchestrator.check(&caller, Action::TokenCreate, &orchestrator.about_task(&caller, *id).await?.resource, &call)?;
+        orchestrator.check(
+            &caller,
+            Action::TokenCreate,
+            &orchestrator.about_task(&caller, *id).await?.resource,
+            &call,
+        )?;
     }
     let token = keys::random_token();
     let expires_at = OffsetDateTime::now_utc() + Duration::from_secs(seconds);
@@ -152,26 +232,52 @@ pub(super) async fn create_token(
         expires_at,
     };
     orchestrator.db.insert_token(&new).await?;
-    Ok((StatusCode::CREATED, Json(TokenCreated { id: new.id, token, expires_at })))
+    Ok((
+        StatusCode::CREATED,
+        Json(TokenCreated {
+            id: new.id,
+            token,
+            expires_at,
+        }),
+    ))
 }
 
 /// A token names what it is for, and nothing that its maker may not have.
-async fn check_scope(orchestrator: &Orchestrator, caller: &Caller, body: &TokenCreate) -> Result<(), ApiError> {
+async fn check_scope(
+    orchestrator: &Orchestrator,
+    caller: &Caller,
+    body: &TokenCreate,
+) -> Result<(), ApiError> {
     let names_one = body.job_id.is_some() != body.session_id.is_some();
     match body.kind {
-        TokenKind::User if body.project_id.is_some() || !body.task_ids.is_empty() || body.job_id.is_some() || body.session_id.is_some() => {
-            return Err(ApiError::invalid("kind: a user's token names no project, task, job or session"));
+        TokenKind::User
+            if body.project_id.is_some()
+                || !body.task_ids.is_empty()
+                || body.job_id.is_some()
+                || body.session_id.is_some() =>
+        {
+            return Err(ApiError::invalid(
+                "kind: a user's token names no project, task, job or session",
+            ));
         }
         TokenKind::ProjectManager | TokenKind::ProjectAnalyst => {
             if body.project_id.is_none() && body.task_ids.is_empty() {
-                return Err(ApiError::invalid("project_id: an agent's token names a project or tasks"));
+                return Err(ApiError::invalid(
+                    "project_id: an agent's token names a project or tasks",
+                ));
             }
             if body.job_id.is_some() || body.session_id.is_some() {
-                return Err(ApiError::invalid("job_id: only a sandbox's token names a job or session"));
+                return Err(ApiError::invalid(
+                    "job_id: only a sandbox's token names a job or session",
+                ));
             }
         }
-        TokenKind::Sandbox if body.task_ids.len() != 1 || !names_one || body.project_id.is_some() => {
-            return Err(ApiError::invalid("task_ids: a sandbox's token names exactly one task, and a job or a session"));
+        TokenKind::Sandbox
+            if body.task_ids.len() != 1 || !names_one || body.project_id.is_some() =>
+        {
+            return Err(ApiError::invalid(
+                "task_ids: a sandbox's token names exactly one task, and a job or a session",
+            ));
         }
         TokenKind::User | TokenKind::Sandbox => {}
     }
@@ -185,12 +291,16 @@ async fn check_scope(orchestrator: &Orchestrator, caller: &Caller, body: &TokenC
         orchestrator.db.task(&caller.scope, *id).await?;
     }
     if let Some(id) = body.session_id
-        && !body.task_ids.contains(&orchestrator.db.session(&caller.scope, id).await?.task_id)
+        && !body
+            .task_ids
+            .contains(&orchestrator.db.session(&caller.scope, id).await?.task_id)
     {
         return Err(ApiError::invalid("session_id: belongs to another task"));
     }
     if let Some(id) = body.job_id
-        && !body.task_ids.contains(&orchestrator.db.job(&caller.scope, id).await?.task_id)
+        && !body
+            .task_ids
+            .contains(&orchestrator.db.job(&caller.scope, id).await?.task_id)
     {
         return Err(ApiError::invalid("job_id: belongs to another task"));
     }
@@ -205,20 +315,32 @@ pub(super) async fn list_tokens(
     Person(caller): Person,
     QueryParams(paging): QueryParams<Paging>,
 ) -> Result<Json<Page<Token>>, ApiError> {
-    orchestrator.db.list_tokens(&caller.scope, paging.after()?, paging.limit()?).await.map(Json)
+    orchestrator
+        .db
+        .list_tokens(&caller.scope, paging.after()?, paging.limit()?)
+        .await
+        .map(Json)
 }
 
 /// Show a token's record.
 #[utoipa::path(get, path = "/v1/tokens/{id}", tag = "identity", params(("id" = TokenId, Path)),
     responses((status = 200, body = Token), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn show_token(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<TokenId>) -> Result<Json<Token>, ApiError> {
+pub(super) async fn show_token(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<TokenId>,
+) -> Result<Json<Token>, ApiError> {
     orchestrator.db.token(&caller.scope, id).await.map(Json)
 }
 
 /// Revoke a token. It is good no more from the next call on.
 #[utoipa::path(delete, path = "/v1/tokens/{id}", tag = "identity", params(("id" = TokenId, Path)),
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn revoke_token(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<TokenId>) -> Result<StatusCode, ApiError> {
+pub(super) async fn revoke_token(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<TokenId>,
+) -> Result<StatusCode, ApiError> {
     orchestrator.db.revoke_token(&caller.scope, id).await?;
     Ok(StatusCode::NO_CONTENT)
 }

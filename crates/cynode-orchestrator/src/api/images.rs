@@ -27,14 +27,26 @@ pub(super) async fn create(
     check_reference(&body.image_ref)?;
     check_text("description", body.description.as_ref())?;
     check_metadata(body.capabilities.as_ref())?;
-    let hexadecimal = |digest: &str| digest.strip_prefix("sha256:").is_some_and(|hex| hex.len() == 64 && hex.bytes().all(|byte| byte.is_ascii_hexdigit()));
-    if body.image_digest.as_deref().is_some_and(|digest| !hexadecimal(digest)) {
-        return Err(ApiError::invalid("image_digest: must be 'sha256:' and 64 hexadecimal digits"));
+    let hexadecimal = |digest: &str| {
+        digest
+            .strip_prefix("sha256:")
+            .is_some_and(|hex| hex.len() == 64 && hex.bytes().all(|byte| byte.is_ascii_hexdigit()))
+    };
+    if body
+        .image_digest
+        .as_deref()
+        .is_some_and(|digest| !hexadecimal(digest))
+    {
+        return Err(ApiError::invalid(
+            "image_digest: must be 'sha256:' and 64 hexadecimal digits",
+        ));
     }
     let is_agent = caller.kind != TokenKind::User;
     if is_agent && !body.image_ref.contains('/') {
         // It would be a short name itself, and come before that of an image which a person adds later.
-        return Err(ApiError::invalid("image_ref: must name the registry and the repository, such as registry.example/tools/python:3"));
+        return Err(ApiError::invalid(
+            "image_ref: must name the registry and the repository, such as registry.example/tools/python:3",
+        ));
     }
     let (name, tag) = name_and_tag(&body.image_ref);
     let name = body.name.unwrap_or(name);
@@ -54,19 +66,43 @@ pub(super) async fn create(
         && let Some(id) = orchestrator.db.known_version(&new).await?
         && let Some((reference, agent_compatible, pinned)) = orchestrator.db.image_place(id).await?
     {
-        orchestrator.check(&caller, Action::ImageUpdate, &Resource::Image { reference, agent_compatible, pinned }, &Call::default())?;
+        orchestrator.check(
+            &caller,
+            Action::ImageUpdate,
+            &Resource::Image {
+                reference,
+                agent_compatible,
+                pinned,
+            },
+            &Call::default(),
+        )?;
     }
     // What people decided on an image, an agent does not decide anew, nor what a name means.
     let (id, is_new) = orchestrator.db.insert_image(&new, is_agent).await?;
     // Nodes may have it already.
     orchestrator.look_for_images().await?;
-    Ok((if is_new { StatusCode::CREATED } else { StatusCode::OK }, Json(orchestrator.db.image(id).await?)))
+    Ok((
+        if is_new {
+            StatusCode::CREATED
+        } else {
+            StatusCode::OK
+        },
+        Json(orchestrator.db.image(id).await?),
+    ))
 }
 
 fn check_reference(reference: &str) -> Result<(), ApiError> {
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-' | b'/' | b':' | b'@');
-    if reference.is_empty() || reference.len() > 500 || !reference.bytes().all(plain) || !reference.starts_with(|c: char| c.is_ascii_alphanumeric()) {
-        return Err(ApiError::invalid("image_ref: is not a reference to an image"));
+    let plain = |byte: u8| {
+        byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-' | b'/' | b':' | b'@')
+    };
+    if reference.is_empty()
+        || reference.len() > 500
+        || !reference.bytes().all(plain)
+        || !reference.starts_with(|c: char| c.is_ascii_alphanumeric())
+    {
+        return Err(ApiError::invalid(
+            "image_ref: is not a reference to an image",
+        ));
     }
     Ok(())
 }
@@ -90,13 +126,26 @@ pub(super) async fn list(
     Person(_): Person,
     QueryParams(query): QueryParams<ImageQuery>,
 ) -> Result<Json<Page<Image>>, ApiError> {
-    orchestrator.db.images(None, query.allowed.unwrap_or(false), after(query.cursor.as_deref())?, limit(query.limit)?).await.map(Json)
+    orchestrator
+        .db
+        .images(
+            None,
+            query.allowed.unwrap_or(false),
+            after(query.cursor.as_deref())?,
+            limit(query.limit)?,
+        )
+        .await
+        .map(Json)
 }
 
 /// Show an image.
 #[utoipa::path(get, path = "/v1/images/{id}", tag = "images", params(("id" = ImageId, Path)),
     responses((status = 200, body = Image), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(_): Person, Id(id): Id<ImageId>) -> Result<Json<Image>, ApiError> {
+pub(super) async fn show(
+    State(orchestrator): State<Orchestrator>,
+    Person(_): Person,
+    Id(id): Id<ImageId>,
+) -> Result<Json<Image>, ApiError> {
     orchestrator.db.image(id).await.map(Json)
 }
 
@@ -111,5 +160,9 @@ pub(super) async fn patch(
 ) -> Result<Json<Image>, ApiError> {
     check_version(patch.version)?;
     check_text("description", patch.description.as_ref())?;
-    orchestrator.db.patch_image(id, &patch, &caller.user_name).await.map(Json)
+    orchestrator
+        .db
+        .patch_image(id, &patch, &caller.user_name)
+        .await
+        .map(Json)
 }

@@ -38,16 +38,33 @@ pub(super) async fn create(
     let wait = preferred_wait(&headers);
     let (mut row, new) = orchestrator.create_job(&caller, body).await?;
     if let Some(seconds) = wait {
-        row = orchestrator.wait_for_job(&caller, row.job_id, Duration::from_secs(seconds)).await?;
+        row = orchestrator
+            .wait_for_job(&caller, row.job_id, Duration::from_secs(seconds))
+            .await?;
     }
-    let status = if row.state.is_final() || !new { StatusCode::OK } else { StatusCode::ACCEPTED };
+    let status = if row.state.is_final() || !new {
+        StatusCode::OK
+    } else {
+        StatusCode::ACCEPTED
+    };
     Ok((status, Json(row.into_object())))
 }
 
 /// `Prefer: wait=N`. What is not understood is not preferred.
 fn preferred_wait(headers: &HeaderMap) -> Option<u64> {
-    let values = headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
-    let wait = values.flat_map(|value| value.split([',', ';'])).find_map(|part| part.trim().strip_prefix("wait=")?.trim().parse::<u64>().ok());
+    let values = headers
+        .get_all("prefer")
+        .iter()
+        .filter_map(|value| value.to_str().ok());
+    let wait = values
+        .flat_map(|value| value.split([',', ';']))
+        .find_map(|part| {
+            part.trim()
+                .strip_prefix("wait=")?
+                .trim()
+                .parse::<u64>()
+                .ok()
+        });
     wait.map(|seconds| seconds.min(LONGEST_WAIT))
 }
 
@@ -71,25 +88,56 @@ pub(super) async fn list(
     Person(caller): Person,
     QueryParams(query): QueryParams<JobQuery>,
 ) -> Result<Json<Page<Job>>, ApiError> {
-    let state = query.state.map(|text| text.parse::<JobState>()).transpose().map_err(|error| ApiError::invalid(format!("state: {error}")))?;
-    orchestrator.db.list_jobs(&caller.scope, state, query.task_id, after(query.cursor.as_deref())?, limit(query.limit)?).await.map(Json)
+    let state = query
+        .state
+        .map(|text| text.parse::<JobState>())
+        .transpose()
+        .map_err(|error| ApiError::invalid(format!("state: {error}")))?;
+    orchestrator
+        .db
+        .list_jobs(
+            &caller.scope,
+            state,
+            query.task_id,
+            after(query.cursor.as_deref())?,
+            limit(query.limit)?,
+        )
+        .await
+        .map(Json)
 }
 
 /// Show a job.
 #[utoipa::path(get, path = "/v1/jobs/{id}", tag = "jobs", params(("id" = JobId, Path)),
     responses((status = 200, body = Job), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<JobId>) -> Result<Json<Job>, ApiError> {
-    orchestrator.db.job(&caller.scope, id).await.map(JobRow::into_object).map(Json)
+pub(super) async fn show(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<JobId>,
+) -> Result<Json<Job>, ApiError> {
+    orchestrator
+        .db
+        .job(&caller.scope, id)
+        .await
+        .map(JobRow::into_object)
+        .map(Json)
 }
 
 /// Stop a job. Answers when it has ended, or after a while with how far it is; stopping one that has ended changes nothing.
 #[utoipa::path(post, path = "/v1/jobs/{id}/stop", tag = "jobs", params(("id" = JobId, Path)),
     responses((status = 200, body = Job), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn stop(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<JobId>) -> Result<Json<Job>, ApiError> {
+pub(super) async fn stop(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<JobId>,
+) -> Result<Json<Job>, ApiError> {
     orchestrator.db.job(&caller.scope, id).await?;
     orchestrator.db.ask_stop(id).await?;
     orchestrator.jobs_wait.notify_one();
-    orchestrator.wait_for_job(&caller, id, Duration::from_secs(30)).await.map(JobRow::into_object).map(Json)
+    orchestrator
+        .wait_for_job(&caller, id, Duration::from_secs(30))
+        .await
+        .map(JobRow::into_object)
+        .map(Json)
 }
 
 /// A job's output, while it runs and after: as an exec's.
@@ -104,11 +152,27 @@ pub(super) async fn output(
 ) -> Result<Response, ApiError> {
     let asked = Asked::new(&query, request.headers())?;
     // One that no node has yet is waited for.
-    let row = orchestrator.wait_for(&caller, id, asked.wait, |row| row.node_id.is_some() || row.state.is_final()).await?;
-    if let Some(node_id) = row.node_id.filter(|_| row.output_sha256.is_none() && !row.state.is_final()) {
+    let row = orchestrator
+        .wait_for(&caller, id, asked.wait, |row| {
+            row.node_id.is_some() || row.state.is_final()
+        })
+        .await?;
+    if let Some(node_id) = row
+        .node_id
+        .filter(|_| row.output_sha256.is_none() && !row.state.is_final())
+    {
         let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
-        let rest = request.uri().query().map_or_else(String::new, |query| format!("?{query}"));
-        let answer = forward(&client, &format!("/v1/worker/jobs/{id}/output{rest}"), request, orchestrator.over(&caller, node_id)).await?;
+        let rest = request
+            .uri()
+            .query()
+            .map_or_else(String::new, |query| format!("?{query}"));
+        let answer = forward(
+            &client,
+            &format!("/v1/worker/jobs/{id}/output{rest}"),
+            request,
+            orchestrator.over(&caller, node_id),
+        )
+        .await?;
         if !matches!(answer.status(), StatusCode::NOT_FOUND | StatusCode::GONE) {
             return Ok(answer);
         }
@@ -116,8 +180,14 @@ pub(super) async fn output(
     // It is here by now, or its node never had it.
     let row = orchestrator.db.job(&caller.scope, id).await?;
     match row.output_sha256.clone() {
-        Some(sha256) => orchestrator.kept_output(&sha256, &row.into_object(), asked).await,
-        None if row.object.output.truncated_by.is_some() => output::shown_output(&row.into_object(), asked).await,
+        Some(sha256) => {
+            orchestrator
+                .kept_output(&sha256, &row.into_object(), asked)
+                .await
+        }
+        None if row.object.output.truncated_by.is_some() => {
+            output::shown_output(&row.into_object(), asked).await
+        }
         None => Ok(asked.nothing(&row.into_object())),
     }
 }

@@ -49,8 +49,14 @@ struct Bearer;
 impl Modify for Bearer {
     fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
         let components = document.components.get_or_insert_default();
-        components.add_security_scheme("bearer", SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer)));
-        document.security = Some(vec![utoipa::openapi::security::SecurityRequirement::new("bearer", Vec::<String>::new())]);
+        components.add_security_scheme(
+            "bearer",
+            SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer)),
+        );
+        document.security = Some(vec![utoipa::openapi::security::SecurityRequirement::new(
+            "bearer",
+            Vec::<String>::new(),
+        )]);
     }
 }
 
@@ -106,7 +112,12 @@ fn documented() -> OpenApiRouter<Orchestrator> {
                 .routes(routes!(sessions::exec_output))
                 .routes(routes!(sessions::signal_exec))
                 .routes(routes!(sessions::stdin))
-                .routes(routes!(sessions::read_file, sessions::stat_file, sessions::write_file, sessions::delete_file))
+                .routes(routes!(
+                    sessions::read_file,
+                    sessions::stat_file,
+                    sessions::write_file,
+                    sessions::delete_file
+                ))
                 .routes(routes!(sessions::list_files))
                 .routes(routes!(sessions::search_files))
                 .routes(routes!(sessions::patch_files))
@@ -133,31 +144,70 @@ pub fn openapi() -> Value {
         ErrorCode::OutcomePending,
     ];
     let mut some = describe::in_sessions("/v1/sessions");
-    some.extend(REFUSALS.iter().map(|(route, codes)| ((*route).to_owned(), *codes)));
+    some.extend(
+        REFUSALS
+            .iter()
+            .map(|(route, codes)| ((*route).to_owned(), *codes)),
+    );
     describe::complete(document, &any, &some)
 }
 
 /// What single routes refuse with.
 const REFUSALS: &[(&str, &[ErrorCode])] = &[
     ("POST /v1/projects", &[ErrorCode::AlreadyExists]),
-    ("POST /v1/tasks", &[ErrorCode::NotFound, ErrorCode::AlreadyExists]),
+    (
+        "POST /v1/tasks",
+        &[ErrorCode::NotFound, ErrorCode::AlreadyExists],
+    ),
     ("POST /v1/users", &[ErrorCode::AlreadyExists]),
     ("POST /v1/groups", &[ErrorCode::AlreadyExists]),
-    ("POST /v1/tokens", &[ErrorCode::NotFound, ErrorCode::SessionNotFound, ErrorCode::JobNotFound]),
+    (
+        "POST /v1/tokens",
+        &[
+            ErrorCode::NotFound,
+            ErrorCode::SessionNotFound,
+            ErrorCode::JobNotFound,
+        ],
+    ),
     ("PUT /v1/settings/{key}", &[ErrorCode::PreconditionFailed]),
-    ("PUT /v1/policies/{id}", &[ErrorCode::PreconditionFailed, ErrorCode::PolicyInvalid]),
+    (
+        "PUT /v1/policies/{id}",
+        &[ErrorCode::PreconditionFailed, ErrorCode::PolicyInvalid],
+    ),
     ("DELETE /v1/policies/{id}", &[ErrorCode::PolicyInvalid]),
     ("POST /v1/policies:test", &[ErrorCode::NotFound]),
     ("GET /v1/preferences", &[ErrorCode::NotFound]),
-    ("PUT /v1/preferences/{scope}/{scope_id}/{key}", &[ErrorCode::PreconditionFailed]),
+    (
+        "PUT /v1/preferences/{scope}/{scope_id}/{key}",
+        &[ErrorCode::PreconditionFailed],
+    ),
     ("POST /v1/images", &[ErrorCode::AlreadyExists]),
     ("GET /v1/events", &[ErrorCode::CursorExpired]),
-    ("POST /v1/jobs", &[ErrorCode::ImageNotAllowed, ErrorCode::ImagePending, ErrorCode::NotFound, ErrorCode::WorkspaceNotFound, ErrorCode::JobIdInUse]),
+    (
+        "POST /v1/jobs",
+        &[
+            ErrorCode::ImageNotAllowed,
+            ErrorCode::ImagePending,
+            ErrorCode::NotFound,
+            ErrorCode::WorkspaceNotFound,
+            ErrorCode::JobIdInUse,
+        ],
+    ),
     ("GET /v1/jobs/{id}", &[ErrorCode::JobNotFound]),
     ("POST /v1/jobs/{id}/stop", &[ErrorCode::JobNotFound]),
-    ("GET /v1/jobs/{id}/output", &[ErrorCode::JobNotFound, ErrorCode::OutputExpired, ErrorCode::NodeUnreachable]),
+    (
+        "GET /v1/jobs/{id}/output",
+        &[
+            ErrorCode::JobNotFound,
+            ErrorCode::OutputExpired,
+            ErrorCode::NodeUnreachable,
+        ],
+    ),
     ("GET /v1/artifacts", &[ErrorCode::NotFound]),
-    ("PUT /v1/tasks/{task_id}/artifacts/{path}", &[ErrorCode::PreconditionFailed]),
+    (
+        "PUT /v1/tasks/{task_id}/artifacts/{path}",
+        &[ErrorCode::PreconditionFailed],
+    ),
     ("POST /v1/sessions/{id}/export", &[ErrorCode::TooLarge]),
     (
         "POST /v1/sessions",
@@ -179,13 +229,20 @@ const REFUSALS: &[(&str, &[ErrorCode])] = &[
     ),
 ];
 
-pub(crate) fn router(orchestrator: Orchestrator, readiness: admin::Readiness, metrics: admin::MetricsReader) -> Router {
+pub(crate) fn router(
+    orchestrator: Orchestrator,
+    readiness: admin::Readiness,
+    metrics: admin::MetricsReader,
+) -> Router {
     let (routes, _) = documented().split_for_parts();
     let document = Bytes::from(openapi().to_string());
     let routes = routes
         .method_not_allowed_fallback(edge::method_not_allowed)
         .fallback(edge::not_found)
-        .layer(middleware::from_fn_with_state(orchestrator.clone(), gate::pass))
+        .layer(middleware::from_fn_with_state(
+            orchestrator.clone(),
+            gate::pass,
+        ))
         .with_state(orchestrator.clone());
     // What a tool does, it does by these routes.
     let tools = mcp::routes(&orchestrator, routes.clone());
@@ -193,19 +250,30 @@ pub(crate) fn router(orchestrator: Orchestrator, readiness: admin::Readiness, me
         .merge(tools)
         .layer(middleware::from_fn(answers::hold))
         .layer(middleware::from_fn(edge::measure))
-        .layer(middleware::from_fn_with_state(orchestrator, caller::authenticate));
-    finished(
-        routes.merge(admin::routes(readiness, metrics)).route("/openapi.json", get(async move || ([("content-type", "application/json")], document.clone()))),
-    )
+        .layer(middleware::from_fn_with_state(
+            orchestrator,
+            caller::authenticate,
+        ));
+    finished(routes.merge(admin::routes(readiness, metrics)).route(
+        "/openapi.json",
+        get(async move || ([("content-type", "application/json")], document.clone())),
+    ))
 }
 
 /// What nodes call, on a port of its own.
-pub(crate) fn control_router(orchestrator: Orchestrator, readiness: admin::Readiness, metrics: admin::MetricsReader) -> Router {
+pub(crate) fn control_router(
+    orchestrator: Orchestrator,
+    readiness: admin::Readiness,
+    metrics: admin::MetricsReader,
+) -> Router {
     finished(control::routes(orchestrator).merge(admin::routes(readiness, metrics)))
 }
 
 fn finished(router: Router) -> Router {
-    router.layer(middleware::from_fn(edge::request_id)).layer(middleware::from_fn(body::limit_pauses)).layer(middleware::from_fn(linger::read_away))
+    router
+        .layer(middleware::from_fn(edge::request_id))
+        .layer(middleware::from_fn(body::limit_pauses))
+        .layer(middleware::from_fn(linger::read_away))
 }
 
 /// A JSON body, read strictly. PostgreSQL has no NUL in texts, so neither have we.
@@ -232,7 +300,9 @@ fn without_nul(bytes: &Bytes) -> Result<(), ApiError> {
     }
     let value: Value = serde_json::from_slice(bytes).unwrap_or_default();
     match nul_at(&value, String::new()) {
-        Some(path) => Err(ApiError::invalid(format!("{path}: must not contain the character NUL"))),
+        Some(path) => Err(ApiError::invalid(format!(
+            "{path}: must not contain the character NUL"
+        ))),
         None => Ok(()),
     }
 }
@@ -241,10 +311,17 @@ fn without_nul(bytes: &Bytes) -> Result<(), ApiError> {
 fn nul_at(value: &Value, path: String) -> Option<String> {
     match value {
         Value::String(text) => text.contains('\0').then_some(path),
-        Value::Array(items) => items.iter().enumerate().find_map(|(index, item)| nul_at(item, format!("{path}[{index}]"))),
+        Value::Array(items) => items
+            .iter()
+            .enumerate()
+            .find_map(|(index, item)| nul_at(item, format!("{path}[{index}]"))),
         Value::Object(members) => members.iter().find_map(|(name, member)| {
             let dot = if path.is_empty() { "" } else { "." };
-            if name.contains('\0') { Some(format!("{path}{dot}(a name)")) } else { nul_at(member, format!("{path}{dot}{name}")) }
+            if name.contains('\0') {
+                Some(format!("{path}{dot}(a name)"))
+            } else {
+                nul_at(member, format!("{path}{dot}{name}"))
+            }
         }),
         _ => None,
     }
@@ -258,7 +335,9 @@ impl<S: Send + Sync, T: DeserializeOwned + Send> FromRequestParts<S> for Path<T>
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Self::Rejection> {
-        let axum::extract::Path(path) = axum::extract::Path::from_request_parts(parts, state).await.map_err(|error| ApiError::invalid(error.body_text()))?;
+        let axum::extract::Path(path) = axum::extract::Path::from_request_parts(parts, state)
+            .await
+            .map_err(|error| ApiError::invalid(error.body_text()))?;
         Ok(Self(path))
     }
 }
@@ -271,9 +350,19 @@ impl<S: Send + Sync, T: FromStr> FromRequestParts<S> for Id<T> {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Self::Rejection> {
-        let Path(path) = Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state).await?;
+        let Path(path) =
+            Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state)
+                .await?;
         let text = path.get("id").map(String::as_str).unwrap_or_default();
-        text.parse().map(Self).map_err(|_| ApiError::new(ErrorCode::NotFound, format!("'{}' is not an id", text.chars().take(100).collect::<String>())))
+        text.parse().map(Self).map_err(|_| {
+            ApiError::new(
+                ErrorCode::NotFound,
+                format!(
+                    "'{}' is not an id",
+                    text.chars().take(100).collect::<String>()
+                ),
+            )
+        })
     }
 }
 
@@ -324,7 +413,9 @@ pub(crate) fn name_limit(asked: Option<u32>) -> Result<u32, ApiError> {
 
 pub(crate) fn after_name(cursor: Option<String>) -> Result<Option<String>, ApiError> {
     if cursor.as_ref().is_some_and(|cursor| cursor.contains('\0')) {
-        return Err(ApiError::invalid("cursor: must not contain the character NUL"));
+        return Err(ApiError::invalid(
+            "cursor: must not contain the character NUL",
+        ));
     }
     Ok(cursor)
 }
@@ -337,35 +428,61 @@ pub(crate) fn limit(asked: Option<u32>) -> Result<u32, ApiError> {
 }
 
 pub(crate) fn after(cursor: Option<&str>) -> Result<Option<Uuid>, ApiError> {
-    cursor.map(|cursor| cursor.parse().map_err(|_| ApiError::invalid("cursor: is not one of ours"))).transpose()
+    cursor
+        .map(|cursor| {
+            cursor
+                .parse()
+                .map_err(|_| ApiError::invalid("cursor: is not one of ours"))
+        })
+        .transpose()
 }
 
 pub(crate) fn check_version(version: Option<u32>) -> Result<(), ApiError> {
     match version {
         None | Some(cynode_api::API_VERSION) => Ok(()),
-        Some(other) => Err(ApiError::new(ErrorCode::UnsupportedVersion, format!("version {other} is not known here"))),
+        Some(other) => Err(ApiError::new(
+            ErrorCode::UnsupportedVersion,
+            format!("version {other} is not known here"),
+        )),
     }
 }
 
 /// A short text on one line.
 pub(crate) fn check_name(field: &str, text: &str) -> Result<(), ApiError> {
-    if text.trim().is_empty() || text.len() > text_limits::MAX_NAME || text.chars().any(char::is_control) {
-        return Err(ApiError::invalid(format!("{field}: must be a line of 1 to {} bytes", text_limits::MAX_NAME)));
+    if text.trim().is_empty()
+        || text.len() > text_limits::MAX_NAME
+        || text.chars().any(char::is_control)
+    {
+        return Err(ApiError::invalid(format!(
+            "{field}: must be a line of 1 to {} bytes",
+            text_limits::MAX_NAME
+        )));
     }
     Ok(())
 }
 
 pub(crate) fn check_text(field: &str, text: Option<&String>) -> Result<(), ApiError> {
     if text.is_some_and(|text| text.len() > text_limits::MAX_TEXT) {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("{field}: is longer than {} bytes", text_limits::MAX_TEXT)));
+        return Err(ApiError::new(
+            ErrorCode::TooLarge,
+            format!("{field}: is longer than {} bytes", text_limits::MAX_TEXT),
+        ));
     }
     Ok(())
 }
 
 pub(crate) fn check_metadata(metadata: Option<&Map<String, Value>>) -> Result<(), ApiError> {
-    let bytes = metadata.map_or(0, |metadata| serde_json::to_string(metadata).map_or(0, |text| text.len()));
+    let bytes = metadata.map_or(0, |metadata| {
+        serde_json::to_string(metadata).map_or(0, |text| text.len())
+    });
     if bytes > text_limits::MAX_METADATA_BYTES {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("metadata: is longer than {} bytes", text_limits::MAX_METADATA_BYTES)));
+        return Err(ApiError::new(
+            ErrorCode::TooLarge,
+            format!(
+                "metadata: is longer than {} bytes",
+                text_limits::MAX_METADATA_BYTES
+            ),
+        ));
     }
     Ok(())
 }
@@ -383,9 +500,14 @@ mod tests {
             (r#"{"a":"\\u0000"}"#, None),
             (r#"{"a":"x"}"#, None),
         ] {
-            let error = without_nul(&Bytes::from(body)).err().map(|error| error.0.detail);
+            let error = without_nul(&Bytes::from(body))
+                .err()
+                .map(|error| error.0.detail);
             assert_eq!(error.is_some(), found.is_some(), "{body} {error:?}");
-            assert!(found.is_none_or(|found| error.is_some_and(|error| error.starts_with(found))), "{body}");
+            assert!(
+                found.is_none_or(|found| error.is_some_and(|error| error.starts_with(found))),
+                "{body}"
+            );
         }
     }
 }

@@ -9,9 +9,11 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{
-    Artifact, ErrorCode, Exec, ExecForm, ExecId, ExecRequest, ExecResult, ExportFormat, ExportRequest, FileWritten, Flags, ImportResult, ListRequest,
-    ListResult, MkdirRequest, MoveRequest, OutputPage, Page, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, Session, SessionEnd, SessionId,
-    SessionPatch, SessionState, SignalExec, SignalSession, StdinWrite, TaskId, UserSessionCreate, artifact_limits,
+    Artifact, ErrorCode, Exec, ExecForm, ExecId, ExecRequest, ExecResult, ExportFormat,
+    ExportRequest, FileWritten, Flags, ImportResult, ListRequest, ListResult, MkdirRequest,
+    MoveRequest, OutputPage, Page, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult,
+    Session, SessionEnd, SessionId, SessionPatch, SessionState, SignalExec, SignalSession,
+    StdinWrite, TaskId, UserSessionCreate, artifact_limits,
 };
 use cynode_service::{ApiError, QueryParams, checks::check_reason};
 use futures_util::TryStreamExt as _;
@@ -67,18 +69,47 @@ pub(super) async fn list(
     Person(caller): Person,
     QueryParams(query): QueryParams<SessionQuery>,
 ) -> Result<Json<Page<Session>>, ApiError> {
-    let state = query.state.map(|text| text.parse::<SessionState>()).transpose().map_err(|error| ApiError::invalid(format!("state: {error}")))?;
-    if query.label.as_ref().is_some_and(|label| label.contains('\0')) {
-        return Err(ApiError::invalid("label: must not contain the character NUL"));
+    let state = query
+        .state
+        .map(|text| text.parse::<SessionState>())
+        .transpose()
+        .map_err(|error| ApiError::invalid(format!("state: {error}")))?;
+    if query
+        .label
+        .as_ref()
+        .is_some_and(|label| label.contains('\0'))
+    {
+        return Err(ApiError::invalid(
+            "label: must not contain the character NUL",
+        ));
     }
-    let label = query.label.as_deref().map(|label| label.split_once('=').map_or((label, None), |(name, value)| (name, Some(value))));
-    orchestrator.db.list_sessions(&caller.scope, state, query.task_id, label, after(query.cursor.as_deref())?, limit(query.limit)?).await.map(Json)
+    let label = query.label.as_deref().map(|label| {
+        label
+            .split_once('=')
+            .map_or((label, None), |(name, value)| (name, Some(value)))
+    });
+    orchestrator
+        .db
+        .list_sessions(
+            &caller.scope,
+            state,
+            query.task_id,
+            label,
+            after(query.cursor.as_deref())?,
+            limit(query.limit)?,
+        )
+        .await
+        .map(Json)
 }
 
 /// Show a session.
 #[utoipa::path(get, path = "/v1/sessions/{id}", tag = "sessions", params(("id" = SessionId, Path)),
     responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn show(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<SessionId>) -> Result<Json<Session>, ApiError> {
+pub(super) async fn show(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<SessionId>,
+) -> Result<Json<Session>, ApiError> {
     let row = orchestrator.db.session(&caller.scope, id).await?;
     orchestrator.show_session(row).await.map(Json)
 }
@@ -93,9 +124,22 @@ pub(super) async fn patch(
     Body(patch): Body<SessionPatch>,
 ) -> Result<Json<Session>, ApiError> {
     let row = orchestrator.db.session(&caller.scope, id).await?;
-    let client = orchestrator.fleet.client(&orchestrator.db, row.node_id).await?;
-    let session = answer_for(id, orchestrator.fleet.call(row.node_id, PATCH, client.patch_session(id, &patch)).await).map_err(Failed::problem)?;
-    orchestrator.write_down(row.node_id, session, row.read_at).await.map(Json)
+    let client = orchestrator
+        .fleet
+        .client(&orchestrator.db, row.node_id)
+        .await?;
+    let session = answer_for(
+        id,
+        orchestrator
+            .fleet
+            .call(row.node_id, PATCH, client.patch_session(id, &patch))
+            .await,
+    )
+    .map_err(Failed::problem)?;
+    orchestrator
+        .write_down(row.node_id, session, row.read_at)
+        .await
+        .map(Json)
 }
 
 /// End a session. 200 also when it has ended already.
@@ -145,18 +189,38 @@ async fn pass(
 ) -> Result<Response, ApiError> {
     // What was decided on is what is called.
     let decided = request.extensions().get::<Decided>().copied();
-    let Decided(SessionAt { node_id, state }) = decided.ok_or_else(|| ApiError::new(ErrorCode::SessionNotFound, format!("there is no session {id}")))?;
+    let Decided(SessionAt { node_id, state }) = decided.ok_or_else(|| {
+        ApiError::new(
+            ErrorCode::SessionNotFound,
+            format!("there is no session {id}"),
+        )
+    })?;
     if state == SessionState::Creating {
-        return Err(ApiError::new(ErrorCode::NotRunning, format!("session {id} is creating")));
+        return Err(ApiError::new(
+            ErrorCode::NotRunning,
+            format!("session {id} is creating"),
+        ));
     }
     let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
-    let below = below.replace("{id}", &id.to_string()).replace("{exec_id}", &exec_id.map(|id| id.to_string()).unwrap_or_default());
-    let query = uri.query().map_or_else(String::new, |query| format!("?{query}"));
+    let below = below.replace("{id}", &id.to_string()).replace(
+        "{exec_id}",
+        &exec_id.map(|id| id.to_string()).unwrap_or_default(),
+    );
+    let query = uri
+        .query()
+        .map_or_else(String::new, |query| format!("?{query}"));
     let path = format!("/v1/worker{below}{query}");
-    let is_websocket = request.headers().get(http::header::UPGRADE).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"websocket"));
+    let is_websocket = request
+        .headers()
+        .get(http::header::UPGRADE)
+        .is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(b"websocket"));
     let revoked = orchestrator.over(caller, node_id);
     if is_websocket && below.ends_with("/pty") {
-        let closed = orchestrator.note_closed_terminal(caller, id, request.extensions().get::<Called>().copied());
+        let closed = orchestrator.note_closed_terminal(
+            caller,
+            id,
+            request.extensions().get::<Called>().copied(),
+        );
         forward::upgrade(&client, &path, request, revoked, closed).await
     } else {
         forward::forward(&client, &path, request, revoked).await
@@ -169,13 +233,36 @@ pub(super) struct Ids(SessionId, Option<ExecId>);
 impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Ids {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut http::request::Parts, state: &S) -> Result<Self, Self::Rejection> {
-        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state).await;
+    async fn from_request_parts(
+        parts: &mut http::request::Parts,
+        state: &S,
+    ) -> Result<Self, Self::Rejection> {
+        let path =
+            axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(
+                parts, state,
+            )
+            .await;
         let path = path.map_err(|error| ApiError::invalid(error.body_text()))?;
-        let missing = |code: ErrorCode, text: &str| ApiError::new(code, format!("'{}' is not an id", text.chars().take(100).collect::<String>()));
+        let missing = |code: ErrorCode, text: &str| {
+            ApiError::new(
+                code,
+                format!(
+                    "'{}' is not an id",
+                    text.chars().take(100).collect::<String>()
+                ),
+            )
+        };
         let text = path.get("id").map(String::as_str).unwrap_or_default();
-        let id = text.parse().map_err(|_| missing(ErrorCode::SessionNotFound, text))?;
-        let exec_id = path.get("exec_id").map(|text| text.parse().map_err(|_| missing(ErrorCode::ExecNotFound, text))).transpose()?;
+        let id = text
+            .parse()
+            .map_err(|_| missing(ErrorCode::SessionNotFound, text))?;
+        let exec_id = path
+            .get("exec_id")
+            .map(|text| {
+                text.parse()
+                    .map_err(|_| missing(ErrorCode::ExecNotFound, text))
+            })
+            .transpose()?;
         Ok(Self(id, exec_id))
     }
 }
@@ -262,23 +349,52 @@ pub(super) async fn export(
     let below = "/sessions/{id}/export";
     let wants_bytes = gate::wants_bytes(request.headers());
     let (mut parts, body) = request.into_parts();
-    let Body(export) = Body::<ExportRequest>::from_request(Request::from_parts(parts.clone(), body), &()).await?;
+    let Body(export) =
+        Body::<ExportRequest>::from_request(Request::from_parts(parts.clone(), body), &()).await?;
     let is_patch = export.format == ExportFormat::Patch;
     parts.headers.remove(http::header::CONTENT_LENGTH);
-    let request = Request::from_parts(parts, HttpBody::from(crate::db::to_json(&export).to_string()));
+    let request = Request::from_parts(
+        parts,
+        HttpBody::from(crate::db::to_json(&export).to_string()),
+    );
     let answer = pass(&orchestrator, &caller, (id, None), below, &uri, request).await?;
     if wants_bytes || !answer.status().is_success() {
         return Ok(answer);
     }
-    let (extension, media_type) = if is_patch { ("patch", "text/x-diff") } else { ("tar", "application/x-tar") };
-    let broken =
-        |error: axum::Error| budget::refusal(&error).unwrap_or_else(|| ApiError::new(ErrorCode::NodeUnreachable, format!("the export broke off: {error}")));
+    let (extension, media_type) = if is_patch {
+        ("patch", "text/x-diff")
+    } else {
+        ("tar", "application/x-tar")
+    };
+    let broken = |error: axum::Error| {
+        budget::refusal(&error).unwrap_or_else(|| {
+            ApiError::new(
+                ErrorCode::NodeUnreachable,
+                format!("the export broke off: {error}"),
+            )
+        })
+    };
     let _memory = budget::staging_memory(caller.id(), orchestrator.blobs.buffered()).await?;
-    let bytes = budget::staged(caller.id(), answer.into_body()).into_data_stream().map_err(broken);
-    let staged = orchestrator.blobs.stage(bytes, artifact_limits::MAX_BYTES, None).await?;
+    let bytes = budget::staged(caller.id(), answer.into_body())
+        .into_data_stream()
+        .map_err(broken);
+    let staged = orchestrator
+        .blobs
+        .stage(bytes, artifact_limits::MAX_BYTES, None)
+        .await?;
     let task_id = orchestrator.db.session(&caller.scope, id).await?.task_id;
     let path = format!("exports/{id}.{extension}");
-    let new = NewArtifact { task_id, path: &path, staged: &staged, media_type, created_by: &caller.user_name, flags: &Flags::default() };
-    let artifact = orchestrator.db.insert_artifact(&new, &orchestrator.blobs).await?;
+    let new = NewArtifact {
+        task_id,
+        path: &path,
+        staged: &staged,
+        media_type,
+        created_by: &caller.user_name,
+        flags: &Flags::default(),
+    };
+    let artifact = orchestrator
+        .db
+        .insert_artifact(&new, &orchestrator.blobs)
+        .await?;
     Ok((StatusCode::CREATED, Json(artifact)).into_response())
 }

@@ -1,7 +1,10 @@
 //! System settings and preferences.
 
 use axum::{Json, extract::State};
-use cynode_api::{ErrorCode, KEYS, Page, Preference, PreferenceScope, Problem, ProjectId, SECRET_SHAPES, Setting, TaskId, ValuePut, text_limits};
+use cynode_api::{
+    ErrorCode, KEYS, Page, Preference, PreferenceScope, Problem, ProjectId, SECRET_SHAPES, Setting,
+    TaskId, ValuePut, text_limits,
+};
 use cynode_policy::ShapeSetting;
 use cynode_service::{ApiError, QueryParams};
 use serde::Deserialize;
@@ -19,18 +22,38 @@ const MAX_KEY: usize = 200;
 
 fn check_key(key: &str, put: &ValuePut, is_setting: bool) -> Result<(), ApiError> {
     check_version(put.version)?;
-    let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'.' | b'_' | b'-');
+    let plain = |byte: u8| {
+        byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'.' | b'_' | b'-')
+    };
     if key.is_empty() || key.len() > MAX_KEY || !key.bytes().all(plain) {
-        return Err(ApiError::invalid(format!("key: must be 1 to {MAX_KEY} of a-z, 0-9, '.', '_' and '-'")));
+        return Err(ApiError::invalid(format!(
+            "key: must be 1 to {MAX_KEY} of a-z, 0-9, '.', '_' and '-'"
+        )));
     }
-    if serde_json::to_string(&put.value).map_or(0, |text| text.len()) > text_limits::MAX_METADATA_BYTES {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("value: is longer than {} bytes", text_limits::MAX_METADATA_BYTES)));
+    if serde_json::to_string(&put.value).map_or(0, |text| text.len())
+        > text_limits::MAX_METADATA_BYTES
+    {
+        return Err(ApiError::new(
+            ErrorCode::TooLarge,
+            format!(
+                "value: is longer than {} bytes",
+                text_limits::MAX_METADATA_BYTES
+            ),
+        ));
     }
     match KEYS.iter().find(|known| known.name == key) {
-        Some(known) if known.is_setting != is_setting => {
-            Err(ApiError::invalid(format!("key: {key} is a {}", if known.is_setting { "system setting" } else { "preference" })))
-        }
-        Some(known) => known.kind.check(&put.value).map_err(|why| ApiError::invalid(format!("value: {why}"))),
+        Some(known) if known.is_setting != is_setting => Err(ApiError::invalid(format!(
+            "key: {key} is a {}",
+            if known.is_setting {
+                "system setting"
+            } else {
+                "preference"
+            }
+        ))),
+        Some(known) => known
+            .kind
+            .check(&put.value)
+            .map_err(|why| ApiError::invalid(format!("value: {why}"))),
         None => Ok(()),
     }
 }
@@ -38,9 +61,13 @@ fn check_key(key: &str, put: &ValuePut, is_setting: bool) -> Result<(), ApiError
 /// How shapes of credentials are treated is the system's setting, and a project's to tighten.
 fn check_shapes(scope: PreferenceScope, value: &serde_json::Value) -> Result<(), ApiError> {
     if scope != PreferenceScope::Project {
-        return Err(ApiError::invalid(format!("key: {SECRET_SHAPES} is a preference of projects; for the whole system there is orchestrator.secret_shapes")));
+        return Err(ApiError::invalid(format!(
+            "key: {SECRET_SHAPES} is a preference of projects; for the whole system there is orchestrator.secret_shapes"
+        )));
     }
-    serde_json::from_value::<ShapeSetting>(value.clone()).map(drop).map_err(|error| ApiError::invalid(format!("value: {error}")))
+    serde_json::from_value::<ShapeSetting>(value.clone())
+        .map(drop)
+        .map_err(|error| ApiError::invalid(format!("value: {error}")))
 }
 
 /// List the system's settings.
@@ -52,18 +79,31 @@ pub(super) async fn list_settings(
     QueryParams(paging): QueryParams<NamePaging>,
 ) -> Result<Json<Page<Setting>>, ApiError> {
     let limit = paging.limit()?;
-    orchestrator.db.list_settings(paging.after()?, limit).await.map(Json)
+    orchestrator
+        .db
+        .list_settings(paging.after()?, limit)
+        .await
+        .map(Json)
 }
 
 /// Show a setting.
 #[utoipa::path(get, path = "/v1/settings/{key}", tag = "settings", params(("key" = String, Path)),
     responses((status = 200, body = Setting), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn show_setting(State(orchestrator): State<Orchestrator>, Person(_): Person, Path(key): Path<String>) -> Result<Json<Setting>, ApiError> {
+pub(super) async fn show_setting(
+    State(orchestrator): State<Orchestrator>,
+    Person(_): Person,
+    Path(key): Path<String>,
+) -> Result<Json<Setting>, ApiError> {
     let missing = || ApiError::new(ErrorCode::NotFound, "there is no such setting");
     if key.contains('\0') {
         return Err(missing());
     }
-    orchestrator.db.setting(&key).await?.map(Json).ok_or_else(missing)
+    orchestrator
+        .db
+        .setting(&key)
+        .await?
+        .map(Json)
+        .ok_or_else(missing)
 }
 
 /// Change a setting. Administrators only.
@@ -76,22 +116,63 @@ pub(super) async fn put_setting(
     Body(put): Body<ValuePut>,
 ) -> Result<Json<Setting>, ApiError> {
     check_key(&key, &put, true)?;
-    orchestrator.db.put_setting(&key, &put.value, put.if_revision, &caller.user_name).await.map(Json)
+    orchestrator
+        .db
+        .put_setting(&key, &put.value, put.if_revision, &caller.user_name)
+        .await
+        .map(Json)
 }
 
 /// Whose preferences these are: something that the caller may see.
-async fn check_scope(orchestrator: &Orchestrator, caller: &Caller, scope: &str, id: &str) -> Result<(PreferenceScope, Uuid), ApiError> {
+async fn check_scope(
+    orchestrator: &Orchestrator,
+    caller: &Caller,
+    scope: &str,
+    id: &str,
+) -> Result<(PreferenceScope, Uuid), ApiError> {
     let missing = || ApiError::new(ErrorCode::NotFound, "there is no such scope");
     let scope: PreferenceScope = scope.parse().map_err(|_| missing())?;
     // The system has no id; whatever stands there means it.
-    let id = if scope == PreferenceScope::System { Uuid::nil() } else { id.parse().map_err(|_| missing())? };
+    let id = if scope == PreferenceScope::System {
+        Uuid::nil()
+    } else {
+        id.parse().map_err(|_| missing())?
+    };
     match scope {
-        PreferenceScope::Task => drop(orchestrator.db.task(&caller.scope, TaskId::from_uuid(id)).await?),
-        PreferenceScope::Project => drop(orchestrator.db.project(&caller.scope, ProjectId::from_uuid(id)).await?),
-        PreferenceScope::User if !caller.scope.is_admin && *caller.scope.user_id.as_uuid() != id => return Err(missing()),
-        PreferenceScope::User => drop(orchestrator.db.user(&id.to_string()).await?.ok_or_else(missing)?),
+        PreferenceScope::Task => drop(
+            orchestrator
+                .db
+                .task(&caller.scope, TaskId::from_uuid(id))
+                .await?,
+        ),
+        PreferenceScope::Project => drop(
+            orchestrator
+                .db
+                .project(&caller.scope, ProjectId::from_uuid(id))
+                .await?,
+        ),
+        PreferenceScope::User
+            if !caller.scope.is_admin && *caller.scope.user_id.as_uuid() != id =>
+        {
+            return Err(missing());
+        }
+        PreferenceScope::User => drop(
+            orchestrator
+                .db
+                .user(&id.to_string())
+                .await?
+                .ok_or_else(missing)?,
+        ),
         PreferenceScope::Group => {
-            let found = orchestrator.db.list_groups(&caller.scope, Some(cynode_api::GroupId::from_uuid(id)), None, 1).await?;
+            let found = orchestrator
+                .db
+                .list_groups(
+                    &caller.scope,
+                    Some(cynode_api::GroupId::from_uuid(id)),
+                    None,
+                    1,
+                )
+                .await?;
             if found.items.is_empty() {
                 return Err(missing());
             }
@@ -126,7 +207,11 @@ pub(super) async fn list_preferences(
         return Err(ApiError::invalid("key: must not contain the character NUL"));
     }
     let (scope, id) = check_scope(&orchestrator, &caller, &scope, &id).await?;
-    orchestrator.db.list_preferences(scope, id, query.key.as_deref(), after, limit).await.map(Json)
+    orchestrator
+        .db
+        .list_preferences(scope, id, query.key.as_deref(), after, limit)
+        .await
+        .map(Json)
 }
 
 /// Change a preference. Those of groups and of the system are for administrators.
@@ -144,7 +229,17 @@ pub(super) async fn put_preference(
     if key == SECRET_SHAPES {
         check_shapes(scope, &put.value)?;
     }
-    let preference = orchestrator.db.put_preference(scope, id, &key, &put.value, put.if_revision, &caller.user_name).await?;
+    let preference = orchestrator
+        .db
+        .put_preference(
+            scope,
+            id,
+            &key,
+            &put.value,
+            put.if_revision,
+            &caller.user_name,
+        )
+        .await?;
     if key == SECRET_SHAPES {
         orchestrator.shapes.refresh(&orchestrator.db).await?;
     }
@@ -171,12 +266,25 @@ pub(super) async fn effective(
     QueryParams(query): QueryParams<EffectiveQuery>,
 ) -> Result<Json<Page<Preference>>, ApiError> {
     let (limit, after) = (name_limit(query.limit)?, after_name(query.cursor)?);
-    let mut of = Of { task: query.task_id, project: query.project_id, user: Some(caller.scope.user_id) };
+    let mut of = Of {
+        task: query.task_id,
+        project: query.project_id,
+        user: Some(caller.scope.user_id),
+    };
     if let Some(id) = query.task_id {
-        of.project = orchestrator.db.task(&caller.scope, id).await?.project_id.or(of.project);
+        of.project = orchestrator
+            .db
+            .task(&caller.scope, id)
+            .await?
+            .project_id
+            .or(of.project);
     }
     if let Some(id) = query.project_id {
         orchestrator.db.project(&caller.scope, id).await?;
     }
-    orchestrator.db.effective_preferences(of, after, limit).await.map(Json)
+    orchestrator
+        .db
+        .effective_preferences(of, after, limit)
+        .await
+        .map(Json)
 }

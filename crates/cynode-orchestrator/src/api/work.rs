@@ -1,14 +1,19 @@
 //! Projects and tasks.
 
 use axum::{Json, extract::State};
-use cynode_api::{ErrorCode, Page, Problem, Project, ProjectCreate, ProjectId, ProjectPatch, Task, TaskCreate, TaskId, TaskPatch, TaskStatus, text_limits};
+use cynode_api::{
+    ErrorCode, Page, Problem, Project, ProjectCreate, ProjectId, ProjectPatch, Task, TaskCreate,
+    TaskId, TaskPatch, TaskStatus, text_limits,
+};
 use cynode_service::{ApiError, QueryParams};
 use http::StatusCode;
 use serde::Deserialize;
 use time::OffsetDateTime;
 use utoipa::IntoParams;
 
-use super::{Body, Id, Paging, after, check_metadata, check_name, check_text, check_version, limit};
+use super::{
+    Body, Id, Paging, after, check_metadata, check_name, check_text, check_version, limit,
+};
 use crate::{Orchestrator, caller::Person};
 
 /// Create a project.
@@ -26,7 +31,12 @@ pub(super) async fn create_project(
     let id = body.id.unwrap_or_else(ProjectId::generate);
     let slug = match body.slug {
         Some(slug) if is_slug(&slug) => slug,
-        Some(_) => return Err(ApiError::invalid(format!("slug: must be 1 to {} of a-z, 0-9 and '-'", text_limits::MAX_SLUG))),
+        Some(_) => {
+            return Err(ApiError::invalid(format!(
+                "slug: must be 1 to {} of a-z, 0-9 and '-'",
+                text_limits::MAX_SLUG
+            )));
+        }
         None => slug_of(&body.name, id),
     };
     let now = OffsetDateTime::now_utc();
@@ -40,18 +50,41 @@ pub(super) async fn create_project(
         created_at: now,
         updated_at: now,
     };
-    Ok((StatusCode::CREATED, Json(orchestrator.db.insert_project(&project, &caller.scope).await?)))
+    Ok((
+        StatusCode::CREATED,
+        Json(
+            orchestrator
+                .db
+                .insert_project(&project, &caller.scope)
+                .await?,
+        ),
+    ))
 }
 
 fn is_slug(slug: &str) -> bool {
-    (1..=text_limits::MAX_SLUG).contains(&slug.len()) && slug.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-')
+    (1..=text_limits::MAX_SLUG).contains(&slug.len())
+        && slug
+            .bytes()
+            .all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-')
 }
 
 /// The name in letters that an address can have, and some of the id, so that two projects may have one name.
 fn slug_of(name: &str, id: ProjectId) -> String {
-    let plain: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' }).take(40).collect();
+    let plain: String = name
+        .chars()
+        .map(|c| {
+            if c.is_ascii_alphanumeric() {
+                c.to_ascii_lowercase()
+            } else {
+                '-'
+            }
+        })
+        .take(40)
+        .collect();
     let id = id.to_string();
-    format!("{}-{}", plain.trim_matches('-'), &id[id.len() - 12..]).trim_matches('-').to_owned()
+    format!("{}-{}", plain.trim_matches('-'), &id[id.len() - 12..])
+        .trim_matches('-')
+        .to_owned()
 }
 
 /// List projects, oldest first.
@@ -62,13 +95,26 @@ pub(super) async fn list_projects(
     Person(caller): Person,
     QueryParams(paging): QueryParams<Paging>,
 ) -> Result<Json<Page<Project>>, ApiError> {
-    orchestrator.db.list_projects(&caller.scope, &caller.named(), paging.after()?, paging.limit()?).await.map(Json)
+    orchestrator
+        .db
+        .list_projects(
+            &caller.scope,
+            &caller.named(),
+            paging.after()?,
+            paging.limit()?,
+        )
+        .await
+        .map(Json)
 }
 
 /// Show a project.
 #[utoipa::path(get, path = "/v1/projects/{id}", tag = "work", params(("id" = ProjectId, Path)),
     responses((status = 200, body = Project), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn show_project(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<ProjectId>) -> Result<Json<Project>, ApiError> {
+pub(super) async fn show_project(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<ProjectId>,
+) -> Result<Json<Project>, ApiError> {
     orchestrator.db.project(&caller.scope, id).await.map(Json)
 }
 
@@ -82,10 +128,17 @@ pub(super) async fn patch_project(
     Body(patch): Body<ProjectPatch>,
 ) -> Result<Json<Project>, ApiError> {
     check_version(patch.version)?;
-    patch.name.as_ref().map_or(Ok(()), |name| check_name("name", name))?;
+    patch
+        .name
+        .as_ref()
+        .map_or(Ok(()), |name| check_name("name", name))?;
     check_text("scope", patch.scope.as_ref())?;
     check_metadata(patch.metadata.as_ref())?;
-    orchestrator.db.patch_project(&caller.scope, id, &patch).await.map(Json)
+    orchestrator
+        .db
+        .patch_project(&caller.scope, id, &patch)
+        .await
+        .map(Json)
 }
 
 /// Create a task.
@@ -102,7 +155,9 @@ pub(super) async fn create_task(
     check_list("requirements", &body.requirements)?;
     check_list("acceptance_criteria", &body.acceptance_criteria)?;
     check_metadata(body.metadata.as_ref())?;
-    body.profile.as_ref().map_or(Ok(()), |profile| check_name("profile", profile))?;
+    body.profile
+        .as_ref()
+        .map_or(Ok(()), |profile| check_name("profile", profile))?;
     if let Some(id) = body.project_id {
         orchestrator.db.project(&caller.scope, id).await?;
     }
@@ -121,13 +176,20 @@ pub(super) async fn create_task(
         created_at: now,
         updated_at: now,
     };
-    Ok((StatusCode::CREATED, Json(orchestrator.db.insert_task(&task, &caller.scope).await?)))
+    Ok((
+        StatusCode::CREATED,
+        Json(orchestrator.db.insert_task(&task, &caller.scope).await?),
+    ))
 }
 
 fn check_list(field: &str, items: &[String]) -> Result<(), ApiError> {
     let bytes: usize = items.iter().map(String::len).sum();
     if items.len() > text_limits::MAX_ITEMS || bytes > text_limits::MAX_TEXT {
-        let detail = format!("{field}: has more than {} items or {} bytes", text_limits::MAX_ITEMS, text_limits::MAX_TEXT);
+        let detail = format!(
+            "{field}: has more than {} items or {} bytes",
+            text_limits::MAX_ITEMS,
+            text_limits::MAX_TEXT
+        );
         return Err(ApiError::new(ErrorCode::TooLarge, detail));
     }
     Ok(())
@@ -151,13 +213,27 @@ pub(super) async fn list_tasks(
     Person(caller): Person,
     QueryParams(query): QueryParams<TaskQuery>,
 ) -> Result<Json<Page<Task>>, ApiError> {
-    orchestrator.db.list_tasks(&caller.scope, &caller.named(), query.project_id, after(query.cursor.as_deref())?, limit(query.limit)?).await.map(Json)
+    orchestrator
+        .db
+        .list_tasks(
+            &caller.scope,
+            &caller.named(),
+            query.project_id,
+            after(query.cursor.as_deref())?,
+            limit(query.limit)?,
+        )
+        .await
+        .map(Json)
 }
 
 /// Show a task.
 #[utoipa::path(get, path = "/v1/tasks/{id}", tag = "work", params(("id" = TaskId, Path)),
     responses((status = 200, body = Task), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn show_task(State(orchestrator): State<Orchestrator>, Person(caller): Person, Id(id): Id<TaskId>) -> Result<Json<Task>, ApiError> {
+pub(super) async fn show_task(
+    State(orchestrator): State<Orchestrator>,
+    Person(caller): Person,
+    Id(id): Id<TaskId>,
+) -> Result<Json<Task>, ApiError> {
     orchestrator.db.task(&caller.scope, id).await.map(Json)
 }
 
@@ -171,11 +247,27 @@ pub(super) async fn patch_task(
     Body(patch): Body<TaskPatch>,
 ) -> Result<Json<Task>, ApiError> {
     check_version(patch.version)?;
-    patch.name.as_ref().map_or(Ok(()), |name| check_name("name", name))?;
-    patch.profile.as_ref().map_or(Ok(()), |profile| check_name("profile", profile))?;
+    patch
+        .name
+        .as_ref()
+        .map_or(Ok(()), |name| check_name("name", name))?;
+    patch
+        .profile
+        .as_ref()
+        .map_or(Ok(()), |profile| check_name("profile", profile))?;
     check_text("description", patch.description.as_ref())?;
-    patch.requirements.as_ref().map_or(Ok(()), |items| check_list("requirements", items))?;
-    patch.acceptance_criteria.as_ref().map_or(Ok(()), |items| check_list("acceptance_criteria", items))?;
+    patch
+        .requirements
+        .as_ref()
+        .map_or(Ok(()), |items| check_list("requirements", items))?;
+    patch
+        .acceptance_criteria
+        .as_ref()
+        .map_or(Ok(()), |items| check_list("acceptance_criteria", items))?;
     check_metadata(patch.metadata.as_ref())?;
-    orchestrator.db.patch_task(&caller.scope, id, &patch).await.map(Json)
+    orchestrator
+        .db
+        .patch_task(&caller.scope, id, &patch)
+        .await
+        .map(Json)
 }

@@ -61,7 +61,8 @@ struct SignedStreams {
 impl SignedStreams {
     fn learn(&mut self, checkpoint: &Checkpoint) {
         if checkpoint.full {
-            self.streams.retain(|stream, _| checkpoint.heads.contains_key(stream));
+            self.streams
+                .retain(|stream, _| checkpoint.heads.contains_key(stream));
         }
         for (stream, head) in &checkpoint.heads {
             let seq = self.streams.entry(*stream).or_default();
@@ -89,13 +90,23 @@ struct File {
 
 impl File {
     const fn new(most: u64) -> Self {
-        Self { number: 0, hash: Checkpoint::FIRST, lines: 0, kept: 0, broken: false, fold_at: most }
+        Self {
+            number: 0,
+            hash: Checkpoint::FIRST,
+            lines: 0,
+            kept: 0,
+            broken: false,
+            fold_at: most,
+        }
     }
 
     /// Takes the next line, and says whether it stands on the last.
     fn take(&mut self, number: u64, signed: Option<&Signed>) -> bool {
         let follows = self.number.checked_add(1) == Some(number);
-        let stands = follows && signed.is_some_and(|signed| signed.checkpoint.number == number && signed.checkpoint.prev == self.hash);
+        let stands = follows
+            && signed.is_some_and(|signed| {
+                signed.checkpoint.number == number && signed.checkpoint.prev == self.hash
+            });
         if !stands {
             self.broken |= follows;
             self.kept = self.lines;
@@ -114,26 +125,49 @@ impl Checkpoints {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(error),
         };
-        let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+        let whole = text
+            .iter()
+            .rposition(|byte| *byte == b'\n')
+            .map_or(0, |end| end + 1);
         if whole < text.len() {
-            OpenOptions::new().write(true).open(&path)?.set_len(whole as u64)?;
+            OpenOptions::new()
+                .write(true)
+                .open(&path)?
+                .set_len(whole as u64)?;
         }
         let lines = String::from_utf8_lossy(&text[..whole]);
         let most = u64::from(most);
         let (mut file, mut streams) = (File::new(most), SignedStreams::default());
         for line in lines.lines() {
             let signed = Signed::parse(line).ok();
-            file.take(signed.as_ref().map_or(file.number + 1, |signed| signed.checkpoint.number), signed.as_ref());
+            file.take(
+                signed
+                    .as_ref()
+                    .map_or(file.number + 1, |signed| signed.checkpoint.number),
+                signed.as_ref(),
+            );
             // Who writes this file has the key.
             if let Some(signed) = &signed {
                 streams.learn(&signed.checkpoint);
             }
         }
         let signed = Arc::new(Mutex::new(streams));
-        let checkpoints =
-            Self { key: Arc::new(key), path, file: Arc::new(Mutex::new(file)), signed, interim: Arc::default(), ahead_since: Arc::default(), most };
-        let kept = checkpoints.interim_line()?.and_then(|line| Signed::parse(&line).ok()).filter(|signed| signed.verify(&checkpoints.key.public()));
-        *checkpoints.interim.lock() = kept.map(|signed| signed.checkpoint.heads).unwrap_or_default();
+        let checkpoints = Self {
+            key: Arc::new(key),
+            path,
+            file: Arc::new(Mutex::new(file)),
+            signed,
+            interim: Arc::default(),
+            ahead_since: Arc::default(),
+            most,
+        };
+        let kept = checkpoints
+            .interim_line()?
+            .and_then(|line| Signed::parse(&line).ok())
+            .filter(|signed| signed.verify(&checkpoints.key.public()));
+        *checkpoints.interim.lock() = kept
+            .map(|signed| signed.checkpoint.heads)
+            .unwrap_or_default();
         Ok(checkpoints)
     }
 
@@ -173,11 +207,17 @@ impl Checkpoints {
         let mut interim = self.interim.lock();
         let mut left = interim.clone();
         let signed = self.streams();
-        left.retain(|stream, head| !own.contains_key(stream) || signed.get(stream).is_none_or(|seq| *seq < head.seq));
+        left.retain(|stream, head| {
+            !own.contains_key(stream) || signed.get(stream).is_none_or(|seq| *seq < head.seq)
+        });
         self.keep_beside(&mut interim, left)
     }
 
-    fn keep_beside(&self, interim: &mut BTreeMap<Uuid, Head>, heads: BTreeMap<Uuid, Head>) -> std::io::Result<()> {
+    fn keep_beside(
+        &self,
+        interim: &mut BTreeMap<Uuid, Head>,
+        heads: BTreeMap<Uuid, Head>,
+    ) -> std::io::Result<()> {
         if *interim == heads {
             return Ok(());
         }
@@ -195,20 +235,29 @@ impl Checkpoints {
                 cut: BTreeMap::new(),
                 truncated_records: self.signed.lock().truncated,
             };
-            cynode_service::files::replace(&self.interim_path(), format!("{}\n", checkpoint.sign(&self.key).to_line()).as_bytes())?;
+            cynode_service::files::replace(
+                &self.interim_path(),
+                format!("{}\n", checkpoint.sign(&self.key).to_line()).as_bytes(),
+            )?;
         }
         *interim = heads;
         Ok(())
     }
 
     fn is_ahead_for_long(&self) -> bool {
-        self.ahead_since.lock().is_some_and(|since| since.elapsed() > INTERIM)
+        self.ahead_since
+            .lock()
+            .is_some_and(|since| since.elapsed() > INTERIM)
     }
 
     /// Takes note of lines of the table, as far as their signatures are good.
     fn learn(&self, lines: &[(u64, String)]) {
         let public = self.key.public();
-        for signed in lines.iter().filter_map(|(_, line)| Signed::parse(line).ok()).filter(|signed| signed.verify(&public)) {
+        for signed in lines
+            .iter()
+            .filter_map(|(_, line)| Signed::parse(line).ok())
+            .filter(|signed| signed.verify(&public))
+        {
             self.signed.lock().learn(&signed.checkpoint);
         }
     }
@@ -227,7 +276,10 @@ impl Checkpoints {
         let mut file = self.file.lock();
         let signed = Signed::parse(line).ok();
         // Somebody was faster, and has copied what came after it.
-        if signed.as_ref().is_some_and(|signed| signed.checkpoint.number < file.number) {
+        if signed
+            .as_ref()
+            .is_some_and(|signed| signed.checkpoint.number < file.number)
+        {
             return Ok(());
         }
         cynode_service::files::replace(&self.path, format!("{line}\n").as_bytes())?;
@@ -236,9 +288,21 @@ impl Checkpoints {
             // What retention removed need not be there any more.
             let mut interim = self.interim.lock();
             let mut left = interim.clone();
-            left.retain(|stream, head| signed.checkpoint.heads.contains_key(stream) && signed.checkpoint.cut.get(stream).is_none_or(|cut| cut.seq < head.seq));
+            left.retain(|stream, head| {
+                signed.checkpoint.heads.contains_key(stream)
+                    && signed
+                        .checkpoint
+                        .cut
+                        .get(stream)
+                        .is_none_or(|cut| cut.seq < head.seq)
+            });
             self.keep_beside(&mut interim, left)?;
-            *file = File { number: signed.checkpoint.number, hash: signed.hash, lines: 1, ..File::new(self.most) };
+            *file = File {
+                number: signed.checkpoint.number,
+                hash: signed.hash,
+                lines: 1,
+                ..File::new(self.most)
+            };
         }
         Ok(())
     }
@@ -256,20 +320,40 @@ impl Checkpoints {
             let stands = next.take(*number, signed.as_ref());
             if !stands {
                 from = None;
-            } else if !next.broken && signed.is_some_and(|signed| signed.checkpoint.full && signed.verify(&self.key.public())) {
+            } else if !next.broken
+                && signed.is_some_and(|signed| {
+                    signed.checkpoint.full && signed.verify(&self.key.public())
+                })
+            {
                 // It says what all say that it stands on, and they need not stay.
                 from = Some(at);
             }
         }
-        let text = |lines: &[(u64, String)]| lines.iter().flat_map(|(_, line)| [line.as_str(), "\n"]).collect::<String>();
+        let text = |lines: &[(u64, String)]| {
+            lines
+                .iter()
+                .flat_map(|(_, line)| [line.as_str(), "\n"])
+                .collect::<String>()
+        };
         if let Some(from) = from {
-            let mut all: Vec<String> = self.lines()?.into_iter().take(usize::try_from(next.kept).unwrap_or(usize::MAX)).collect();
+            let mut all: Vec<String> = self
+                .lines()?
+                .into_iter()
+                .take(usize::try_from(next.kept).unwrap_or(usize::MAX))
+                .collect();
             let of_new = next.kept.saturating_sub(before);
-            all.extend(new.iter().take(usize::try_from(of_new).unwrap_or(usize::MAX)).map(|(_, line)| line.clone()));
+            all.extend(
+                new.iter()
+                    .take(usize::try_from(of_new).unwrap_or(usize::MAX))
+                    .map(|(_, line)| line.clone()),
+            );
             next.lines = all.len() as u64 + (new.len() - from) as u64;
             next.fold_at = self.most;
             let kept: String = all.iter().flat_map(|line| [line.as_str(), "\n"]).collect();
-            cynode_service::files::replace(&self.path, format!("{kept}{}", text(&new[from..])).as_bytes())?;
+            cynode_service::files::replace(
+                &self.path,
+                format!("{kept}{}", text(&new[from..])).as_bytes(),
+            )?;
         } else {
             self.add(&text(new))?;
         }
@@ -288,10 +372,15 @@ impl Checkpoints {
     }
 
     fn add(&self, text: &str) -> std::io::Result<()> {
-        let mut file = OpenOptions::new().create(true).append(true).open(&self.path)?;
+        let mut file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(&self.path)?;
         let before = file.metadata()?.len();
         // Half a line would be there for ever.
-        file.write_all(text.as_bytes()).and_then(|()| file.sync_data()).inspect_err(|_| drop(file.set_len(before)))
+        file.write_all(text.as_bytes())
+            .and_then(|()| file.sync_data())
+            .inspect_err(|_| drop(file.set_len(before)))
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -311,7 +400,14 @@ async fn live(orchestrator: Orchestrator) {
     let mut own = orchestrator.db.own();
     let mut was_overdue = false;
     loop {
-        metrics::gauge!("cynode_audit_unsigned_seconds").set(orchestrator.audit.heads.unsigned_for().unwrap_or_default().as_secs_f64());
+        metrics::gauge!("cynode_audit_unsigned_seconds").set(
+            orchestrator
+                .audit
+                .heads
+                .unsigned_for()
+                .unwrap_or_default()
+                .as_secs_f64(),
+        );
         let overdue = orchestrator.audit.heads.overdue();
         if let Some(age) = overdue {
             metrics::counter!("cynode_audit_checkpoints_overdue_total").increment(1);
@@ -326,10 +422,20 @@ async fn live(orchestrator: Orchestrator) {
         }
         was_overdue = overdue.is_some();
         let streams = [orchestrator.audit.stream(), orchestrator.pump.stream()];
-        if let Err(error) = own.with(EVERY * 5, async |connection| Db::seen_streams(connection, &streams).await).await {
+        if let Err(error) = own
+            .with(EVERY * 5, async |connection| {
+                Db::seen_streams(connection, &streams).await
+            })
+            .await
+        {
             tracing::debug!(error = %error.0, "The database was not told that this writer lives.");
         }
-        if orchestrator.closing.run_until_cancelled(tokio::time::sleep(EVERY)).await.is_none() {
+        if orchestrator
+            .closing
+            .run_until_cancelled(tokio::time::sleep(EVERY))
+            .await
+            .is_none()
+        {
             return;
         }
     }
@@ -342,11 +448,23 @@ async fn sign(orchestrator: &Orchestrator) {
     loop {
         match round(orchestrator, &mut own, all).await {
             Ok(()) => all = false,
-            Err(error) => tracing::debug!(error = %error.0, "No checkpoint could be made; the next round does."),
+            Err(error) => {
+                tracing::debug!(error = %error.0, "No checkpoint could be made; the next round does.")
+            }
         }
-        if orchestrator.audit.heads.unsigned_for().is_some_and(|age| age > INTERIM) {
-            let (checkpoints, heads) = (orchestrator.checkpoints.clone(), orchestrator.audit.heads.newest());
-            if let Ok(Err(error)) = tokio::task::spawn_blocking(move || checkpoints.sign_beside(heads)).await {
+        if orchestrator
+            .audit
+            .heads
+            .unsigned_for()
+            .is_some_and(|age| age > INTERIM)
+        {
+            let (checkpoints, heads) = (
+                orchestrator.checkpoints.clone(),
+                orchestrator.audit.heads.newest(),
+            );
+            if let Ok(Err(error)) =
+                tokio::task::spawn_blocking(move || checkpoints.sign_beside(heads)).await
+            {
                 tracing::error!(%error, "Heads of the audit trail can't be signed beside the database.");
             }
         }
@@ -369,33 +487,64 @@ async fn round(orchestrator: &Orchestrator, own: &mut Own, all: bool) -> Result<
     copy_new(checkpoints, own).await?;
     let heads = &orchestrator.audit.heads;
     let (mark, signed) = (heads.mark(), checkpoints.streams());
-    let signs = Signs { live: orchestrator.audit.stream(), late: checkpoints.is_ahead_for_long(), all };
-    let written = own.with(STEP, async |connection| Db::sign_audit(connection, &checkpoints.key, &signed, || heads.newest(), signs).await).await?;
+    let signs = Signs {
+        live: orchestrator.audit.stream(),
+        late: checkpoints.is_ahead_for_long(),
+        all,
+    };
+    let written = own
+        .with(STEP, async |connection| {
+            Db::sign_audit(
+                connection,
+                &checkpoints.key,
+                &signed,
+                || heads.newest(),
+                signs,
+            )
+            .await
+        })
+        .await?;
     let is_ahead = matches!(written, Signature::Ahead);
     {
         let mut since = checkpoints.ahead_since.lock();
         *since = since.or_else(|| Some(Instant::now())).filter(|_| is_ahead);
     }
     if is_ahead {
-        return Err(ApiError::new(ErrorCode::StoreUnavailable, "the writer has not heard yet of what it committed"));
+        return Err(ApiError::new(
+            ErrorCode::StoreUnavailable,
+            "the writer has not heard yet of what it committed",
+        ));
     }
     if let Signature::Written(written) = written {
         copy_new(checkpoints, own).await?;
-        if let Err(error) = own.with(STEP, async |connection| Db::note_signed(connection, &written).await).await {
+        if let Err(error) = own
+            .with(STEP, async |connection| {
+                Db::note_signed(connection, &written).await
+            })
+            .await
+        {
             tracing::debug!(error = %error.0, "Retention does not know yet how far the audit trail is signed.");
         }
     }
     // What counts is what came back from the database, with a good signature, and is in the file.
-    heads.signed(&checkpoints.streams(), &mark, &[orchestrator.audit.stream(), orchestrator.pump.stream()]);
+    heads.signed(
+        &checkpoints.streams(),
+        &mark,
+        &[orchestrator.audit.stream(), orchestrator.pump.stream()],
+    );
     if !checkpoints.interim.lock().is_empty() {
         let (checkpoints, streams) = (checkpoints.clone(), heads.newest());
-        let forgotten = tokio::task::spawn_blocking(move || checkpoints.signed_inside(&streams)).await;
+        let forgotten =
+            tokio::task::spawn_blocking(move || checkpoints.signed_inside(&streams)).await;
         if let Ok(Err(error)) = forgotten {
             tracing::debug!(%error, "Heads that were signed beside the database stay there.");
         }
     }
     if let Some(last) = checkpoints.is_long() {
-        own.with(STEP, async |connection| Db::fold_checkpoints(connection, &checkpoints.key, last).await).await?;
+        own.with(STEP, async |connection| {
+            Db::fold_checkpoints(connection, &checkpoints.key, last).await
+        })
+        .await?;
     }
     Ok(())
 }
@@ -403,7 +552,11 @@ async fn round(orchestrator: &Orchestrator, own: &mut Own, all: bool) -> Result<
 /// Copies into the file what is new in the table.
 async fn copy_new(checkpoints: &Checkpoints, own: &mut Own) -> Result<(), ApiError> {
     let last = checkpoints.file.lock().number;
-    let new = own.with(STEP, async |connection| Db::checkpoints_by(connection, last).await).await?;
+    let new = own
+        .with(STEP, async |connection| {
+            Db::checkpoints_by(connection, last).await
+        })
+        .await?;
     if new.is_empty() {
         return Ok(());
     }

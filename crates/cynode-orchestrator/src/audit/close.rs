@@ -10,7 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditResult, CallId, CallState, ErrorCode, ExecState, NodeId};
+use cynode_api::{
+    AuditBody, AuditDecision, AuditKind, AuditResult, CallId, CallState, ErrorCode, ExecState,
+    NodeId,
+};
 use cynode_service::ApiError;
 use serde_json::{Map, Value, json};
 use time::OffsetDateTime;
@@ -45,20 +48,35 @@ impl Abandoned {
     }
 
     pub(crate) fn leave(&self, intent: AuditBody, since: Instant) {
-        drop(self.0.send(OpenCall { at: OffsetDateTime::now_utc() - since.elapsed(), since: Some(since), intent }));
+        drop(self.0.send(OpenCall {
+            at: OffsetDateTime::now_utc() - since.elapsed(),
+            since: Some(since),
+            intent,
+        }));
     }
 }
 
 /// Follows calls that were left until they are closed. What is open when the process ends is closed by another one.
-pub(crate) async fn follow_abandoned(orchestrator: Orchestrator, mut left: mpsc::UnboundedReceiver<OpenCall>) {
+pub(crate) async fn follow_abandoned(
+    orchestrator: Orchestrator,
+    mut left: mpsc::UnboundedReceiver<OpenCall>,
+) {
     let mut rooms: HashMap<NodeId, Arc<Semaphore>> = HashMap::new();
     while let Some(Some(call)) = orchestrator.closing.run_until_cancelled(left.recv()).await {
         // A node that does not answer keeps nobody from asking the others.
         let node = match call.intent.session_id {
-            Some(id) => orchestrator.db.any_session(id).await.ok().flatten().map(|row| row.node_id),
+            Some(id) => orchestrator
+                .db
+                .any_session(id)
+                .await
+                .ok()
+                .flatten()
+                .map(|row| row.node_id),
             None => None,
         };
-        let room = rooms.entry(node.unwrap_or(NodeId::from_uuid(uuid::Uuid::nil()))).or_insert_with(|| Arc::new(Semaphore::new(ASKED_AT_ONCE)));
+        let room = rooms
+            .entry(node.unwrap_or(NodeId::from_uuid(uuid::Uuid::nil())))
+            .or_insert_with(|| Arc::new(Semaphore::new(ASKED_AT_ONCE)));
         let (orchestrator, room) = (orchestrator.clone(), Arc::clone(room));
         tokio::spawn(async move {
             let mut pause = FIRST_LOOK;
@@ -73,7 +91,12 @@ pub(crate) async fn follow_abandoned(orchestrator: Orchestrator, mut left: mpsc:
                     }
                     return;
                 }
-                if orchestrator.closing.run_until_cancelled(tokio::time::sleep(pause)).await.is_none() {
+                if orchestrator
+                    .closing
+                    .run_until_cancelled(tokio::time::sleep(pause))
+                    .await
+                    .is_none()
+                {
                     return;
                 }
                 pause = (pause * 2).min(LONGEST_LOOK);
@@ -84,12 +107,19 @@ pub(crate) async fn follow_abandoned(orchestrator: Orchestrator, mut left: mpsc:
 
 /// Closes what writers that are gone left open.
 pub(crate) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
-    while let Some(stream) = orchestrator.db.take_dead_stream(&[orchestrator.audit.stream(), orchestrator.pump.stream()]).await? {
+    while let Some(stream) = orchestrator
+        .db
+        .take_dead_stream(&[orchestrator.audit.stream(), orchestrator.pump.stream()])
+        .await?
+    {
         let mut left = false;
         let mut asked = HashSet::new();
         loop {
             let calls = orchestrator.db.open_calls(stream, BATCH).await?;
-            let new: Vec<_> = calls.into_iter().filter(|call| call.intent.call_id.is_some_and(|id| asked.insert(id))).collect();
+            let new: Vec<_> = calls
+                .into_iter()
+                .filter(|call| call.intent.call_id.is_some_and(|id| asked.insert(id)))
+                .collect();
             if new.is_empty() {
                 break;
             }
@@ -111,10 +141,24 @@ pub(crate) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
 }
 
 /// The outcome of a call; none while it goes on, or while its node does not answer.
-async fn settle(orchestrator: &Orchestrator, call: &OpenCall) -> Result<Option<AuditBody>, ApiError> {
-    let Some((result, status, detail)) = found_out(orchestrator, call).await? else { return Ok(None) };
+async fn settle(
+    orchestrator: &Orchestrator,
+    call: &OpenCall,
+) -> Result<Option<AuditBody>, ApiError> {
+    let Some((result, status, detail)) = found_out(orchestrator, call).await? else {
+        return Ok(None);
+    };
     let code = None;
-    Ok(Some(AuditBody { kind: AuditKind::Outcome, result: Some(result), status, code, detail, decision: None, rules: Vec::new(), ..call.intent.clone() }))
+    Ok(Some(AuditBody {
+        kind: AuditKind::Outcome,
+        result: Some(result),
+        status,
+        code,
+        detail,
+        decision: None,
+        rules: Vec::new(),
+        ..call.intent.clone()
+    }))
 }
 
 type Found = (AuditResult, Option<u16>, Map<String, Value>);
@@ -125,29 +169,55 @@ fn said(result: AuditResult, how: &str) -> Found {
     (result, None, detail)
 }
 
-async fn found_out(orchestrator: &Orchestrator, call: &OpenCall) -> Result<Option<Found>, ApiError> {
+async fn found_out(
+    orchestrator: &Orchestrator,
+    call: &OpenCall,
+) -> Result<Option<Found>, ApiError> {
     let made = |row: Option<bool>| match row {
         Some(true) => said(AuditResult::Done, "it is there"),
-        Some(false) => said(AuditResult::Unknown, "its id is taken, perhaps by another call"),
+        Some(false) => said(
+            AuditResult::Unknown,
+            "its id is taken, perhaps by another call",
+        ),
         None => said(AuditResult::NotStarted, "it is not there"),
     };
     let intent = &call.intent;
     if intent.decision == Some(AuditDecision::Deny) {
         return Ok(Some(said(AuditResult::Refused, "it was denied")));
     }
-    let user = intent.subject.as_ref().and_then(|subject| subject.user_id).map(|id| *id.as_uuid());
+    let user = intent
+        .subject
+        .as_ref()
+        .and_then(|subject| subject.user_id)
+        .map(|id| *id.as_uuid());
     match (intent.action.as_str(), intent.session_id, intent.job_id) {
         // An id may be one that a caller chose: what was there before, or is somebody else's, was not made by this.
-        ("session.create", Some(id), _) => Ok(Some(made(orchestrator.db.was_made("sessions", *id.as_uuid(), user, call.at - CLOCKS).await?))),
-        ("job.create", _, Some(id)) => Ok(Some(made(orchestrator.db.was_made("jobs", *id.as_uuid(), user, call.at - CLOCKS).await?))),
+        ("session.create", Some(id), _) => Ok(Some(made(
+            orchestrator
+                .db
+                .was_made("sessions", *id.as_uuid(), user, call.at - CLOCKS)
+                .await?,
+        ))),
+        ("job.create", _, Some(id)) => Ok(Some(made(
+            orchestrator
+                .db
+                .was_made("jobs", *id.as_uuid(), user, call.at - CLOCKS)
+                .await?,
+        ))),
         ("session.end", Some(id), _) => {
             let row = orchestrator.db.any_session(id).await?;
             let ends = row.is_some_and(|row| row.ending.is_some() || crate::db::is_over(row.state));
             // It may have ended, and have been resumed since.
-            Ok(Some(if ends { said(AuditResult::Done, "it ends") } else { said(AuditResult::Unknown, "it does not end now") }))
+            Ok(Some(if ends {
+                said(AuditResult::Done, "it ends")
+            } else {
+                said(AuditResult::Unknown, "it does not end now")
+            }))
         }
         (action, Some(id), _) if crate::gate::runs_on_node(action) => {
-            let Some(row) = orchestrator.db.any_session(id).await? else { return Ok(Some(said(AuditResult::Unknown, "its session is gone"))) };
+            let Some(row) = orchestrator.db.any_session(id).await? else {
+                return Ok(Some(said(AuditResult::Unknown, "its session is gone")));
+            };
             if orchestrator.db.node(row.node_id).await?.is_lost {
                 return Ok(Some(said(AuditResult::Unknown, "its node is lost")));
             }
@@ -157,14 +227,29 @@ async fn found_out(orchestrator: &Orchestrator, call: &OpenCall) -> Result<Optio
     }
 }
 
-async fn ask(orchestrator: &Orchestrator, call: &OpenCall, node_id: NodeId) -> Result<Option<Found>, ApiError> {
+async fn ask(
+    orchestrator: &Orchestrator,
+    call: &OpenCall,
+    node_id: NodeId,
+) -> Result<Option<Found>, ApiError> {
     let intent = &call.intent;
-    let (Some(call_id), Some(session_id)) = (intent.call_id, intent.session_id) else { return Ok(Some(said(AuditResult::Unknown, "nothing tells"))) };
+    let (Some(call_id), Some(session_id)) = (intent.call_id, intent.session_id) else {
+        return Ok(Some(said(AuditResult::Unknown, "nothing tells")));
+    };
     let client = orchestrator.fleet.client(&orchestrator.db, node_id).await?;
-    let Ok(known) = orchestrator.fleet.call(node_id, ASK, client.bar_call(CallId::from_uuid(call_id))).await else { return Ok(None) };
+    let Ok(known) = orchestrator
+        .fleet
+        .call(node_id, ASK, client.bar_call(CallId::from_uuid(call_id)))
+        .await
+    else {
+        return Ok(None);
+    };
     if known.state == CallState::Answered {
         let status = known.status.unwrap_or_default();
-        let mut detail = known.result.and_then(|result| result.as_object().cloned()).unwrap_or_default();
+        let mut detail = known
+            .result
+            .and_then(|result| result.as_object().cloned())
+            .unwrap_or_default();
         detail.insert("found_out".to_owned(), json!("the node remembers it"));
         if status == 202 {
             orchestrator.follow_exec(intent).await;
@@ -177,37 +262,68 @@ async fn ask(orchestrator: &Orchestrator, call: &OpenCall, node_id: NodeId) -> R
     if intent.action == "session.exec"
         && let Some(exec_id) = intent.exec_id
     {
-        match orchestrator.fleet.call(node_id, ASK, client.get_exec(session_id, exec_id)).await {
-            Ok(exec) if !is_same(&exec, call, ahead) => return Ok(Some(said(AuditResult::Refused, "another command has that id"))),
+        match orchestrator
+            .fleet
+            .call(node_id, ASK, client.get_exec(session_id, exec_id))
+            .await
+        {
+            Ok(exec) if !is_same(&exec, call, ahead) => {
+                return Ok(Some(said(
+                    AuditResult::Refused,
+                    "another command has that id",
+                )));
+            }
             Ok(exec) if exec.state == ExecState::Running && !exec.background => return Ok(None),
-            Ok(exec) if exec.state == ExecState::Lost => return Ok(Some(said(AuditResult::Unknown, "the node lost it"))),
+            Ok(exec) if exec.state == ExecState::Lost => {
+                return Ok(Some(said(AuditResult::Unknown, "the node lost it")));
+            }
             Ok(exec) => {
                 if exec.background {
                     orchestrator.follow_exec(intent).await;
                 }
-                let mut detail = exec.exit.as_ref().map(to_json).and_then(|exit| exit.as_object().cloned()).unwrap_or_default();
+                let mut detail = exec
+                    .exit
+                    .as_ref()
+                    .map(to_json)
+                    .and_then(|exit| exit.as_object().cloned())
+                    .unwrap_or_default();
                 detail.insert("found_out".to_owned(), json!("the node has it"));
                 return Ok(Some((AuditResult::Done, None, detail)));
             }
-            Err(Failed::Refused(error)) if error.0.is(ErrorCode::ExecNotFound) || error.0.status == 404 || error.0.status == 410 => {}
+            Err(Failed::Refused(error))
+                if error.0.is(ErrorCode::ExecNotFound)
+                    || error.0.status == 404
+                    || error.0.status == 410 => {}
             Err(_) => return Ok(None),
         }
     }
     Ok(match known.state {
         CallState::Running => None,
-        CallState::Abandoned | CallState::Answered => Some(said(AuditResult::Unknown, "the node left it unanswered")),
-        CallState::NotFound if remembers(&known, call) => Some(said(AuditResult::NotStarted, "it never came to the node")),
-        CallState::NotFound => Some(said(AuditResult::Unknown, "the node does not remember so far back")),
+        CallState::Abandoned | CallState::Answered => {
+            Some(said(AuditResult::Unknown, "the node left it unanswered"))
+        }
+        CallState::NotFound if remembers(&known, call) => {
+            Some(said(AuditResult::NotStarted, "it never came to the node"))
+        }
+        CallState::NotFound => Some(said(
+            AuditResult::Unknown,
+            "the node does not remember so far back",
+        )),
     })
 }
 
 /// Whether a node that does not know a call would know it if it had come.
 fn remembers(known: &cynode_api::Call, call: &OpenCall) -> bool {
-    let (Some(since), Some(now)) = (known.remembered_since, known.now) else { return false };
+    let (Some(since), Some(now)) = (known.remembered_since, known.now) else {
+        return false;
+    };
     // How long ago, each by its own clock: clocks that differ don't count.
     let (remembered, ago) = (
         now - since,
-        call.since.map_or_else(|| OffsetDateTime::now_utc() - call.at, |since| time::Duration::try_from(since.elapsed()).unwrap_or(time::Duration::MAX)),
+        call.since.map_or_else(
+            || OffsetDateTime::now_utc() - call.at,
+            |since| time::Duration::try_from(since.elapsed()).unwrap_or(time::Duration::MAX),
+        ),
     );
     // A call from the future was dated by a clock that has been set since, or that is wrong.
     !ago.is_negative() && remembered > ago.saturating_add(CLOCKS)
@@ -218,8 +334,17 @@ fn remembers(known: &cynode_api::Call, call: &OpenCall) -> bool {
 fn is_same(exec: &cynode_api::Exec, call: &OpenCall, ahead: Option<time::Duration>) -> bool {
     let asked = call.intent.detail.get("argv").and_then(Value::as_array);
     // A long word is in the record by its beginning only, and so is a long list.
-    let is_word = |asked: &Value, word: &String| asked.as_str().is_none_or(|asked| asked == word || asked.contains('…'));
-    let is_argv = asked.is_none_or(|asked| asked.iter().zip(&exec.argv).all(|(asked, word)| is_word(asked, word)));
+    let is_word = |asked: &Value, word: &String| {
+        asked
+            .as_str()
+            .is_none_or(|asked| asked == word || asked.contains('…'))
+    };
+    let is_argv = asked.is_none_or(|asked| {
+        asked
+            .iter()
+            .zip(&exec.argv)
+            .all(|(asked, word)| is_word(asked, word))
+    });
     is_argv && ahead.is_none_or(|ahead| exec.started_at - ahead >= call.at - CLOCKS)
 }
 
@@ -231,7 +356,11 @@ mod tests {
     fn only_a_node_that_remembers_back_to_before_a_call_says_that_it_never_came() {
         let now = OffsetDateTime::now_utc();
         let seconds = time::Duration::seconds;
-        let call = |ago: i64| OpenCall { at: now - seconds(ago), since: None, intent: AuditBody::new(AuditKind::Intent, "session.exec") };
+        let call = |ago: i64| OpenCall {
+            at: now - seconds(ago),
+            since: None,
+            intent: AuditBody::new(AuditKind::Intent, "session.exec"),
+        };
         let known = |remembered: Option<i64>, ahead: i64| {
             let clock = now + seconds(ahead);
             cynode_api::Call {
@@ -247,14 +376,38 @@ mod tests {
         for ahead in [0, -3_600, 3_600] {
             assert!(remembers(&known(Some(60), ahead), &call(30)));
             assert!(remembers(&known(Some(36), ahead), &call(30)));
-            assert!(!remembers(&known(Some(35), ahead), &call(30)), "within what clocks and ways may differ by");
-            assert!(!remembers(&known(Some(10), ahead), &call(30)), "it was started, or has forgotten, since");
+            assert!(
+                !remembers(&known(Some(35), ahead), &call(30)),
+                "within what clocks and ways may differ by"
+            );
+            assert!(
+                !remembers(&known(Some(10), ahead), &call(30)),
+                "it was started, or has forgotten, since"
+            );
         }
-        assert!(!remembers(&known(None, 0), &call(30)), "it does not say since when");
-        assert!(!remembers(&cynode_api::Call { now: None, ..known(Some(60), 0) }, &call(30)), "it does not say its clock");
-        assert!(!remembers(&known(Some(3_600), 0), &call(-60)), "the clock that dated the call was set back");
+        assert!(
+            !remembers(&known(None, 0), &call(30)),
+            "it does not say since when"
+        );
+        assert!(
+            !remembers(
+                &cynode_api::Call {
+                    now: None,
+                    ..known(Some(60), 0)
+                },
+                &call(30)
+            ),
+            "it does not say its clock"
+        );
+        assert!(
+            !remembers(&known(Some(3_600), 0), &call(-60)),
+            "the clock that dated the call was set back"
+        );
         // Of a call of this process the clock on the wall says nothing.
-        let own = OpenCall { since: Instant::now().checked_sub(Duration::from_secs(30)), ..call(-3_600) };
+        let own = OpenCall {
+            since: Instant::now().checked_sub(Duration::from_secs(30)),
+            ..call(-3_600)
+        };
         assert!(remembers(&known(Some(60), 0), &own) && !remembers(&known(Some(33), 0), &own));
     }
 }

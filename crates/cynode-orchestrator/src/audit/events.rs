@@ -38,19 +38,38 @@ impl Pump {
             }
         }
         drop(round(&orchestrator, &writer, &mut is_open).await);
-        drop(orchestrator.db.close_stream(orchestrator.pump.stream()).await);
+        drop(
+            orchestrator
+                .db
+                .close_stream(orchestrator.pump.stream())
+                .await,
+        );
     }
 }
 
-async fn round(orchestrator: &Orchestrator, writer: &str, is_open: &mut bool) -> Result<(), ApiError> {
+async fn round(
+    orchestrator: &Orchestrator,
+    writer: &str,
+    is_open: &mut bool,
+) -> Result<(), ApiError> {
     loop {
         if !*is_open {
-            orchestrator.db.open_stream(orchestrator.pump.stream(), &format!("{writer} events")).await?;
+            orchestrator
+                .db
+                .open_stream(orchestrator.pump.stream(), &format!("{writer} events"))
+                .await?;
             *is_open = true;
         }
-        match orchestrator.db.audit_events(orchestrator.pump.stream(), told).await? {
+        match orchestrator
+            .db
+            .audit_events(orchestrator.pump.stream(), told)
+            .await?
+        {
             Some(None) => return Ok(()),
-            Some(Some(head)) => orchestrator.audit.heads.committed(orchestrator.pump.stream(), head),
+            Some(Some(head)) => orchestrator
+                .audit
+                .heads
+                .committed(orchestrator.pump.stream(), head),
             // Taken for dead: on in a new one.
             None => {
                 *orchestrator.pump.0.lock() = Uuid::now_v7();
@@ -63,13 +82,20 @@ async fn round(orchestrator: &Orchestrator, writer: &str, is_open: &mut bool) ->
 /// The record of an event; of a job that has ended, with how.
 fn told(event: &Event, ended: Option<&Map<String, Value>>) -> Value {
     let mut body = AuditBody::new(AuditKind::Event, event.kind.as_str());
-    body.subject = Some(AuditSubject { kind: "system".to_owned(), name: None, user_id: None, token_id: None, node_id: None });
+    body.subject = Some(AuditSubject {
+        kind: "system".to_owned(),
+        name: None,
+        user_id: None,
+        token_id: None,
+        node_id: None,
+    });
     body.project_id = event.project_id;
     body.task_id = Some(event.task_id);
     body.session_id = event.session_id;
     body.job_id = event.job_id;
     body.detail.insert("state".to_owned(), json!(event.state));
-    body.detail.insert("event_cursor".to_owned(), json!(event.cursor));
+    body.detail
+        .insert("event_cursor".to_owned(), json!(event.cursor));
     body.detail.extend(ended.cloned().unwrap_or_default());
     to_json(&body)
 }

@@ -41,7 +41,11 @@ pub(crate) enum Surface {
 impl Surface {
     /// Of a path of the user API's port.
     pub(crate) fn of_path(path: &str) -> Self {
-        if path == "/mcp" || path.starts_with("/mcp/") { Self::Mcp } else { Self::UserApi }
+        if path == "/mcp" || path.starts_with("/mcp/") {
+            Self::Mcp
+        } else {
+            Self::UserApi
+        }
     }
 
     const fn as_str(self) -> &'static str {
@@ -74,7 +78,11 @@ pub(crate) struct Failure {
 impl Failure {
     pub(crate) fn new(surface: Surface, address: Option<IpAddr>, token_hash: &[u8; 32]) -> Self {
         let [a, b, c, d, ..] = *token_hash;
-        Self { surface, address: address.map(|address| address.to_canonical()), token: [a, b, c, d] }
+        Self {
+            surface,
+            address: address.map(|address| address.to_canonical()),
+            token: [a, b, c, d],
+        }
     }
 
     /// The record of this one alone.
@@ -93,7 +101,13 @@ fn record(surface: Surface, mut detail: Map<String, Value>) -> AuditBody {
     detail.insert("route".to_owned(), json!(surface.as_str()));
     AuditBody {
         call_id: None,
-        subject: Some(AuditSubject { kind: surface.subject().to_owned(), name: None, user_id: None, token_id: None, node_id: None }),
+        subject: Some(AuditSubject {
+            kind: surface.subject().to_owned(),
+            name: None,
+            user_id: None,
+            token_id: None,
+            node_id: None,
+        }),
         decision: Some(AuditDecision::Deny),
         stage: Some("authenticate".to_owned()),
         result: Some(AuditResult::Refused),
@@ -109,7 +123,9 @@ type Network = Option<IpAddr>;
 fn network(address: Option<IpAddr>) -> Network {
     address.map(|address| match address {
         IpAddr::V4(_) => address,
-        IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64))),
+        IpAddr::V6(address) => {
+            IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & (u128::MAX << 64)))
+        }
     })
 }
 
@@ -122,7 +138,10 @@ struct Tally<T> {
 
 impl<T> Default for Tally<T> {
     fn default() -> Self {
-        Self { listed: BTreeMap::new(), others: 0 }
+        Self {
+            listed: BTreeMap::new(),
+            others: 0,
+        }
     }
 }
 
@@ -137,8 +156,18 @@ impl<T: Ord> Tally<T> {
         }
     }
 
-    fn tell(&self, name: &str, of: &str, text: impl Fn(&T) -> String, detail: &mut Map<String, Value>) {
-        let listed: Vec<Value> = self.listed.iter().map(|(one, count)| json!({of: text(one), "count": count})).collect();
+    fn tell(
+        &self,
+        name: &str,
+        of: &str,
+        text: impl Fn(&T) -> String,
+        detail: &mut Map<String, Value>,
+    ) {
+        let listed: Vec<Value> = self
+            .listed
+            .iter()
+            .map(|(one, count)| json!({of: text(one), "count": count}))
+            .collect();
         detail.insert(name.to_owned(), listed.into());
         if self.others > 0 {
             detail.insert(format!("other_{name}"), json!(self.others));
@@ -167,24 +196,37 @@ impl Count {
     }
 
     fn record(&self, surface: Surface, network: Option<Network>) -> AuditBody {
-        let text = |address: &Network| address.map_or_else(|| "unknown".to_owned(), |address| address.to_string());
+        let text = |address: &Network| {
+            address.map_or_else(|| "unknown".to_owned(), |address| address.to_string())
+        };
         let time = |time: Option<OffsetDateTime>| time.and_then(|time| time.format(&Rfc3339).ok());
         let mut detail = Map::new();
         detail.insert("count".to_owned(), json!(self.count));
         detail.insert("first_at".to_owned(), json!(time(self.first)));
         detail.insert("last_at".to_owned(), json!(time(self.last)));
-        self.tokens.tell("tokens", "token", |token| crate::blobs::hex(token), &mut detail);
+        self.tokens.tell(
+            "tokens",
+            "token",
+            |token| crate::blobs::hex(token),
+            &mut detail,
+        );
         match network {
             Some(_) if self.addresses.listed.len() == 1 => {
                 let address = self.addresses.listed.keys().next().map(text);
                 detail.insert("address".to_owned(), json!(address));
             }
             Some(network) => {
-                detail.insert("address".to_owned(), json!(format!("{}/64", text(&network))));
-                self.addresses.tell("addresses", "address", text, &mut detail);
+                detail.insert(
+                    "address".to_owned(),
+                    json!(format!("{}/64", text(&network))),
+                );
+                self.addresses
+                    .tell("addresses", "address", text, &mut detail);
             }
             // Sources that found no room.
-            None => self.addresses.tell("addresses", "address", text, &mut detail),
+            None => self
+                .addresses
+                .tell("addresses", "address", text, &mut detail),
         }
         record(surface, detail)
     }
@@ -216,11 +258,18 @@ impl Failures {
         let mut sources = self.0.lock();
         let key = (failure.surface, network(failure.address));
         if !sources.known.contains_key(&key) && sources.known.len() >= MAX_SOURCES {
-            let (_, counted) = sources.others.entry(failure.surface).or_insert_with(|| (now, Count::default()));
+            let (_, counted) = sources
+                .others
+                .entry(failure.surface)
+                .or_insert_with(|| (now, Count::default()));
             counted.add(failure);
             return false;
         }
-        let source = sources.known.entry(key).or_insert_with(|| Source { since: now, at_once: Vec::new(), counted: Count::default() });
+        let source = sources.known.entry(key).or_insert_with(|| Source {
+            since: now,
+            at_once: Vec::new(),
+            counted: Count::default(),
+        });
         if source.at_once.contains(&failure.token) || source.at_once.len() >= MAX_AT_ONCE {
             source.counted.add(failure);
             return false;
@@ -231,14 +280,22 @@ impl Failures {
 
     /// Counts one that could not be recorded at once after all.
     pub(crate) fn count(&self, failure: &Failure) {
-        if let Some(source) = self.0.lock().known.get_mut(&(failure.surface, network(failure.address))) {
+        if let Some(source) = self
+            .0
+            .lock()
+            .known
+            .get_mut(&(failure.surface, network(failure.address)))
+        {
             source.counted.add(failure);
         }
     }
 
     /// The records that are due. A source of which nothing was heard for an interval is forgotten.
     pub(crate) fn due(&self, now: Instant) -> Vec<AuditBody> {
-        self.take(|since| now.saturating_duration_since(since) >= INTERVAL, now)
+        self.take(
+            |since| now.saturating_duration_since(since) >= INTERVAL,
+            now,
+        )
     }
 
     /// All that was counted and is not recorded yet.
@@ -273,7 +330,12 @@ impl Failures {
 
 /// Records counts until the orchestrator has answered all its calls.
 pub(crate) async fn keep(orchestrator: Orchestrator) {
-    while orchestrator.closing.run_until_cancelled(tokio::time::sleep(TICK)).await.is_some() {
+    while orchestrator
+        .closing
+        .run_until_cancelled(tokio::time::sleep(TICK))
+        .await
+        .is_some()
+    {
         // While the trail takes nothing, counting goes on.
         if orchestrator.audit.is_full() {
             continue;
@@ -295,7 +357,10 @@ mod tests {
     }
 
     fn counted(records: &[AuditBody]) -> u64 {
-        records.iter().filter_map(|body| body.detail["count"].as_u64()).sum()
+        records
+            .iter()
+            .filter_map(|body| body.detail["count"].as_u64())
+            .sum()
     }
 
     #[test]
@@ -303,18 +368,49 @@ mod tests {
         let (failures, begin) = (Failures::default(), Instant::now());
         let one = failure(Surface::UserApi, "192.0.2.1", 7);
         assert!(failures.note(&one, begin));
-        assert_eq!(Value::Object(one.record().detail), json!({"address": "192.0.2.1", "count": 1, "route": "user_api", "token": "00000007"}));
+        assert_eq!(
+            Value::Object(one.record().detail),
+            json!({"address": "192.0.2.1", "count": 1, "route": "user_api", "token": "00000007"})
+        );
         for _ in 0..1_000 {
             assert!(!failures.note(&one, begin));
         }
-        assert!(failures.due(begin + INTERVAL.saturating_sub(Duration::from_millis(1))).is_empty());
+        assert!(
+            failures
+                .due(begin + INTERVAL.saturating_sub(Duration::from_millis(1)))
+                .is_empty()
+        );
         let records = failures.due(begin + INTERVAL);
-        let [body] = &records[..] else { panic!("{records:?}") };
-        assert_eq!((body.kind, body.action.as_str(), body.decision), (AuditKind::Authentication, "authenticate", Some(AuditDecision::Deny)));
-        assert_eq!((&body.detail["address"], &body.detail["count"], &body.detail["route"]), (&json!("192.0.2.1"), &json!(1_000), &json!("user_api")));
-        assert_eq!(body.detail["tokens"], json!([{"token": "00000007", "count": 1_000}]));
-        let times: Vec<OffsetDateTime> =
-            ["first_at", "last_at"].iter().map(|name| OffsetDateTime::parse(body.detail[*name].as_str().expect("a time"), &Rfc3339).expect("a time")).collect();
+        let [body] = &records[..] else {
+            panic!("{records:?}")
+        };
+        assert_eq!(
+            (body.kind, body.action.as_str(), body.decision),
+            (
+                AuditKind::Authentication,
+                "authenticate",
+                Some(AuditDecision::Deny)
+            )
+        );
+        assert_eq!(
+            (
+                &body.detail["address"],
+                &body.detail["count"],
+                &body.detail["route"]
+            ),
+            (&json!("192.0.2.1"), &json!(1_000), &json!("user_api"))
+        );
+        assert_eq!(
+            body.detail["tokens"],
+            json!([{"token": "00000007", "count": 1_000}])
+        );
+        let times: Vec<OffsetDateTime> = ["first_at", "last_at"]
+            .iter()
+            .map(|name| {
+                OffsetDateTime::parse(body.detail[*name].as_str().expect("a time"), &Rfc3339)
+                    .expect("a time")
+            })
+            .collect();
         assert!(times[0] <= times[1] && times[1] <= OffsetDateTime::now_utc());
         // After an interval of silence it is forgotten, and the next one is the first again.
         assert!(failures.due(begin + 2 * INTERVAL).is_empty());
@@ -325,13 +421,26 @@ mod tests {
     #[test]
     fn a_few_tokens_of_a_source_are_recorded_at_once_and_the_others_are_listed_as_far_as_fits() {
         let (failures, now) = (Failures::default(), Instant::now());
-        let at_once = (0..100).filter(|token| failures.note(&failure(Surface::Mcp, "192.0.2.1", *token), now)).count();
+        let at_once = (0..100)
+            .filter(|token| failures.note(&failure(Surface::Mcp, "192.0.2.1", *token), now))
+            .count();
         assert_eq!(at_once, MAX_AT_ONCE);
         let records = failures.rest();
-        let [body] = &records[..] else { panic!("{records:?}") };
-        assert_eq!(body.detail["tokens"].as_array().map(Vec::len), Some(MAX_LISTED));
+        let [body] = &records[..] else {
+            panic!("{records:?}")
+        };
+        assert_eq!(
+            body.detail["tokens"].as_array().map(Vec::len),
+            Some(MAX_LISTED)
+        );
         let others = body.detail["other_tokens"].as_u64().expect("others");
-        assert_eq!((body.detail["count"].as_u64(), others), (Some(100 - MAX_AT_ONCE as u64), 100 - (MAX_AT_ONCE + MAX_LISTED) as u64));
+        assert_eq!(
+            (body.detail["count"].as_u64(), others),
+            (
+                Some(100 - MAX_AT_ONCE as u64),
+                100 - (MAX_AT_ONCE + MAX_LISTED) as u64
+            )
+        );
     }
 
     #[test]
@@ -340,17 +449,40 @@ mod tests {
         let mut at_once = 0;
         for number in 0..1_000_u32 {
             for _ in 0..3 {
-                at_once += u64::from(failures.note(&failure(Surface::Control, &std::net::Ipv4Addr::from_bits(number).to_string(), number), now));
+                at_once += u64::from(failures.note(
+                    &failure(
+                        Surface::Control,
+                        &std::net::Ipv4Addr::from_bits(number).to_string(),
+                        number,
+                    ),
+                    now,
+                ));
             }
         }
-        assert_eq!((at_once, failures.0.lock().known.len()), (MAX_SOURCES as u64, MAX_SOURCES));
+        assert_eq!(
+            (at_once, failures.0.lock().known.len()),
+            (MAX_SOURCES as u64, MAX_SOURCES)
+        );
         let records = failures.due(now + INTERVAL);
         assert_eq!(records.len(), MAX_SOURCES + 1);
-        assert_eq!(at_once + counted(&records), 3_000, "every one is in a record");
+        assert_eq!(
+            at_once + counted(&records),
+            3_000,
+            "every one is in a record"
+        );
         let rest = records.last().expect("those that found no room");
-        assert_eq!(rest.detail["addresses"].as_array().map(Vec::len), Some(MAX_LISTED));
-        assert_eq!(rest.detail["other_addresses"].as_u64(), Some(3 * (1_000 - MAX_SOURCES as u64 - MAX_LISTED as u64)));
-        assert_eq!(rest.subject.as_ref().map(|subject| subject.kind.as_str()), Some("node"));
+        assert_eq!(
+            rest.detail["addresses"].as_array().map(Vec::len),
+            Some(MAX_LISTED)
+        );
+        assert_eq!(
+            rest.detail["other_addresses"].as_u64(),
+            Some(3 * (1_000 - MAX_SOURCES as u64 - MAX_LISTED as u64))
+        );
+        assert_eq!(
+            rest.subject.as_ref().map(|subject| subject.kind.as_str()),
+            Some("node")
+        );
         assert!(failures.rest().is_empty());
     }
 
@@ -359,7 +491,10 @@ mod tests {
         let (failures, now) = (Failures::default(), Instant::now());
         assert!(failures.note(&failure(Surface::UserApi, "2001:db8::1", 1), now));
         for last in 1..=3 {
-            assert!(!failures.note(&failure(Surface::UserApi, &format!("2001:db8::{last}"), 1), now));
+            assert!(!failures.note(
+                &failure(Surface::UserApi, &format!("2001:db8::{last}"), 1),
+                now
+            ));
         }
         // Another network, another surface and an address that only looks otherwise.
         assert!(failures.note(&failure(Surface::UserApi, "2001:db8:0:1::1", 1), now));
@@ -367,8 +502,18 @@ mod tests {
         assert!(failures.note(&failure(Surface::UserApi, "192.0.2.9", 1), now));
         assert!(!failures.note(&failure(Surface::UserApi, "::ffff:192.0.2.9", 1), now));
         let records = failures.rest();
-        let of = |address: &str| records.iter().find(|body| body.detail["address"] == address).unwrap_or_else(|| panic!("{address}: {records:?}"));
-        assert_eq!(of("2001:db8::/64").detail["addresses"].as_array().map(Vec::len), Some(3));
+        let of = |address: &str| {
+            records
+                .iter()
+                .find(|body| body.detail["address"] == address)
+                .unwrap_or_else(|| panic!("{address}: {records:?}"))
+        };
+        assert_eq!(
+            of("2001:db8::/64").detail["addresses"]
+                .as_array()
+                .map(Vec::len),
+            Some(3)
+        );
         assert_eq!(counted(&records), 4);
         assert_eq!(of("192.0.2.9").detail["count"], json!(1));
     }

@@ -52,15 +52,25 @@ impl OwnHeads {
     }
 
     pub(crate) fn mark(&self) -> Mark {
-        Mark { at: Instant::now(), heads: self.newest() }
+        Mark {
+            at: Instant::now(),
+            heads: self.newest(),
+        }
     }
 
     /// Notes how far checkpoints that are outside the database too have signed streams. `live` are those that are written to now.
     pub(crate) fn signed(&self, signed: &HashMap<Uuid, u64>, mark: &Mark, live: &[Uuid]) {
-        let covers = |stream: &Uuid, head: &Head| signed.get(stream).is_some_and(|seq| *seq >= head.seq);
+        let covers =
+            |stream: &Uuid, head: &Head| signed.get(stream).is_some_and(|seq| *seq >= head.seq);
         let mut heads = self.0.lock();
-        heads.newest.retain(|stream, head| live.contains(stream) || !covers(stream, head));
-        if heads.newest.iter().all(|(stream, head)| covers(stream, head)) {
+        heads
+            .newest
+            .retain(|stream, head| live.contains(stream) || !covers(stream, head));
+        if heads
+            .newest
+            .iter()
+            .all(|(stream, head)| covers(stream, head))
+        {
             heads.unsigned_since = None;
         } else if mark.heads.iter().all(|(stream, head)| covers(stream, head)) {
             // What is left came after the mark.
@@ -94,7 +104,11 @@ mod tests {
     #[test]
     fn a_checkpoint_is_overdue_when_records_wait_for_longer_than_the_limit() {
         let heads = OwnHeads::default();
-        assert_eq!((heads.unsigned_for(), heads.overdue()), (None, None), "nothing waits");
+        assert_eq!(
+            (heads.unsigned_for(), heads.overdue()),
+            (None, None),
+            "nothing waits"
+        );
         let stream = Uuid::now_v7();
         heads.committed(stream, head(1));
         assert!(heads.unsigned_for().is_some() && heads.overdue().is_none());
@@ -124,9 +138,17 @@ mod tests {
         let (old, live) = (streams[0], streams[1]);
         heads.committed(old, head(5));
         heads.committed(live, head(1));
-        heads.signed(&HashMap::from([(old, 4), (live, 1)]), &heads.mark(), &[live]);
+        heads.signed(
+            &HashMap::from([(old, 4), (live, 1)]),
+            &heads.mark(),
+            &[live],
+        );
         assert_eq!(heads.newest().len(), 2, "its end is not signed");
-        heads.signed(&HashMap::from([(old, 5), (live, 1)]), &heads.mark(), &[live]);
+        heads.signed(
+            &HashMap::from([(old, 5), (live, 1)]),
+            &heads.mark(),
+            &[live],
+        );
         assert_eq!(heads.newest(), BTreeMap::from([(live, head(1))]));
         for stream in &streams {
             heads.committed(*stream, head(1));

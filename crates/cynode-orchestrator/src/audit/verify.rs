@@ -13,10 +13,16 @@ use crate::Orchestrator;
 const TELL: u64 = 20_000;
 
 /// Verifies everything up to now. How far it is comes by the channel.
-pub(crate) async fn verify(orchestrator: &Orchestrator, told: mpsc::Sender<(u64, u64)>) -> Result<AuditVerdict, ApiError> {
+pub(crate) async fn verify(
+    orchestrator: &Orchestrator,
+    told: mpsc::Sender<(u64, u64)>,
+) -> Result<AuditVerdict, ApiError> {
     // The lines outside the database first: what they name must be in it.
     let checkpoints = orchestrator.checkpoints.clone();
-    let read = tokio::task::spawn_blocking(move || std::io::Result::Ok((checkpoints.lines()?, checkpoints.interim_line()?))).await;
+    let read = tokio::task::spawn_blocking(move || {
+        std::io::Result::Ok((checkpoints.lines()?, checkpoints.interim_line()?))
+    })
+    .await;
     let (witness, interim) = read.map_err(|_| internal())?.map_err(|error| {
         tracing::error!(%error, "The file of checkpoints can't be read.");
         ApiError::new(ErrorCode::Internal, "the file of checkpoints can't be read")
@@ -70,12 +76,24 @@ pub(crate) async fn verify(orchestrator: &Orchestrator, told: mpsc::Sender<(u64,
 }
 
 /// For how many seconds records have waited for a checkpoint that does not come.
-async fn overdue(orchestrator: &Orchestrator, verifier: &Verifier, now: OffsetDateTime) -> Option<i64> {
-    let own = orchestrator.audit.heads.overdue().and_then(|age| i64::try_from(age.as_secs()).ok());
-    let waiting = verifier.unsigned().filter(|unsigned| now - unsigned.since > OVERDUE);
+async fn overdue(
+    orchestrator: &Orchestrator,
+    verifier: &Verifier,
+    now: OffsetDateTime,
+) -> Option<i64> {
+    let own = orchestrator
+        .audit
+        .heads
+        .overdue()
+        .and_then(|age| i64::try_from(age.as_secs()).ok());
+    let waiting = verifier
+        .unsigned()
+        .filter(|unsigned| now - unsigned.since > OVERDUE);
     let Some(waiting) = waiting else { return own };
     // Records that waited for the database themselves are old when they come. A checkpoint that can be made now is not overdue.
-    let is_signed = own.is_none() && sign_once(orchestrator).await.is_ok() && orchestrator.checkpoints.cursor() >= waiting.last_cursor;
+    let is_signed = own.is_none()
+        && sign_once(orchestrator).await.is_ok()
+        && orchestrator.checkpoints.cursor() >= waiting.last_cursor;
     (!is_signed).then(|| own.unwrap_or_else(|| (now - waiting.since).whole_seconds()))
 }
 

@@ -69,7 +69,9 @@ pub(crate) struct Audit {
 
 impl std::fmt::Debug for Entry {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Entry").field("action", &self.body.action).finish_non_exhaustive()
+        f.debug_struct("Entry")
+            .field("action", &self.body.action)
+            .finish_non_exhaustive()
     }
 }
 
@@ -79,7 +81,11 @@ pub(crate) struct Pending;
 
 impl Audit {
     /// Opens a stream and starts to write. The task ends when everything that came before the stop is written.
-    pub(crate) async fn open(db: &Db, writer: String, stop: CancellationToken) -> Result<(Self, tokio::task::JoinHandle<()>), ApiError> {
+    pub(crate) async fn open(
+        db: &Db,
+        writer: String,
+        stop: CancellationToken,
+    ) -> Result<(Self, tokio::task::JoinHandle<()>), ApiError> {
         let (entries, incoming) = mpsc::unbounded_channel();
         if cfg!(feature = "unaudited") {
             if std::env::var_os("CYNODE_UNAUDITED").is_none() {
@@ -92,7 +98,13 @@ impl Audit {
         }
         let stream = Uuid::now_v7();
         db.open_stream(stream, &writer).await?;
-        let audit = Self { entries, waiting: Arc::default(), stream: Arc::new(Mutex::new(stream)), heads: OwnHeads::default(), due: Arc::default() };
+        let audit = Self {
+            entries,
+            waiting: Arc::default(),
+            stream: Arc::new(Mutex::new(stream)),
+            heads: OwnHeads::default(),
+            due: Arc::default(),
+        };
         let task = Writer {
             db: db.clone(),
             own: db.own(),
@@ -129,7 +141,16 @@ impl Audit {
             return waits;
         }
         self.waiting.fetch_add(1, Ordering::Relaxed);
-        if self.entries.send(Entry { at: OffsetDateTime::now_utc(), body, done, lasting }).is_err() {
+        if self
+            .entries
+            .send(Entry {
+                at: OffsetDateTime::now_utc(),
+                body,
+                done,
+                lasting,
+            })
+            .is_err()
+        {
             self.waiting.fetch_sub(1, Ordering::Relaxed);
         }
         waits
@@ -140,7 +161,11 @@ impl Audit {
         if self.is_full() {
             return Err(unavailable());
         }
-        let mut waits = Waits { of: self.enter(body.clone(), false), audit: self, body: Some(body) };
+        let mut waits = Waits {
+            of: self.enter(body.clone(), false),
+            audit: self,
+            body: Some(body),
+        };
         if matches!(timeout(INTENT, &mut waits.of).await, Ok(Ok(()))) {
             waits.body = None;
             return Ok(());
@@ -152,7 +177,11 @@ impl Audit {
     /// Writes an outcome. When that can't be waited for, it is written later.
     pub(crate) async fn outcome(&self, body: AuditBody) -> Result<(), Pending> {
         let waits = self.enter(body, true);
-        timeout(OUTCOME, waits).await.ok().and_then(Result::ok).ok_or(Pending)
+        timeout(OUTCOME, waits)
+            .await
+            .ok()
+            .and_then(Result::ok)
+            .ok_or(Pending)
     }
 
     /// Writes records of something that changes nothing, all together.
@@ -165,7 +194,11 @@ impl Audit {
             last = Some(self.enter(body, true));
         }
         match last {
-            Some(waits) => timeout(INTENT, waits).await.ok().and_then(Result::ok).ok_or_else(unavailable),
+            Some(waits) => timeout(INTENT, waits)
+                .await
+                .ok()
+                .and_then(Result::ok)
+                .ok_or_else(unavailable),
             None => Ok(()),
         }
     }
@@ -194,11 +227,19 @@ impl Drop for Waits<'_> {
 }
 
 fn unavailable() -> ApiError {
-    ApiError::new(ErrorCode::StoreUnavailable, "the audit trail can't take a record now; nothing was done")
+    ApiError::new(
+        ErrorCode::StoreUnavailable,
+        "the audit trail can't take a record now; nothing was done",
+    )
 }
 
 pub(crate) fn not_started(intent: AuditBody) -> AuditBody {
-    AuditBody { kind: AuditKind::Outcome, result: Some(AuditResult::NotStarted), detail: serde_json::Map::new(), ..intent }
+    AuditBody {
+        kind: AuditKind::Outcome,
+        result: Some(AuditResult::NotStarted),
+        detail: serde_json::Map::new(),
+        ..intent
+    }
 }
 
 struct Writer {
@@ -226,7 +267,9 @@ impl Writer {
                 // Calls still run while listeners drain; the queue's other end is held by them.
                 () = stopped(&stop, &self.audit) => break,
             }
-            self.audit.waiting.fetch_sub(entries.len(), Ordering::Relaxed);
+            self.audit
+                .waiting
+                .fetch_sub(entries.len(), Ordering::Relaxed);
             let batch = std::mem::take(&mut entries);
             if !self.write(batch, &stop).await {
                 break;
@@ -240,8 +283,14 @@ impl Writer {
     fn first(&self) -> Entry {
         let mut body = AuditBody::new(AuditKind::Stream, "audit.stream");
         body.detail.insert("writer".to_owned(), json!(self.writer));
-        body.detail.insert("version".to_owned(), json!(env!("CARGO_PKG_VERSION")));
-        Entry { at: OffsetDateTime::now_utc(), body, done: oneshot::channel().0, lasting: true }
+        body.detail
+            .insert("version".to_owned(), json!(env!("CARGO_PKG_VERSION")));
+        Entry {
+            at: OffsetDateTime::now_utc(),
+            body,
+            done: oneshot::channel().0,
+            lasting: true,
+        }
     }
 
     /// Writes a batch, however long the database takes. Says whether it could before the end.
@@ -261,7 +310,9 @@ impl Writer {
                 Some(added @ (Added::Closed | Added::Doubled)) => {
                     // Doubled, and no call of ours: somebody put records where ours belong. `verify` says which.
                     if added == Added::Doubled {
-                        tracing::error!("Records that are not ours stand in the audit trail: 'cynode audit verify' says which.");
+                        tracing::error!(
+                            "Records that are not ours stand in the audit trail: 'cynode audit verify' says which."
+                        );
                         tokio::time::sleep(FIRST_PAUSE).await;
                         drop(self.db.skip_foreign_records().await);
                     }
@@ -281,7 +332,8 @@ impl Writer {
                 }
                 Some(Added::Refused) => {
                     for entry in &mut batch {
-                        entry.body.detail = serde_json::Map::from_iter([("unwritable".to_owned(), json!(true))]);
+                        entry.body.detail =
+                            serde_json::Map::from_iter([("unwritable".to_owned(), json!(true))]);
                     }
                     tokio::time::sleep(LONGEST_PAUSE).await;
                 }
@@ -294,16 +346,25 @@ impl Writer {
     /// The records of a batch, without those on calls that are no longer ours. The chain stays where it was.
     fn chained(&mut self, batch: &mut Vec<Entry>) -> Vec<Link> {
         let lost = &mut self.lost;
-        batch.retain(|entry| entry.body.kind != AuditKind::Outcome || !entry.body.call_id.is_some_and(|id| lost.remove(&id)));
+        batch.retain(|entry| {
+            entry.body.kind != AuditKind::Outcome
+                || !entry.body.call_id.is_some_and(|id| lost.remove(&id))
+        });
         let mut chain = self.chain.clone();
-        batch.iter().map(|entry| chain.append(entry.at, to_json(&entry.body))).collect()
+        batch
+            .iter()
+            .map(|entry| chain.append(entry.at, to_json(&entry.body)))
+            .collect()
     }
 
     /// Where the oldest call that stays open after these records begins.
     fn open_from(&self, links: &[Link]) -> u64 {
         let mut open = self.open.clone();
         note(&mut open, links);
-        open.values().min().copied().unwrap_or_else(|| links.last().map_or(1, |link| link.seq + 1))
+        open.values()
+            .min()
+            .copied()
+            .unwrap_or_else(|| links.last().map_or(1, |link| link.seq + 1))
     }
 
     async fn commit(&mut self, links: &[Link], stop: &CancellationToken) -> Option<Added> {
@@ -312,10 +373,18 @@ impl Writer {
         let started = std::time::Instant::now();
         loop {
             let stream = self.chain.stream();
-            match self.own.with(STATEMENT, async |connection| Db::append_audit(connection, stream, open_from, links).await).await {
+            match self
+                .own
+                .with(STATEMENT, async |connection| {
+                    Db::append_audit(connection, stream, open_from, links).await
+                })
+                .await
+            {
                 Ok(added) => {
-                    metrics::histogram!("cynode_audit_commit_seconds").record(started.elapsed().as_secs_f64());
-                    metrics::histogram!("cynode_audit_batch_records").record(f64::from(u32::try_from(links.len()).unwrap_or(u32::MAX)));
+                    metrics::histogram!("cynode_audit_commit_seconds")
+                        .record(started.elapsed().as_secs_f64());
+                    metrics::histogram!("cynode_audit_batch_records")
+                        .record(f64::from(u32::try_from(links.len()).unwrap_or(u32::MAX)));
                     return Some(added);
                 }
                 Err(error) if error.0.is(ErrorCode::AlreadyExists) => return Some(Added::Doubled),
@@ -340,7 +409,10 @@ impl Writer {
         metrics::gauge!("cynode_audit_lag_seconds").set(0.0);
         note(&mut self.open, links);
         if let Some(last) = links.last() {
-            let head = Head { seq: last.seq, hash: last.hash };
+            let head = Head {
+                seq: last.seq,
+                hash: last.hash,
+            };
             self.chain = Chain::resume(last.stream, head);
             self.audit.heads.committed(last.stream, head);
         }
@@ -351,11 +423,17 @@ impl Writer {
         }
         let mut late = Vec::new();
         for entry in batch {
-            let intent = (entry.body.kind == AuditKind::Intent && !entry.lasting).then(|| entry.body.clone());
+            let intent = (entry.body.kind == AuditKind::Intent && !entry.lasting)
+                .then(|| entry.body.clone());
             if entry.done.send(()).is_err()
                 && let Some(intent) = intent
             {
-                late.push(Entry { at: OffsetDateTime::now_utc(), body: not_started(intent), done: oneshot::channel().0, lasting: true });
+                late.push(Entry {
+                    at: OffsetDateTime::now_utc(),
+                    body: not_started(intent),
+                    done: oneshot::channel().0,
+                    lasting: true,
+                });
             }
         }
         late
@@ -363,7 +441,11 @@ impl Writer {
 
     /// Takes outcomes of calls that somebody else closed out of a batch. Says whether it is worth trying again.
     async fn drop_closed(&mut self, batch: &mut Vec<Entry>) -> bool {
-        let calls: Vec<Uuid> = batch.iter().filter(|entry| entry.body.kind == AuditKind::Outcome).filter_map(|entry| entry.body.call_id).collect();
+        let calls: Vec<Uuid> = batch
+            .iter()
+            .filter(|entry| entry.body.kind == AuditKind::Outcome)
+            .filter_map(|entry| entry.body.call_id)
+            .collect();
         let Ok(closed) = self.db.closed_calls(&calls).await else {
             tokio::time::sleep(FIRST_PAUSE).await;
             return true;
@@ -372,7 +454,13 @@ impl Writer {
             self.open.remove(id);
         }
         let (before, mut seen) = (batch.len(), HashSet::new());
-        batch.retain(|entry| entry.body.kind != AuditKind::Outcome || !entry.body.call_id.is_some_and(|id| closed.contains(&id) || !seen.insert(id)));
+        batch.retain(|entry| {
+            entry.body.kind != AuditKind::Outcome
+                || !entry
+                    .body
+                    .call_id
+                    .is_some_and(|id| closed.contains(&id) || !seen.insert(id))
+        });
         batch.len() < before
     }
 
@@ -396,7 +484,14 @@ impl Writer {
 /// Notes what records open and close.
 fn note(open: &mut BTreeMap<Uuid, u64>, links: &[Link]) {
     for link in links {
-        let Some(id) = link.body.get("call_id").and_then(Value::as_str).and_then(|id| id.parse().ok()) else { continue };
+        let Some(id) = link
+            .body
+            .get("call_id")
+            .and_then(Value::as_str)
+            .and_then(|id| id.parse().ok())
+        else {
+            continue;
+        };
         match link.body.get("kind").and_then(Value::as_str) {
             Some("intent") => drop(open.insert(id, link.seq)),
             Some("outcome") => drop(open.remove(&id)),

@@ -105,16 +105,30 @@ impl Snapshot {
         .map_err(problem)?;
         let record = |row: &PgRow| {
             let (cursor, link) = link(row)?;
-            Ok(StoredRecord { cursor, link, columns: row.try_get("columns")? })
+            Ok(StoredRecord {
+                cursor,
+                link,
+                columns: row.try_get("columns")?,
+            })
         };
-        let records = rows.iter().map(record).collect::<Result<Vec<_>, sqlx::Error>>().map_err(problem)?;
+        let records = rows
+            .iter()
+            .map(record)
+            .collect::<Result<Vec<_>, sqlx::Error>>()
+            .map_err(problem)?;
         self.after = records.last().map_or(self.after, |record| record.cursor);
         Ok(records)
     }
 
     /// What of the tables is no longer as it was made, and could hide records from whoever reads them.
     pub(crate) async fn changed_tables(&mut self) -> Result<Vec<String>, ApiError> {
-        const TABLES: [&str; 5] = ["audit_events", "audit_streams", "audit_head", "audit_pump", "audit_checkpoints"];
+        const TABLES: [&str; 5] = [
+            "audit_events",
+            "audit_streams",
+            "audit_head",
+            "audit_pump",
+            "audit_checkpoints",
+        ];
         let mut changed: Vec<String> = sqlx::query_scalar(
             "select format('%s %s', c.relname, what.text) from pg_catalog.pg_class c cross join lateral (values
                  (c.relkind <> 'r', 'is no table any more'),
@@ -136,13 +150,22 @@ impl Snapshot {
         .fetch_all(&mut *self.transaction)
         .await
         .map_err(problem)?;
-        changed.extend(loose.into_iter().map(|name| format!("audit_events.{name} is no longer generated from the body")));
+        changed.extend(
+            loose
+                .into_iter()
+                .map(|name| format!("audit_events.{name} is no longer generated from the body")),
+        );
         Ok(changed)
     }
 }
 
 fn hash_of(bytes: &[u8]) -> Result<Hash, ApiError> {
-    bytes.try_into().map_err(|_| ApiError::new(cynode_api::ErrorCode::Internal, "what the database holds can't be read"))
+    bytes.try_into().map_err(|_| {
+        ApiError::new(
+            cynode_api::ErrorCode::Internal,
+            "what the database holds can't be read",
+        )
+    })
 }
 
 pub(crate) fn signed64(number: u64) -> i64 {
@@ -167,9 +190,20 @@ pub(super) fn link(row: &PgRow) -> Result<(i64, Link), sqlx::Error> {
 }
 
 /// Adds records to a stream, in one statement: they and where the stream stands then are there together, or not at all.
-async fn append(executor: impl PgExecutor<'_>, stream: Uuid, before: u64, open_from: u64, links: &[Link]) -> Result<u64, ApiError> {
-    let Some(last) = links.last() else { return Ok(0) };
-    let (seqs, times): (Vec<i64>, Vec<OffsetDateTime>) = links.iter().map(|link| (signed64(link.seq), link.at)).unzip();
+async fn append(
+    executor: impl PgExecutor<'_>,
+    stream: Uuid,
+    before: u64,
+    open_from: u64,
+    links: &[Link],
+) -> Result<u64, ApiError> {
+    let Some(last) = links.last() else {
+        return Ok(0);
+    };
+    let (seqs, times): (Vec<i64>, Vec<OffsetDateTime>) = links
+        .iter()
+        .map(|link| (signed64(link.seq), link.at))
+        .unzip();
     let bodies: Vec<&Value> = links.iter().map(|link| &link.body).collect();
     let hashes: Vec<&[u8]> = links.iter().map(|link| link.hash.as_slice()).collect();
     // No column of an index changes in the two rows: their new versions stay on their page.
@@ -210,8 +244,15 @@ impl Db {
     }
 
     /// Adds records. When it is not known whether they came, it is tried again with the same ones: they are there once.
-    pub(crate) async fn append_audit(connection: &mut PgConnection, stream: Uuid, open_from: u64, links: &[Link]) -> Result<Added, ApiError> {
-        let Some((first, last)) = links.first().zip(links.last()) else { return Ok(Added::Written) };
+    pub(crate) async fn append_audit(
+        connection: &mut PgConnection,
+        stream: Uuid,
+        open_from: u64,
+        links: &[Link],
+    ) -> Result<Added, ApiError> {
+        let Some((first, last)) = links.first().zip(links.last()) else {
+            return Ok(Added::Written);
+        };
         if append(&mut *connection, stream, first.seq - 1, open_from, links).await? > 0 {
             return Ok(Added::Written);
         }
@@ -220,8 +261,13 @@ impl Db {
             .fetch_optional(connection)
             .await
             .map_err(problem)?;
-        let Some(row) = row else { return Ok(Added::Closed) };
-        let (seq, hash): (i64, Vec<u8>) = (row.try_get("seq").map_err(problem)?, row.try_get("hash").map_err(problem)?);
+        let Some(row) = row else {
+            return Ok(Added::Closed);
+        };
+        let (seq, hash): (i64, Vec<u8>) = (
+            row.try_get("seq").map_err(problem)?,
+            row.try_get("hash").map_err(problem)?,
+        );
         // An attempt whose answer was lost.
         if seq == signed64(last.seq) && hash == last.hash {
             return Ok(Added::Written);
@@ -230,23 +276,30 @@ impl Db {
     }
 
     /// Says that the writers of these streams are alive.
-    pub(crate) async fn seen_streams(connection: &mut PgConnection, streams: &[Uuid]) -> Result<(), ApiError> {
-        sqlx::query("update audit_streams set seen_at = now() where stream = any($1) and closed_at is null")
-            .bind(streams)
-            .execute(connection)
-            .await
-            .map(drop)
-            .map_err(problem)
+    pub(crate) async fn seen_streams(
+        connection: &mut PgConnection,
+        streams: &[Uuid],
+    ) -> Result<(), ApiError> {
+        sqlx::query(
+            "update audit_streams set seen_at = now() where stream = any($1) and closed_at is null",
+        )
+        .bind(streams)
+        .execute(connection)
+        .await
+        .map(drop)
+        .map_err(problem)
     }
 
     /// Says that a stream gets no more records. What is open in it is closed by whoever looks next.
     pub(crate) async fn close_stream(&self, stream: Uuid) -> Result<(), ApiError> {
-        sqlx::query("update audit_streams set closed_at = coalesce(closed_at, now()) where stream = $1")
-            .bind(stream)
-            .execute(&self.pool)
-            .await
-            .map(drop)
-            .map_err(problem)
+        sqlx::query(
+            "update audit_streams set closed_at = coalesce(closed_at, now()) where stream = $1",
+        )
+        .bind(stream)
+        .execute(&self.pool)
+        .await
+        .map(drop)
+        .map_err(problem)
     }
 
     /// A stream whose writer is gone and that may hold open calls: this caller's for the next half minute.
@@ -268,7 +321,11 @@ impl Db {
     }
 
     /// Calls of a stream that have no outcome, oldest first.
-    pub(crate) async fn open_calls(&self, stream: Uuid, limit: i64) -> Result<Vec<OpenCall>, ApiError> {
+    pub(crate) async fn open_calls(
+        &self,
+        stream: Uuid,
+        limit: i64,
+    ) -> Result<Vec<OpenCall>, ApiError> {
         let rows = sqlx::query(
             "select i.at, i.body from audit_events i
              where i.stream = $1 and i.seq >= (select open_from from audit_streams where stream = $1) and i.kind = 'intent'
@@ -281,27 +338,47 @@ impl Db {
         .await
         .map_err(problem)?;
         rows.iter()
-            .map(|row| Ok(OpenCall { at: row.try_get("at").map_err(problem)?, since: None, intent: stored(row.try_get("body").map_err(problem)?)? }))
+            .map(|row| {
+                Ok(OpenCall {
+                    at: row.try_get("at").map_err(problem)?,
+                    since: None,
+                    intent: stored(row.try_get("body").map_err(problem)?)?,
+                })
+            })
             .collect()
     }
 
     /// Which of these calls have their outcome.
     pub(crate) async fn closed_calls(&self, calls: &[Uuid]) -> Result<Vec<Uuid>, ApiError> {
-        sqlx::query_scalar("select call_id from audit_events where call_id = any($1) and kind = 'outcome'")
-            .bind(calls)
-            .fetch_all(&self.pool)
-            .await
-            .map_err(problem)
+        sqlx::query_scalar(
+            "select call_id from audit_events where call_id = any($1) and kind = 'outcome'",
+        )
+        .bind(calls)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)
     }
 
     /// Whether something was made by a user, and not before a time. `None` when there is nothing under that id.
-    pub(crate) async fn was_made(&self, table: &'static str, id: Uuid, user: Option<Uuid>, since: OffsetDateTime) -> Result<Option<bool>, ApiError> {
+    pub(crate) async fn was_made(
+        &self,
+        table: &'static str,
+        id: Uuid,
+        user: Option<Uuid>,
+        since: OffsetDateTime,
+    ) -> Result<Option<bool>, ApiError> {
         let statement = if table == "jobs" {
             "select coalesce(owner_id = $2 and created_at >= $3, false) from jobs where job_id = $1"
         } else {
             "select coalesce(owner_id = $2 and created_at >= $3, false) from sessions where session_id = $1"
         };
-        sqlx::query_scalar(statement).bind(id).bind(user).bind(since).fetch_optional(&self.pool).await.map_err(problem)
+        sqlx::query_scalar(statement)
+            .bind(id)
+            .bind(user)
+            .bind(since)
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)
     }
 
     /// Makes room after records that somebody else put where the next ones belong.
@@ -324,7 +401,11 @@ impl Db {
     }
 
     /// Nothing in it is open any more; or, if something is, somebody looks again soon.
-    pub(crate) async fn settle_stream(&self, stream: Uuid, is_settled: bool) -> Result<(), ApiError> {
+    pub(crate) async fn settle_stream(
+        &self,
+        stream: Uuid,
+        is_settled: bool,
+    ) -> Result<(), ApiError> {
         sqlx::query(
             "update audit_streams set settled_at = case when $2 then now() end, lease_until = now() + case when $2 then interval '0' else interval '2 seconds' end
              where stream = $1",
@@ -345,11 +426,23 @@ impl Db {
         body: impl Fn(&Told, Option<&Map<String, Value>>) -> Value,
     ) -> Result<Option<Option<Head>>, ApiError> {
         let mut transaction = self.begin().await?;
-        let from: i64 = sqlx::query_scalar("select event_cursor from audit_pump for update").fetch_one(&mut *transaction).await.map_err(problem)?;
-        let rows =
-            sqlx::query("select * from events where cursor > $1 order by cursor limit 500").bind(from).fetch_all(&mut *transaction).await.map_err(problem)?;
-        let told = rows.iter().map(super::events::event).collect::<Result<Vec<_>, _>>().map_err(problem)?;
-        let Some(last) = told.last().map(|event| event.cursor) else { return Ok(Some(None)) };
+        let from: i64 = sqlx::query_scalar("select event_cursor from audit_pump for update")
+            .fetch_one(&mut *transaction)
+            .await
+            .map_err(problem)?;
+        let rows = sqlx::query("select * from events where cursor > $1 order by cursor limit 500")
+            .bind(from)
+            .fetch_all(&mut *transaction)
+            .await
+            .map_err(problem)?;
+        let told = rows
+            .iter()
+            .map(super::events::event)
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(problem)?;
+        let Some(last) = told.last().map(|event| event.cursor) else {
+            return Ok(Some(None));
+        };
         let head = sqlx::query("select seq, hash from audit_streams where stream = $1 and closed_at is null for update")
             .bind(stream)
             .fetch_optional(&mut *transaction)
@@ -357,12 +450,30 @@ impl Db {
             .map_err(problem)?;
         let Some(head) = head else { return Ok(None) };
         let seq = unsigned64(head.try_get("seq").map_err(problem)?);
-        let mut chain = Chain::resume(stream, Head { seq, hash: hash_of(&head.try_get::<Vec<u8>, _>("hash").map_err(problem)?)? });
+        let mut chain = Chain::resume(
+            stream,
+            Head {
+                seq,
+                hash: hash_of(&head.try_get::<Vec<u8>, _>("hash").map_err(problem)?)?,
+            },
+        );
         let ended = ends_of(&mut transaction, &told).await?;
-        let of = |event: &Told| event.job_id.filter(|_| event.state != "accepted" && event.state != "in_progress").and_then(|id| ended.get(id.as_uuid()));
-        let links: Vec<Link> = told.iter().map(|event| chain.append(OffsetDateTime::now_utc(), body(event, of(event)))).collect();
+        let of = |event: &Told| {
+            event
+                .job_id
+                .filter(|_| event.state != "accepted" && event.state != "in_progress")
+                .and_then(|id| ended.get(id.as_uuid()))
+        };
+        let links: Vec<Link> = told
+            .iter()
+            .map(|event| chain.append(OffsetDateTime::now_utc(), body(event, of(event))))
+            .collect();
         append(&mut *transaction, stream, seq, chain.head().seq + 1, &links).await?;
-        sqlx::query("update audit_pump set event_cursor = $1").bind(last).execute(&mut *transaction).await.map_err(problem)?;
+        sqlx::query("update audit_pump set event_cursor = $1")
+            .bind(last)
+            .execute(&mut *transaction)
+            .await
+            .map_err(problem)?;
         commit(transaction).await?;
         Ok(Some(Some(chain.head())))
     }
@@ -370,27 +481,57 @@ impl Db {
     /// The trail as it is at this moment, whatever is added or removed meanwhile.
     pub(crate) async fn audit_snapshot(&self) -> Result<Snapshot, ApiError> {
         let mut transaction = self.begin().await?;
-        sqlx::query("set transaction isolation level repeatable read read only").execute(&mut *transaction).await.map_err(problem)?;
+        sqlx::query("set transaction isolation level repeatable read read only")
+            .execute(&mut *transaction)
+            .await
+            .map_err(problem)?;
         let checkpoints: Vec<(i64, String)> =
-            sqlx::query_as("select number, line from audit_checkpoints order by number").fetch_all(&mut *transaction).await.map_err(problem)?;
-        let (last, truncated): (i64, i64) = sqlx::query_as("select last, truncated from audit_head").fetch_one(&mut *transaction).await.map_err(problem)?;
-        let checkpoints = checkpoints.into_iter().map(|(number, line)| (unsigned64(number), line)).collect();
-        Ok(Snapshot { transaction, checkpoints, count: unsigned64(last.saturating_sub(truncated)), last, after: i64::MIN })
+            sqlx::query_as("select number, line from audit_checkpoints order by number")
+                .fetch_all(&mut *transaction)
+                .await
+                .map_err(problem)?;
+        let (last, truncated): (i64, i64) =
+            sqlx::query_as("select last, truncated from audit_head")
+                .fetch_one(&mut *transaction)
+                .await
+                .map_err(problem)?;
+        let checkpoints = checkpoints
+            .into_iter()
+            .map(|(number, line)| (unsigned64(number), line))
+            .collect();
+        Ok(Snapshot {
+            transaction,
+            checkpoints,
+            count: unsigned64(last.saturating_sub(truncated)),
+            last,
+            after: i64::MIN,
+        })
     }
 
     /// Some of the checkpoints after a number: the next in order.
-    pub(crate) async fn some_checkpoints(&self, after: u64) -> Result<Vec<(u64, String)>, ApiError> {
-        let rows: Vec<(i64, String)> = sqlx::query_as("select number, line from audit_checkpoints where number > $1 order by number limit $2")
-            .bind(signed64(after))
-            .bind(CHECKPOINTS_AT_ONCE)
-            .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
-        Ok(rows.into_iter().map(|(number, line)| (unsigned64(number), line)).collect())
+    pub(crate) async fn some_checkpoints(
+        &self,
+        after: u64,
+    ) -> Result<Vec<(u64, String)>, ApiError> {
+        let rows: Vec<(i64, String)> = sqlx::query_as(
+            "select number, line from audit_checkpoints where number > $1 order by number limit $2",
+        )
+        .bind(signed64(after))
+        .bind(CHECKPOINTS_AT_ONCE)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        Ok(rows
+            .into_iter()
+            .map(|(number, line)| (unsigned64(number), line))
+            .collect())
     }
 
     /// The checkpoints after a number, in order, each with its number.
-    pub(crate) async fn checkpoints_by(connection: &mut PgConnection, after: u64) -> Result<Vec<(u64, String)>, ApiError> {
+    pub(crate) async fn checkpoints_by(
+        connection: &mut PgConnection,
+        after: u64,
+    ) -> Result<Vec<(u64, String)>, ApiError> {
         checkpoints(connection, after).await
     }
 
@@ -412,8 +553,14 @@ impl Db {
         // Before all else: whoever signs from here on takes the number that this one is to have.
         let (before, prev) = last_checkpoint(&mut transaction).await?;
         // First how far the records go, then the heads: every record up to there is under one of them.
-        let state = sqlx::query("select last, truncated from audit_head").fetch_one(&mut *transaction).await.map_err(problem)?;
-        let (cursor, truncated): (i64, i64) = (state.try_get("last").map_err(problem)?, state.try_get("truncated").map_err(problem)?);
+        let state = sqlx::query("select last, truncated from audit_head")
+            .fetch_one(&mut *transaction)
+            .await
+            .map_err(problem)?;
+        let (cursor, truncated): (i64, i64) = (
+            state.try_get("last").map_err(problem)?,
+            state.try_get("truncated").map_err(problem)?,
+        );
         let streams =
             sqlx::query("select stream, seq, hash from audit_streams where seq > 0 and ($1 or settled_at is null or settled_at > now() - interval '1 day')")
                 .bind(all)
@@ -421,9 +568,15 @@ impl Db {
                 .await
                 .map_err(problem)?;
         let mut heads = heads_of(&streams)?;
-        let is_signed = |stream: &Uuid, head: &Head| signed.get(stream).is_some_and(|seq| *seq >= head.seq);
+        let is_signed =
+            |stream: &Uuid, head: &Head| signed.get(stream).is_some_and(|seq| *seq >= head.seq);
         heads.retain(|stream, head| !is_signed(stream, head));
-        let is_ahead = |own: &BTreeMap<Uuid, Head>| heads.get(&live).filter(|head| own.get(&live).is_none_or(|own| own.seq < head.seq)).copied();
+        let is_ahead = |own: &BTreeMap<Uuid, Head>| {
+            heads
+                .get(&live)
+                .filter(|head| own.get(&live).is_none_or(|own| own.seq < head.seq))
+                .copied()
+        };
         let mut known = own();
         for _ in 0..NOTICED_AFTER {
             if is_ahead(&known).is_none() {
@@ -470,7 +623,10 @@ impl Db {
             cut: BTreeMap::new(),
             truncated_records: unsigned64(truncated),
         };
-        if write_checkpoint(&mut transaction, checkpoint, key).await?.is_none() {
+        if write_checkpoint(&mut transaction, checkpoint, key)
+            .await?
+            .is_none()
+        {
             return Ok(Signature::Nothing);
         }
         transaction.commit().await.map_err(problem)?;
@@ -478,8 +634,14 @@ impl Db {
     }
 
     /// Notes how far streams are signed, for retention. Not with the checkpoint: whoever holds one of these rows holds up this alone.
-    pub(crate) async fn note_signed(connection: &mut PgConnection, heads: &BTreeMap<Uuid, Head>) -> Result<(), ApiError> {
-        let (streams, seqs): (Vec<Uuid>, Vec<i64>) = heads.iter().map(|(stream, head)| (*stream, signed64(head.seq))).unzip();
+    pub(crate) async fn note_signed(
+        connection: &mut PgConnection,
+        heads: &BTreeMap<Uuid, Head>,
+    ) -> Result<(), ApiError> {
+        let (streams, seqs): (Vec<Uuid>, Vec<i64>) = heads
+            .iter()
+            .map(|(stream, head)| (*stream, signed64(head.seq)))
+            .unzip();
         sqlx::query(
             "insert into audit_signed (stream, seq) select * from unnest($1::uuid[], $2::bigint[])
              on conflict (stream) do update set seq = excluded.seq",
@@ -497,10 +659,19 @@ impl Db {
     /// Makes one checkpoint that says what all say together, and removes those below the full one before it: a line a second would be
     /// there for ever. Only if they are whole, and end with the one that the file outside has last: else they are evidence, and stay.
     /// One generation stays too, for orchestrators that have not copied it yet.
-    pub(crate) async fn fold_checkpoints(connection: &mut PgConnection, key: &SigningKey, last: (u64, Hash)) -> Result<(), ApiError> {
+    pub(crate) async fn fold_checkpoints(
+        connection: &mut PgConnection,
+        key: &SigningKey,
+        last: (u64, Hash),
+    ) -> Result<(), ApiError> {
         let lines = checkpoints(&mut *connection, 0).await?;
         let public = key.public();
-        let folded = tokio::task::block_in_place(|| cynode_audit::fold(lines.iter().map(|(number, line)| (*number, line.as_str())), &public));
+        let folded = tokio::task::block_in_place(|| {
+            cynode_audit::fold(
+                lines.iter().map(|(number, line)| (*number, line.as_str())),
+                &public,
+            )
+        });
         let (folded, newest) = match folded {
             Ok(Some(folded)) => folded,
             Ok(None) => return Ok(()),
@@ -513,23 +684,45 @@ impl Db {
             return Ok(());
         }
         let is_full = |line: &str| Signed::parse(line).is_ok_and(|signed| signed.checkpoint.full);
-        let before = lines.iter().rev().find(|(_, line)| is_full(line)).map_or(0, |(number, _)| *number);
+        let before = lines
+            .iter()
+            .rev()
+            .find(|(_, line)| is_full(line))
+            .map_or(0, |(number, _)| *number);
         let mut transaction = connection.begin().await.map_err(problem)?;
         if last_checkpoint(&mut transaction).await? != newest {
             return Ok(());
         }
-        let removed: Vec<(i64, String)> = sqlx::query_as("delete from audit_checkpoints where number < $1 returning number, line")
-            .bind(signed64(before))
-            .fetch_all(&mut *transaction)
-            .await
-            .map_err(problem)?;
+        let removed: Vec<(i64, String)> = sqlx::query_as(
+            "delete from audit_checkpoints where number < $1 returning number, line",
+        )
+        .bind(signed64(before))
+        .fetch_all(&mut *transaction)
+        .await
+        .map_err(problem)?;
         // What goes is what was read: a line that somebody changed in between stays.
-        let known: BTreeMap<i64, &str> = lines.iter().map(|(number, line)| (signed64(*number), line.as_str())).collect();
-        if removed.iter().any(|(number, line)| known.get(number) != Some(&line.as_str())) {
+        let known: BTreeMap<i64, &str> = lines
+            .iter()
+            .map(|(number, line)| (signed64(*number), line.as_str()))
+            .collect();
+        if removed
+            .iter()
+            .any(|(number, line)| known.get(number) != Some(&line.as_str()))
+        {
             return Ok(());
         }
         // Somebody has signed meanwhile: then it is tried again later.
-        if write_checkpoint(&mut transaction, Checkpoint { at: OffsetDateTime::now_utc(), ..folded }, key).await?.is_none() {
+        if write_checkpoint(
+            &mut transaction,
+            Checkpoint {
+                at: OffsetDateTime::now_utc(),
+                ..folded
+            },
+            key,
+        )
+        .await?
+        .is_none()
+        {
             return Ok(());
         }
         transaction.commit().await.map_err(problem)
@@ -548,7 +741,11 @@ impl Db {
 
     /// Removes the oldest records that are older than so many days, some at a time, and signs that: which streams were cut, and
     /// where. What is open, or not signed yet, stays. Says how many, and the line.
-    pub(crate) async fn truncate_audit(&self, days: u32, key: &SigningKey) -> Result<Option<(u64, String)>, ApiError> {
+    pub(crate) async fn truncate_audit(
+        &self,
+        days: u32,
+        key: &SigningKey,
+    ) -> Result<Option<(u64, String)>, ApiError> {
         let mut transaction = self.begin().await?;
         // Before all else: whoever signs from here on takes the number that this one is to have, and then nothing is removed.
         let (before, prev) = last_checkpoint(&mut transaction).await?;
@@ -571,7 +768,12 @@ impl Db {
                 .await
                 .map_err(problem)?,
         )?;
-        let removed = sqlx::query("delete from audit_events where cursor <= $1").bind(up_to).execute(&mut *transaction).await.map_err(problem)?.rows_affected();
+        let removed = sqlx::query("delete from audit_events where cursor <= $1")
+            .bind(up_to)
+            .execute(&mut *transaction)
+            .await
+            .map_err(problem)?
+            .rows_affected();
         // Streams of which nothing is left are forgotten with their last record.
         sqlx::query("delete from audit_streams s where settled_at is not null and not exists (select from audit_events e where e.stream = s.stream)")
             .execute(&mut *transaction)
@@ -581,16 +783,29 @@ impl Db {
             .execute(&mut *transaction)
             .await
             .map_err(problem)?;
-        let state = sqlx::query("update audit_head set truncated = truncated + $1 returning last, truncated")
-            .bind(signed64(removed))
-            .fetch_one(&mut *transaction)
-            .await
-            .map_err(problem)?;
-        let (cursor, truncated): (i64, i64) = (state.try_get("last").map_err(problem)?, state.try_get("truncated").map_err(problem)?);
-        let heads = heads_of(&sqlx::query("select stream, seq, hash from audit_streams where seq > 0").fetch_all(&mut *transaction).await.map_err(problem)?)?;
+        let state = sqlx::query(
+            "update audit_head set truncated = truncated + $1 returning last, truncated",
+        )
+        .bind(signed64(removed))
+        .fetch_one(&mut *transaction)
+        .await
+        .map_err(problem)?;
+        let (cursor, truncated): (i64, i64) = (
+            state.try_get("last").map_err(problem)?,
+            state.try_get("truncated").map_err(problem)?,
+        );
+        let heads = heads_of(
+            &sqlx::query("select stream, seq, hash from audit_streams where seq > 0")
+                .fetch_all(&mut *transaction)
+                .await
+                .map_err(problem)?,
+        )?;
         // Cuts of streams that are still there go on to count: those that the full checkpoint before this one has.
         let lines: Vec<String> =
-            sqlx::query_scalar("select line from audit_checkpoints order by number").fetch_all(&mut *transaction).await.map_err(problem)?;
+            sqlx::query_scalar("select line from audit_checkpoints order by number")
+                .fetch_all(&mut *transaction)
+                .await
+                .map_err(problem)?;
         let mut cuts = BTreeMap::new();
         for signed in lines.iter().filter_map(|line| Signed::parse(line).ok()) {
             cuts.extend(signed.checkpoint.cut);
@@ -609,17 +824,30 @@ impl Db {
         };
         let number = signed64(checkpoint.number);
         let heads = checkpoint.heads.clone();
-        let Some(line) = write_checkpoint(&mut transaction, checkpoint, key).await? else { return Ok(None) };
+        let Some(line) = write_checkpoint(&mut transaction, checkpoint, key).await? else {
+            return Ok(None);
+        };
         Self::note_signed(&mut transaction, &heads).await?;
-        sqlx::query("delete from audit_checkpoints where number < $1").bind(number).execute(&mut *transaction).await.map_err(problem)?;
+        sqlx::query("delete from audit_checkpoints where number < $1")
+            .bind(number)
+            .execute(&mut *transaction)
+            .await
+            .map_err(problem)?;
         commit(transaction).await?;
         Ok(Some((removed, line)))
     }
 }
 
 /// How jobs ended: code, node, image, and of the output size and hash as it is kept.
-async fn ends_of(connection: &mut PgConnection, told: &[Told]) -> Result<BTreeMap<Uuid, Map<String, Value>>, ApiError> {
-    let ids: Vec<Uuid> = told.iter().filter_map(|event| event.job_id).map(|id| *id.as_uuid()).collect();
+async fn ends_of(
+    connection: &mut PgConnection,
+    told: &[Told],
+) -> Result<BTreeMap<Uuid, Map<String, Value>>, ApiError> {
+    let ids: Vec<Uuid> = told
+        .iter()
+        .filter_map(|event| event.job_id)
+        .map(|id| *id.as_uuid())
+        .collect();
     if ids.is_empty() {
         return Ok(BTreeMap::new());
     }
@@ -634,14 +862,23 @@ async fn ends_of(connection: &mut PgConnection, told: &[Told]) -> Result<BTreeMa
     .fetch_all(connection)
     .await
     .map_err(problem)?;
-    Ok(rows.into_iter().filter_map(|(id, end)| Some((id, end.as_object()?.clone()))).collect())
+    Ok(rows
+        .into_iter()
+        .filter_map(|(id, end)| Some((id, end.as_object()?.clone())))
+        .collect())
 }
 
 fn heads_of(rows: &[PgRow]) -> Result<BTreeMap<Uuid, Head>, ApiError> {
     let mut heads = BTreeMap::new();
     for row in rows {
         let seq = unsigned64(row.try_get("seq").map_err(problem)?);
-        heads.insert(row.try_get::<Uuid, _>("stream").map_err(problem)?, Head { seq, hash: hash_of(&row.try_get::<Vec<u8>, _>("hash").map_err(problem)?)? });
+        heads.insert(
+            row.try_get::<Uuid, _>("stream").map_err(problem)?,
+            Head {
+                seq,
+                hash: hash_of(&row.try_get::<Vec<u8>, _>("hash").map_err(problem)?)?,
+            },
+        );
     }
     Ok(heads)
 }
@@ -649,31 +886,55 @@ fn heads_of(rows: &[PgRow]) -> Result<BTreeMap<Uuid, Head>, ApiError> {
 /// The number and hash of the newest checkpoint.
 async fn last_checkpoint(connection: &mut PgConnection) -> Result<(u64, Hash), ApiError> {
     let last: Option<(i64, String)> =
-        sqlx::query_as("select number, line from audit_checkpoints order by number desc limit 1").fetch_optional(connection).await.map_err(problem)?;
-    let Some((number, line)) = last else { return Ok((0, Checkpoint::FIRST)) };
+        sqlx::query_as("select number, line from audit_checkpoints order by number desc limit 1")
+            .fetch_optional(connection)
+            .await
+            .map_err(problem)?;
+    let Some((number, line)) = last else {
+        return Ok((0, Checkpoint::FIRST));
+    };
     // One that can't be read any more is what `verify` is for; signing goes on after it.
-    let signed = Signed::parse(&line).inspect_err(|error| tracing::error!(%error, number, "A checkpoint of the audit trail can't be read."));
-    Ok((unsigned64(number), signed.map_or([0; 32], |signed| signed.hash)))
+    let signed = Signed::parse(&line).inspect_err(
+        |error| tracing::error!(%error, number, "A checkpoint of the audit trail can't be read."),
+    );
+    Ok((
+        unsigned64(number),
+        signed.map_or([0; 32], |signed| signed.hash),
+    ))
 }
 
 /// Writes the line of a checkpoint, and says it; not when there is one with its number.
-async fn write_checkpoint(connection: &mut PgConnection, checkpoint: Checkpoint, key: &SigningKey) -> Result<Option<String>, ApiError> {
+async fn write_checkpoint(
+    connection: &mut PgConnection,
+    checkpoint: Checkpoint,
+    key: &SigningKey,
+) -> Result<Option<String>, ApiError> {
     let number = signed64(checkpoint.number);
     let line = checkpoint.sign(key).to_line();
-    let written = sqlx::query("insert into audit_checkpoints (number, line) values ($1, $2) on conflict do nothing")
-        .bind(number)
-        .bind(&line)
-        .execute(connection)
-        .await
-        .map_err(problem)?;
+    let written = sqlx::query(
+        "insert into audit_checkpoints (number, line) values ($1, $2) on conflict do nothing",
+    )
+    .bind(number)
+    .bind(&line)
+    .execute(connection)
+    .await
+    .map_err(problem)?;
     Ok((written.rows_affected() > 0).then_some(line))
 }
 
-async fn checkpoints(executor: impl PgExecutor<'_>, after: u64) -> Result<Vec<(u64, String)>, ApiError> {
-    let rows: Vec<(i64, String)> = sqlx::query_as("select number, line from audit_checkpoints where number > $1 order by number")
-        .bind(signed64(after))
-        .fetch_all(executor)
-        .await
-        .map_err(problem)?;
-    Ok(rows.into_iter().map(|(number, line)| (unsigned64(number), line)).collect())
+async fn checkpoints(
+    executor: impl PgExecutor<'_>,
+    after: u64,
+) -> Result<Vec<(u64, String)>, ApiError> {
+    let rows: Vec<(i64, String)> = sqlx::query_as(
+        "select number, line from audit_checkpoints where number > $1 order by number",
+    )
+    .bind(signed64(after))
+    .fetch_all(executor)
+    .await
+    .map_err(problem)?;
+    Ok(rows
+        .into_iter()
+        .map(|(number, line)| (unsigned64(number), line))
+        .collect())
 }

@@ -34,7 +34,14 @@ const WINDOW: i64 = 100;
 
 fn record(row: &PgRow) -> Result<AuditRecord, ApiError> {
     let (cursor, link) = link(row).map_err(problem)?;
-    Ok(AuditRecord { cursor, stream: link.stream, seq: link.seq, at: link.at, body: stored(link.body)?, hash: crate::blobs::hex(&link.hash) })
+    Ok(AuditRecord {
+        cursor,
+        stream: link.stream,
+        seq: link.seq,
+        at: link.at,
+        body: stored(link.body)?,
+        hash: crate::blobs::hex(&link.hash),
+    })
 }
 
 impl Db {
@@ -52,15 +59,28 @@ impl Db {
     }
 
     /// The records after a cursor, and the cursor to go on from.
-    pub(crate) async fn audit_page(&self, wanted: &Wanted, after: i64, (from, to): (i64, i64), limit: u32) -> Result<AuditPage, ApiError> {
+    pub(crate) async fn audit_page(
+        &self,
+        wanted: &Wanted,
+        after: i64,
+        (from, to): (i64, i64),
+        limit: u32,
+    ) -> Result<AuditPage, ApiError> {
         // Who is named by an id is found by name, and told from others of that name then.
-        let id = wanted.subject.as_ref().and_then(|subject| Uuid::parse_str(subject).ok());
+        let id = wanted
+            .subject
+            .as_ref()
+            .and_then(|subject| Uuid::parse_str(subject).ok());
         let named = match id {
             Some(id) => self.subject_name(id).await?,
             None => None,
         };
         // A name may look like an id.
-        let (name, id) = if named.is_some() { (named, id) } else { (wanted.subject.clone(), None) };
+        let (name, id) = if named.is_some() {
+            (named, id)
+        } else {
+            (wanted.subject.clone(), None)
+        };
         let _turn = READING.acquire().await;
         let mut rows = sqlx::query(
             "select cursor, stream, seq, at, body, hash from audit_events
@@ -96,13 +116,22 @@ impl Db {
             }
             items.push(record);
         }
-        let next_cursor = items.last().map_or(after, |record: &AuditRecord| record.cursor);
-        Ok(AuditPage { items, next_cursor, truncated })
+        let next_cursor = items
+            .last()
+            .map_or(after, |record: &AuditRecord| record.cursor);
+        Ok(AuditPage {
+            items,
+            next_cursor,
+            truncated,
+        })
     }
 
     /// The newest cursor.
     pub(crate) async fn audit_last(&self) -> Result<i64, ApiError> {
-        sqlx::query_scalar("select last from audit_head").fetch_one(&self.pool).await.map_err(problem)
+        sqlx::query_scalar("select last from audit_head")
+            .fetch_one(&self.pool)
+            .await
+            .map_err(problem)
     }
 
     /// What a user, or the user of a token, is called.
@@ -123,20 +152,26 @@ impl Db {
             Edge::Latest => 0,
             Edge::Earliest => i64::MAX,
         };
-        let ends: (Option<i64>, i64) = sqlx::query_as("select (select min(cursor) from audit_events where cursor > 0), last from audit_head")
-            .fetch_one(&self.pool)
-            .await
-            .map_err(problem)?;
-        let (Some(mut low), last) = ends else { return Ok(all) };
+        let ends: (Option<i64>, i64) = sqlx::query_as(
+            "select (select min(cursor) from audit_events where cursor > 0), last from audit_head",
+        )
+        .fetch_one(&self.pool)
+        .await
+        .map_err(problem)?;
+        let (Some(mut low), last) = ends else {
+            return Ok(all);
+        };
         let mut high = last;
         while high.saturating_sub(low) > WINDOW {
             let middle = low + (high - low) / 2;
-            let times: Vec<OffsetDateTime> = sqlx::query_scalar("select at from audit_events where cursor >= $1 and cursor < $2")
-                .bind(middle)
-                .bind(middle.saturating_add(WINDOW))
-                .fetch_all(&self.pool)
-                .await
-                .map_err(problem)?;
+            let times: Vec<OffsetDateTime> = sqlx::query_scalar(
+                "select at from audit_events where cursor >= $1 and cursor < $2",
+            )
+            .bind(middle)
+            .bind(middle.saturating_add(WINDOW))
+            .fetch_all(&self.pool)
+            .await
+            .map_err(problem)?;
             if (times.len() as u64) < WINDOW.min(last - middle + 1).unsigned_abs() {
                 return Ok(all);
             }
@@ -144,7 +179,11 @@ impl Db {
                 Edge::Latest => times.iter().max().is_some_and(|latest| *latest < at),
                 Edge::Earliest => times.iter().min().is_some_and(|earliest| *earliest <= at),
             };
-            if is_earlier { low = middle } else { high = middle }
+            if is_earlier {
+                low = middle
+            } else {
+                high = middle
+            }
         }
         Ok(match edge {
             Edge::Latest => low - 1,

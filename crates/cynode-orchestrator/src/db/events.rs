@@ -38,10 +38,16 @@ pub(super) fn event(row: &PgRow) -> Result<Event, sqlx::Error> {
         cursor: row.try_get("cursor")?,
         at: row.try_get("at")?,
         kind: row.try_get("type")?,
-        project_id: row.try_get::<Option<Uuid>, _>("project_id")?.map(ProjectId::from_uuid),
+        project_id: row
+            .try_get::<Option<Uuid>, _>("project_id")?
+            .map(ProjectId::from_uuid),
         task_id: TaskId::from_uuid(row.try_get("task_id")?),
-        job_id: row.try_get::<Option<Uuid>, _>("job_id")?.map(JobId::from_uuid),
-        session_id: row.try_get::<Option<Uuid>, _>("session_id")?.map(SessionId::from_uuid),
+        job_id: row
+            .try_get::<Option<Uuid>, _>("job_id")?
+            .map(JobId::from_uuid),
+        session_id: row
+            .try_get::<Option<Uuid>, _>("session_id")?
+            .map(SessionId::from_uuid),
         state: row.try_get("state")?,
         result_ref: row.try_get("result_ref")?,
     })
@@ -63,21 +69,42 @@ pub(super) async fn add(connection: &mut PgConnection, new: &NewEvent) -> Result
     .execute(&mut *connection)
     .await
     .map_err(problem)?;
-    sqlx::query("select pg_notify($1, '')").bind(CHANNEL).execute(connection).await.map(drop).map_err(problem)
+    sqlx::query("select pg_notify($1, '')")
+        .bind(CHANNEL)
+        .execute(connection)
+        .await
+        .map(drop)
+        .map_err(problem)
 }
 
 impl Db {
     /// The events after a cursor, and the cursor to go on from. One that is too old is refused: something was missed.
-    pub(crate) async fn events(&self, readable: &Readable, after: i64, limit: u32) -> Result<(Vec<Event>, i64), ApiError> {
-        let head = sqlx::query("select last, expired from event_head").fetch_one(&self.pool).await.map_err(problem)?;
-        let (last, expired): (i64, i64) = (head.try_get("last").map_err(problem)?, head.try_get("expired").map_err(problem)?);
+    pub(crate) async fn events(
+        &self,
+        readable: &Readable,
+        after: i64,
+        limit: u32,
+    ) -> Result<(Vec<Event>, i64), ApiError> {
+        let head = sqlx::query("select last, expired from event_head")
+            .fetch_one(&self.pool)
+            .await
+            .map_err(problem)?;
+        let (last, expired): (i64, i64) = (
+            head.try_get("last").map_err(problem)?,
+            head.try_get("expired").map_err(problem)?,
+        );
         // Who names none begins with the first that is kept.
         let after = if after == 0 { expired } else { after };
         if after < expired {
-            return Err(ApiError::new(ErrorCode::CursorExpired, format!("events up to {expired} are no longer kept")));
+            return Err(ApiError::new(
+                ErrorCode::CursorExpired,
+                format!("events up to {expired} are no longer kept"),
+            ));
         }
         if after > last {
-            return Err(ApiError::invalid(format!("after: {after} lies beyond the newest event, {last}")));
+            return Err(ApiError::invalid(format!(
+                "after: {after} lies beyond the newest event, {last}"
+            )));
         }
         let tasks: Vec<Uuid> = readable.task_ids.iter().map(|id| *id.as_uuid()).collect();
         let rows = sqlx::query(
@@ -99,9 +126,17 @@ impl Db {
         .fetch_all(&self.pool)
         .await
         .map_err(problem)?;
-        let items = rows.iter().map(event).collect::<Result<Vec<_>, _>>().map_err(problem)?;
+        let items = rows
+            .iter()
+            .map(event)
+            .collect::<Result<Vec<_>, _>>()
+            .map_err(problem)?;
         // What others may read lies between: it need not be looked through again.
-        let next = if items.len() < limit as usize { last } else { items.last().map_or(after, |event| event.cursor) };
+        let next = if items.len() < limit as usize {
+            last
+        } else {
+            items.last().map_or(after, |event| event.cursor)
+        };
         Ok((items, next))
     }
 
@@ -124,8 +159,13 @@ impl Db {
 
     /// Waits for the next event, by notification; ends also when that can't be had any more.
     pub(crate) async fn listener(&self) -> Result<sqlx::postgres::PgListener, ApiError> {
-        let mut listener = sqlx::postgres::PgListener::connect_with(&self.pool).await.map_err(problem)?;
-        listener.listen_all([CHANNEL, super::policies::CHANNEL]).await.map_err(problem)?;
+        let mut listener = sqlx::postgres::PgListener::connect_with(&self.pool)
+            .await
+            .map_err(problem)?;
+        listener
+            .listen_all([CHANNEL, super::policies::CHANNEL])
+            .await
+            .map_err(problem)?;
         Ok(listener)
     }
 }

@@ -29,7 +29,13 @@ fn running(row: &PgRow) -> Result<RunningExec, sqlx::Error> {
 }
 
 impl Db {
-    pub(crate) async fn insert_exec(&self, exec_id: ExecId, session_id: SessionId, call_id: Uuid, created_by: &str) -> Result<(), ApiError> {
+    pub(crate) async fn insert_exec(
+        &self,
+        exec_id: ExecId,
+        session_id: SessionId,
+        call_id: Uuid,
+        created_by: &str,
+    ) -> Result<(), ApiError> {
         sqlx::query("insert into execs (exec_id, session_id, call_id, state, created_by) values ($1, $2, $3, 'running', $4) on conflict do nothing")
             .bind(exec_id.as_uuid())
             .bind(session_id.as_uuid())
@@ -53,11 +59,17 @@ impl Db {
         .fetch_all(&self.pool)
         .await
         .map_err(problem)?;
-        rows.iter().map(running).collect::<Result<_, _>>().map_err(problem)
+        rows.iter()
+            .map(running)
+            .collect::<Result<_, _>>()
+            .map_err(problem)
     }
 
     /// Those of a session.
-    pub(crate) async fn running_execs(&self, session_id: SessionId) -> Result<Vec<RunningExec>, ApiError> {
+    pub(crate) async fn running_execs(
+        &self,
+        session_id: SessionId,
+    ) -> Result<Vec<RunningExec>, ApiError> {
         let rows = sqlx::query(
             "select e.exec_id, e.session_id, e.call_id, s.node_id, false as is_gone
              from execs e join sessions s on s.session_id = e.session_id where e.session_id = $1 and e.state = 'running'",
@@ -66,11 +78,19 @@ impl Db {
         .fetch_all(&self.pool)
         .await
         .map_err(problem)?;
-        rows.iter().map(running).collect::<Result<_, _>>().map_err(problem)
+        rows.iter()
+            .map(running)
+            .collect::<Result<_, _>>()
+            .map_err(problem)
     }
 
     /// Writes down how a command ended. Says whether that is news.
-    pub(crate) async fn end_exec(&self, exec_id: ExecId, state: &str, exit: Option<&Value>) -> Result<bool, ApiError> {
+    pub(crate) async fn end_exec(
+        &self,
+        exec_id: ExecId,
+        state: &str,
+        exit: Option<&Value>,
+    ) -> Result<bool, ApiError> {
         let done = sqlx::query("update execs set state = $2, exit = $3, ended_at = now() where exec_id = $1 and state = 'running'")
             .bind(exec_id.as_uuid())
             .bind(state)

@@ -1,6 +1,9 @@
 //! Users, groups and tokens.
 
-use cynode_api::{ErrorCode, Group, GroupId, JobId, Page, ProjectId, SessionId, TaskId, Token, TokenId, TokenKind, User, UserId};
+use cynode_api::{
+    ErrorCode, Group, GroupId, JobId, Page, ProjectId, SessionId, TaskId, Token, TokenId,
+    TokenKind, User, UserId,
+};
 use cynode_service::ApiError;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
 use time::OffsetDateTime;
@@ -60,14 +63,23 @@ fn authenticated(row: &PgRow) -> Result<Authenticated, sqlx::Error> {
         user_id: UserId::from_uuid(row.try_get("user_id")?),
         user_name: row.try_get("user_name")?,
         is_admin: row.try_get("is_admin")?,
-        project_id: row.try_get::<Option<Uuid>, _>("project_id")?.map(ProjectId::from_uuid),
+        project_id: row
+            .try_get::<Option<Uuid>, _>("project_id")?
+            .map(ProjectId::from_uuid),
         task_ids: tasks(row)?,
     })
 }
 
 fn answer(row: &PgRow) -> Result<(Authenticated, Option<PlacedSession>), ApiError> {
-    let is_there = row.try_get::<Option<Uuid>, _>("session_id").map_err(problem)?.is_some();
-    let placed = if is_there { Some(places::placed_session(row)?) } else { None };
+    let is_there = row
+        .try_get::<Option<Uuid>, _>("session_id")
+        .map_err(problem)?
+        .is_some();
+    let placed = if is_there {
+        Some(places::placed_session(row)?)
+    } else {
+        None
+    };
     Ok((authenticated(row).map_err(problem)?, placed))
 }
 
@@ -86,10 +98,16 @@ fn token(row: &PgRow) -> Result<Token, sqlx::Error> {
         id: TokenId::from_uuid(row.try_get("id")?),
         kind: kind(row)?,
         user: row.try_get("user_name")?,
-        project_id: row.try_get::<Option<Uuid>, _>("project_id")?.map(ProjectId::from_uuid),
+        project_id: row
+            .try_get::<Option<Uuid>, _>("project_id")?
+            .map(ProjectId::from_uuid),
         task_ids: tasks(row)?,
-        job_id: row.try_get::<Option<Uuid>, _>("job_id")?.map(JobId::from_uuid),
-        session_id: row.try_get::<Option<Uuid>, _>("session_id")?.map(SessionId::from_uuid),
+        job_id: row
+            .try_get::<Option<Uuid>, _>("job_id")?
+            .map(JobId::from_uuid),
+        session_id: row
+            .try_get::<Option<Uuid>, _>("session_id")?
+            .map(SessionId::from_uuid),
         created_by: row.try_get("created_by")?,
         created_at: row.try_get("created_at")?,
         expires_at: row.try_get("expires_at")?,
@@ -98,24 +116,39 @@ fn token(row: &PgRow) -> Result<Token, sqlx::Error> {
 }
 
 fn kind(row: &PgRow) -> Result<TokenKind, sqlx::Error> {
-    row.try_get::<String, _>("kind")?.parse().map_err(|error: String| sqlx::Error::Decode(error.into()))
+    row.try_get::<String, _>("kind")?
+        .parse()
+        .map_err(|error: String| sqlx::Error::Decode(error.into()))
 }
 
 fn tasks(row: &PgRow) -> Result<Vec<TaskId>, sqlx::Error> {
-    Ok(row.try_get::<Vec<Uuid>, _>("task_ids")?.into_iter().map(TaskId::from_uuid).collect())
+    Ok(row
+        .try_get::<Vec<Uuid>, _>("task_ids")?
+        .into_iter()
+        .map(TaskId::from_uuid)
+        .collect())
 }
 
 impl Db {
     /// Asked at every call: a token that was revoked a moment ago is good no more. With the token, where the session belongs that
     /// the call is about: most are about one, and each way to the database and back counts.
-    pub(crate) async fn authenticate(&self, hash: &[u8; 32], session: Option<SessionId>) -> Result<Found, ApiError> {
+    pub(crate) async fn authenticate(
+        &self,
+        hash: &[u8; 32],
+        session: Option<SessionId>,
+    ) -> Result<Found, ApiError> {
         self.lookups.ask(*hash, session).await
     }
 
     /// Many such questions at once.
-    pub(super) async fn authenticate_all(connection: &mut PgConnection, asked: &[Asked]) -> Result<Vec<Result<Found, ApiError>>, ApiError> {
-        let (hashes, sessions): (Vec<&[u8]>, Vec<Option<Uuid>>) =
-            asked.iter().map(|asked| (asked.hash.as_slice(), asked.session.map(|id| *id.as_uuid()))).unzip();
+    pub(super) async fn authenticate_all(
+        connection: &mut PgConnection,
+        asked: &[Asked],
+    ) -> Result<Vec<Result<Found, ApiError>>, ApiError> {
+        let (hashes, sessions): (Vec<&[u8]>, Vec<Option<Uuid>>) = asked
+            .iter()
+            .map(|asked| (asked.hash.as_slice(), asked.session.map(|id| *id.as_uuid())))
+            .unzip();
         let rows = sqlx::query(concat!(
             authenticated!(
                 "asked.number, s.session_id, s.task_id, st.project_id as session_project_id, s.owner_id, sp.owner_id as project_owner_id, s.node_id, s.state,",
@@ -131,7 +164,8 @@ impl Db {
         .map_err(problem)?;
         let mut found: Vec<Result<Found, ApiError>> = asked.iter().map(|_| Ok(None)).collect();
         for row in rows {
-            let number = usize::try_from(row.try_get::<i64, _>("number").map_err(problem)?).unwrap_or_default();
+            let number = usize::try_from(row.try_get::<i64, _>("number").map_err(problem)?)
+                .unwrap_or_default();
             if let Some(found) = number.checked_sub(1).and_then(|at| found.get_mut(at)) {
                 // A row that can't be read is the answer to one question, not to all.
                 *found = answer(&row).map(Some);
@@ -141,12 +175,18 @@ impl Db {
     }
 
     /// Whom a token that is good speaks for.
-    pub(crate) async fn authenticated(&self, id: TokenId) -> Result<Option<Authenticated>, ApiError> {
-        let row = sqlx::query(concat!(authenticated!("", "api_tokens t"), " where t.id = $1 and t.revoked_at is null and t.expires_at > now()"))
-            .bind(id.as_uuid())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
+    pub(crate) async fn authenticated(
+        &self,
+        id: TokenId,
+    ) -> Result<Option<Authenticated>, ApiError> {
+        let row = sqlx::query(concat!(
+            authenticated!("", "api_tokens t"),
+            " where t.id = $1 and t.revoked_at is null and t.expires_at > now()"
+        ))
+        .bind(id.as_uuid())
+        .fetch_optional(&self.pool)
+        .await
+        .map_err(problem)?;
         row.as_ref().map(authenticated).transpose().map_err(problem)
     }
 
@@ -160,7 +200,12 @@ impl Db {
     }
 
     /// Makes the first user and the token that is on disk good for it. Other tokens that were made so are good no more.
-    pub(crate) async fn ensure_admin(&self, name: &str, hash: &[u8; 32], expires_at: OffsetDateTime) -> Result<(), ApiError> {
+    pub(crate) async fn ensure_admin(
+        &self,
+        name: &str,
+        hash: &[u8; 32],
+        expires_at: OffsetDateTime,
+    ) -> Result<(), ApiError> {
         let mut transaction = self.begin().await?;
         let user_id: Uuid = sqlx::query_scalar(
             "insert into users (id, name, is_admin, created_by) values ($1, $2, true, 'system')
@@ -213,7 +258,12 @@ impl Db {
         .map_err(problem)
     }
 
-    pub(crate) async fn list_tokens(&self, scope: &Scope, after: Option<Uuid>, limit: u32) -> Result<Page<Token>, ApiError> {
+    pub(crate) async fn list_tokens(
+        &self,
+        scope: &Scope,
+        after: Option<Uuid>,
+        limit: u32,
+    ) -> Result<Page<Token>, ApiError> {
         let mut pages = PageReader::new(limit, after);
         while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(
@@ -227,7 +277,13 @@ impl Db {
             .fetch_all(&self.pool)
             .await
             .map_err(problem)?;
-            pages.add(rows.iter().map(token).collect::<Result<Vec<_>, _>>().map_err(problem)?, |token| *token.id.as_uuid());
+            pages.add(
+                rows.iter()
+                    .map(token)
+                    .collect::<Result<Vec<_>, _>>()
+                    .map_err(problem)?,
+                |token| *token.id.as_uuid(),
+            );
         }
         Ok(pages.finish())
     }
@@ -240,7 +296,11 @@ impl Db {
             .fetch_optional(&self.pool)
             .await
             .map_err(problem)?;
-        row.as_ref().map(token).transpose().map_err(problem)?.ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no token {id}")))
+        row.as_ref()
+            .map(token)
+            .transpose()
+            .map_err(problem)?
+            .ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no token {id}")))
     }
 
     /// Revoking twice changes nothing.
@@ -253,12 +313,21 @@ impl Db {
             .await
             .map_err(problem)?;
         if revoked.rows_affected() == 0 {
-            return Err(ApiError::new(ErrorCode::NotFound, format!("there is no token {id}")));
+            return Err(ApiError::new(
+                ErrorCode::NotFound,
+                format!("there is no token {id}"),
+            ));
         }
         Ok(())
     }
 
-    pub(crate) async fn insert_user(&self, id: UserId, name: &str, is_admin: bool, created_by: &str) -> Result<User, ApiError> {
+    pub(crate) async fn insert_user(
+        &self,
+        id: UserId,
+        name: &str,
+        is_admin: bool,
+        created_by: &str,
+    ) -> Result<User, ApiError> {
         let row = sqlx::query("insert into users (id, name, is_admin, created_by) values ($1, $2, $3, $4) returning *")
             .bind(id.as_uuid())
             .bind(name)
@@ -272,12 +341,21 @@ impl Db {
 
     /// By name or id.
     pub(crate) async fn user(&self, name: &str) -> Result<Option<User>, ApiError> {
-        let row = sqlx::query("select * from users where name = $1 or id::text = lower($1)").bind(name).fetch_optional(&self.pool).await.map_err(problem)?;
+        let row = sqlx::query("select * from users where name = $1 or id::text = lower($1)")
+            .bind(name)
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
         row.as_ref().map(user).transpose().map_err(problem)
     }
 
     /// Administrators see all, others themselves.
-    pub(crate) async fn list_users(&self, scope: &Scope, after: Option<Uuid>, limit: u32) -> Result<Page<User>, ApiError> {
+    pub(crate) async fn list_users(
+        &self,
+        scope: &Scope,
+        after: Option<Uuid>,
+        limit: u32,
+    ) -> Result<Page<User>, ApiError> {
         let mut pages = PageReader::new(limit, after);
         while let Some(count) = pages.wanted().await {
             let rows = sqlx::query("select * from users where ($1 or id = $2) and ($3::uuid is null or id > $3) order by id limit $4")
@@ -288,12 +366,24 @@ impl Db {
                 .fetch_all(&self.pool)
                 .await
                 .map_err(problem)?;
-            pages.add(rows.iter().map(user).collect::<Result<Vec<_>, _>>().map_err(problem)?, |user| *user.id.as_uuid());
+            pages.add(
+                rows.iter()
+                    .map(user)
+                    .collect::<Result<Vec<_>, _>>()
+                    .map_err(problem)?,
+                |user| *user.id.as_uuid(),
+            );
         }
         Ok(pages.finish())
     }
 
-    pub(crate) async fn insert_group(&self, id: GroupId, name: &str, members: &[UserId], created_by: &str) -> Result<(), ApiError> {
+    pub(crate) async fn insert_group(
+        &self,
+        id: GroupId,
+        name: &str,
+        members: &[UserId],
+        created_by: &str,
+    ) -> Result<(), ApiError> {
         let mut transaction = self.begin().await?;
         sqlx::query("insert into groups (id, name, created_by) values ($1, $2, $3)")
             .bind(id.as_uuid())
@@ -314,7 +404,13 @@ impl Db {
     }
 
     /// Administrators see all, others those they are in.
-    pub(crate) async fn list_groups(&self, scope: &Scope, only: Option<GroupId>, after: Option<Uuid>, limit: u32) -> Result<Page<Group>, ApiError> {
+    pub(crate) async fn list_groups(
+        &self,
+        scope: &Scope,
+        only: Option<GroupId>,
+        after: Option<Uuid>,
+        limit: u32,
+    ) -> Result<Page<Group>, ApiError> {
         let group = |row: &PgRow| -> Result<Group, sqlx::Error> {
             Ok(Group {
                 id: GroupId::from_uuid(row.try_get("id")?),
@@ -341,7 +437,13 @@ impl Db {
             .fetch_all(&self.pool)
             .await
             .map_err(problem)?;
-            pages.add(rows.iter().map(group).collect::<Result<Vec<_>, _>>().map_err(problem)?, |group| *group.id.as_uuid());
+            pages.add(
+                rows.iter()
+                    .map(group)
+                    .collect::<Result<Vec<_>, _>>()
+                    .map_err(problem)?,
+                |group| *group.id.as_uuid(),
+            );
         }
         Ok(pages.finish())
     }

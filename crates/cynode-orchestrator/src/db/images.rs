@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use cynode_api::{
-    ErrorCode, Image, ImageId, ImagePatch, ImageState, ImageVersion, ImageVersionId, LABEL_AGENT_COMPATIBLE, LABEL_PURPOSE, LocalImage, NodeId, Page,
+    ErrorCode, Image, ImageId, ImagePatch, ImageState, ImageVersion, ImageVersionId,
+    LABEL_AGENT_COMPATIBLE, LABEL_PURPOSE, LocalImage, NodeId, Page,
 };
 use cynode_service::ApiError;
 use serde_json::{Map, Value, json};
@@ -30,7 +31,11 @@ fn version(row: &PgRow) -> Result<ImageVersion, sqlx::Error> {
         version: row.try_get("version")?,
         image_ref: row.try_get("image_ref")?,
         image_digest: row.try_get("image_digest")?,
-        capabilities: if let Value::Object(map) = capabilities { map } else { Map::new() },
+        capabilities: if let Value::Object(map) = capabilities {
+            map
+        } else {
+            Map::new()
+        },
         is_allowed: row.try_get("is_allowed")?,
         nodes: serde_json::from_value::<BTreeMap<String, String>>(nodes).unwrap_or_default(),
         state: match (row.try_get("is_available")?, row.try_get("is_replaced")?) {
@@ -44,9 +49,19 @@ fn version(row: &PgRow) -> Result<ImageVersion, sqlx::Error> {
 /// What an image's labels say about it.
 pub(crate) fn capabilities(labels: &BTreeMap<String, String>) -> Map<String, Value> {
     let mut found = Map::new();
-    found.insert("agent_compatible".to_owned(), json!(labels.get(LABEL_AGENT_COMPATIBLE).is_some_and(|value| value == "true")));
+    found.insert(
+        "agent_compatible".to_owned(),
+        json!(
+            labels
+                .get(LABEL_AGENT_COMPATIBLE)
+                .is_some_and(|value| value == "true")
+        ),
+    );
     if let Some(purpose) = labels.get(LABEL_PURPOSE) {
-        let tokens: Vec<&str> = purpose.split([',', ' ']).filter(|token| !token.is_empty()).collect();
+        let tokens: Vec<&str> = purpose
+            .split([',', ' '])
+            .filter(|token| !token.is_empty())
+            .collect();
         found.insert("purpose".to_owned(), json!(tokens));
     }
     found
@@ -99,16 +114,28 @@ async fn insert(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<Ima
 /// Refuses an image that could be called by what already calls another: a reference, a name, or a name with a version.
 async fn check_new(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<(), ApiError> {
     // Nobody adds one between the check and the insert.
-    sqlx::query("lock table sandbox_images in share row exclusive mode").execute(&mut *connection).await.map_err(problem)?;
-    let added: bool = sqlx::query_scalar("select exists (select from sandbox_image_versions where image_ref = $1)")
-        .bind(new.image_ref)
-        .fetch_one(&mut *connection)
+    sqlx::query("lock table sandbox_images in share row exclusive mode")
+        .execute(&mut *connection)
         .await
         .map_err(problem)?;
+    let added: bool = sqlx::query_scalar(
+        "select exists (select from sandbox_image_versions where image_ref = $1)",
+    )
+    .bind(new.image_ref)
+    .fetch_one(&mut *connection)
+    .await
+    .map_err(problem)?;
     if added {
-        return Err(ApiError::new(ErrorCode::AlreadyExists, "the image was added before; whether it may be used is for an administrator to say"));
+        return Err(ApiError::new(
+            ErrorCode::AlreadyExists,
+            "the image was added before; whether it may be used is for an administrator to say",
+        ));
     }
-    let own = [new.image_ref.to_owned(), new.name.to_owned(), format!("{}:{}", new.name, new.version)];
+    let own = [
+        new.image_ref.to_owned(),
+        new.name.to_owned(),
+        format!("{}:{}", new.name, new.version),
+    ];
     let holder: Option<(String, String, String)> = sqlx::query_as(
         "select called, i.name, coalesce(v.image_ref, i.name)
          from sandbox_images i left join sandbox_image_versions v on v.sandbox_image_id = i.id,
@@ -119,14 +146,22 @@ async fn check_new(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<
     .fetch_optional(connection)
     .await
     .map_err(problem)?;
-    let Some((called, name, reference)) = holder else { return Ok(()) };
-    let error = ApiError::new(ErrorCode::AlreadyExists, format!("'{called}' already names the image '{name}' ({reference})"));
+    let Some((called, name, reference)) = holder else {
+        return Ok(());
+    };
+    let error = ApiError::new(
+        ErrorCode::AlreadyExists,
+        format!("'{called}' already names the image '{name}' ({reference})"),
+    );
     let error = error.0.with_remedy("Name the image by its whole reference, with registry and repository; an administrator can add a version to an image.");
     Err(ApiError(Box::new(error)))
 }
 
 /// Pins a known version anew, if this is one.
-async fn renew(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<Option<ImageId>, ApiError> {
+async fn renew(
+    connection: &mut PgConnection,
+    new: &NewImage<'_>,
+) -> Result<Option<ImageId>, ApiError> {
     let known: Option<Uuid> = sqlx::query_scalar(
         "update sandbox_image_versions v set image_digest = $4, capabilities = $5, is_allowed = coalesce($6, v.is_allowed), updated_at = now()
          from sandbox_images i where i.id = v.sandbox_image_id and i.name = $1 and v.version = $2 and v.image_ref = $3 returning i.id",
@@ -153,17 +188,27 @@ async fn renew(connection: &mut PgConnection, new: &NewImage<'_>) -> Result<Opti
 
 impl Db {
     /// The image of which this is a version already.
-    pub(crate) async fn known_version(&self, new: &NewImage<'_>) -> Result<Option<ImageId>, ApiError> {
+    pub(crate) async fn known_version(
+        &self,
+        new: &NewImage<'_>,
+    ) -> Result<Option<ImageId>, ApiError> {
         let query = "select i.id from sandbox_images i join sandbox_image_versions v on v.sandbox_image_id = i.id
                      where i.name = $1 and v.version = $2 and v.image_ref = $3";
-        let query = sqlx::query_scalar(query).bind(new.name).bind(new.version).bind(new.image_ref);
+        let query = sqlx::query_scalar(query)
+            .bind(new.name)
+            .bind(new.version)
+            .bind(new.image_ref);
         let id: Option<Uuid> = query.fetch_optional(&self.pool).await.map_err(problem)?;
         Ok(id.map(ImageId::from_uuid))
     }
 
     /// Adds a version, and says whether it is new. One of the same name and reference is pinned anew: what was learned of it is forgotten, and
     /// learned again from the nodes. When it must be new, nothing by which it can be called may already mean an image.
-    pub(crate) async fn insert_image(&self, new: &NewImage<'_>, must_be_new: bool) -> Result<(ImageId, bool), ApiError> {
+    pub(crate) async fn insert_image(
+        &self,
+        new: &NewImage<'_>,
+        must_be_new: bool,
+    ) -> Result<(ImageId, bool), ApiError> {
         let mut transaction = self.begin().await?;
         if must_be_new {
             check_new(&mut transaction, new).await?;
@@ -177,10 +222,20 @@ impl Db {
     }
 
     pub(crate) async fn image(&self, id: ImageId) -> Result<Image, ApiError> {
-        self.images(Some(id), false, None, 1).await?.items.pop().ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no image {id}")))
+        self.images(Some(id), false, None, 1)
+            .await?
+            .items
+            .pop()
+            .ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no image {id}")))
     }
 
-    pub(crate) async fn images(&self, only: Option<ImageId>, allowed: bool, after: Option<Uuid>, limit: u32) -> Result<Page<Image>, ApiError> {
+    pub(crate) async fn images(
+        &self,
+        only: Option<ImageId>,
+        allowed: bool,
+        after: Option<Uuid>,
+        limit: u32,
+    ) -> Result<Page<Image>, ApiError> {
         let mut pages = PageReader::new(limit, after);
         while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(
@@ -228,7 +283,12 @@ impl Db {
         Ok(pages.finish())
     }
 
-    pub(crate) async fn patch_image(&self, id: ImageId, patch: &ImagePatch, by: &str) -> Result<Image, ApiError> {
+    pub(crate) async fn patch_image(
+        &self,
+        id: ImageId,
+        patch: &ImagePatch,
+        by: &str,
+    ) -> Result<Image, ApiError> {
         let mut transaction = self.begin().await?;
         let found = sqlx::query("update sandbox_images set description = coalesce($2, description), updated_at = now(), updated_by = $3 where id = $1")
             .bind(id.as_uuid())
@@ -238,7 +298,10 @@ impl Db {
             .await
             .map_err(problem)?;
         if found.rows_affected() == 0 {
-            return Err(ApiError::new(ErrorCode::NotFound, format!("there is no image {id}")));
+            return Err(ApiError::new(
+                ErrorCode::NotFound,
+                format!("there is no image {id}"),
+            ));
         }
         if patch.is_allowed.is_some() || patch.image_version.is_some() {
             let changed = sqlx::query(
@@ -252,7 +315,10 @@ impl Db {
             .await
             .map_err(problem)?;
             if changed.rows_affected() == 0 {
-                return Err(ApiError::new(ErrorCode::NotFound, "the image has no such version"));
+                return Err(ApiError::new(
+                    ErrorCode::NotFound,
+                    "the image has no such version",
+                ));
             }
         }
         super::commit(transaction).await?;
@@ -284,14 +350,22 @@ impl Db {
     }
 
     /// Writes down what a node has.
-    pub(crate) async fn report_images(&self, node_id: NodeId, images: &[LocalImage], seeded: &[String]) -> Result<(), ApiError> {
+    pub(crate) async fn report_images(
+        &self,
+        node_id: NodeId,
+        images: &[LocalImage],
+        seeded: &[String],
+    ) -> Result<(), ApiError> {
         let mut transaction = self.begin().await?;
         report(&mut transaction, node_id, images, seeded).await?;
         super::commit(transaction).await
     }
 
     /// The nodes that have this version.
-    pub(crate) async fn nodes_with(&self, version: ImageVersionId) -> Result<Vec<NodeId>, ApiError> {
+    pub(crate) async fn nodes_with(
+        &self,
+        version: ImageVersionId,
+    ) -> Result<Vec<NodeId>, ApiError> {
         let ids: Vec<Uuid> = sqlx::query_scalar(
             "select a.node_id from node_sandbox_image_availability a join sandbox_image_versions v on v.id = a.sandbox_image_version_id
                  where v.id = $1 and a.status <> 'failed' and (v.image_digest is null or a.details->>'digest' = v.image_digest)",
@@ -306,14 +380,20 @@ impl Db {
 
 /// Writes down what a node has. Images that the system itself brings (`seeded`) become allowed versions, and follow what is
 /// loaded; others only gain what was not known about them.
-pub(super) async fn report(connection: &mut PgConnection, node_id: NodeId, images: &[LocalImage], seeded: &[String]) -> Result<(), ApiError> {
+pub(super) async fn report(
+    connection: &mut PgConnection,
+    node_id: NodeId,
+    images: &[LocalImage],
+    seeded: &[String],
+) -> Result<(), ApiError> {
     for image in images {
         if seeded.contains(&image.reference) {
-            let known: Option<Uuid> = sqlx::query_scalar("select id from sandbox_image_versions where image_ref = $1")
-                .bind(&image.reference)
-                .fetch_optional(&mut *connection)
-                .await
-                .map_err(problem)?;
+            let known: Option<Uuid> =
+                sqlx::query_scalar("select id from sandbox_image_versions where image_ref = $1")
+                    .bind(&image.reference)
+                    .fetch_optional(&mut *connection)
+                    .await
+                    .map_err(problem)?;
             if known.is_none() {
                 let (name, tag) = name_and_tag(&image.reference);
                 let new = NewImage {
@@ -347,7 +427,10 @@ pub(super) async fn report(connection: &mut PgConnection, node_id: NodeId, image
         .await
         .map_err(problem)?;
     }
-    let references: Vec<&str> = images.iter().map(|image| image.reference.as_str()).collect();
+    let references: Vec<&str> = images
+        .iter()
+        .map(|image| image.reference.as_str())
+        .collect();
     let digests: Vec<&str> = images.iter().map(|image| image.digest.as_str()).collect();
     sqlx::query(
         "insert into node_sandbox_image_availability (id, node_id, sandbox_image_version_id, status, details)
@@ -395,7 +478,11 @@ mod tests {
             ("localhost:5000/tools/python", "python", "latest"),
             ("docker.io/library/python:3.12@sha256:ab", "python", "3.12"),
         ] {
-            assert_eq!(name_and_tag(reference), (name.to_owned(), tag.to_owned()), "{reference}");
+            assert_eq!(
+                name_and_tag(reference),
+                (name.to_owned(), tag.to_owned()),
+                "{reference}"
+            );
         }
     }
 }

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use cynode_api::{ErrorCode, ImageVersionId, Job, JobCreate, JobId, JobOutput, JobRun, JobState, NodeId, Page, Retry, TaskId, Truncated, UserId};
+use cynode_api::{
+    ErrorCode, ImageVersionId, Job, JobCreate, JobId, JobOutput, JobRun, JobState, NodeId, Page,
+    Retry, TaskId, Truncated, UserId,
+};
 use cynode_service::ApiError;
 use serde_json::Value;
 use sqlx::{PgConnection, Row as _, postgres::PgRow};
@@ -63,7 +66,9 @@ fn job(row: &PgRow) -> Result<JobRow, ApiError> {
         job_id: JobId::from_uuid(row.try_get("job_id").map_err(problem)?),
         task_id: TaskId::from_uuid(row.try_get("task_id").map_err(problem)?),
         node_id: id("node_id")?.map(NodeId::from_uuid),
-        state: text("state")?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?,
+        state: text("state")?
+            .parse()
+            .map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?,
         body: get("body")?,
         request: stored(get("request")?)?,
         retry: stored(text("retry")?.into())?,
@@ -80,12 +85,20 @@ fn job(row: &PgRow) -> Result<JobRow, ApiError> {
 impl JobRow {
     /// What its node must have.
     pub(crate) fn node_labels(&self) -> Result<BTreeMap<String, String>, ApiError> {
-        self.body.get("node_labels").map_or_else(|| Ok(BTreeMap::new()), |labels| stored(labels.clone()))
+        self.body
+            .get("node_labels")
+            .map_or_else(|| Ok(BTreeMap::new()), |labels| stored(labels.clone()))
     }
 
     /// As callers see it.
     pub(crate) fn into_object(self) -> Job {
-        Job { state: self.state, node_id: self.node_id, late_result: self.late_result, created_by: Some(self.created_by), ..self.object }
+        Job {
+            state: self.state,
+            node_id: self.node_id,
+            late_result: self.late_result,
+            created_by: Some(self.created_by),
+            ..self.object
+        }
     }
 }
 
@@ -111,12 +124,18 @@ enum WithoutOutput {
 impl WithoutOutput {
     fn leave_out(self, output: &mut JobOutput, quota: &str) {
         let Truncated { stdout, stderr } = output.truncated;
-        let truncated = Truncated { stdout: stdout || !output.stdout.is_empty(), stderr: stderr || !output.stderr.is_empty() };
+        let truncated = Truncated {
+            stdout: stdout || !output.stdout.is_empty(),
+            stderr: stderr || !output.stderr.is_empty(),
+        };
         if !truncated.stdout && !truncated.stderr {
             return;
         }
         if matches!(self, Self::Streams) {
-            *output = JobOutput { truncated, ..JobOutput::default() };
+            *output = JobOutput {
+                truncated,
+                ..JobOutput::default()
+            };
         }
         output.truncated_by = Some(quota.to_owned());
     }
@@ -128,8 +147,18 @@ fn stream_bytes(output: &JobOutput) -> i64 {
 
 /// Refuses when more is kept than the quota of a task's owner or project allows.
 async fn check_bytes(connection: &mut PgConnection, task: TaskId) -> Result<(), ApiError> {
-    let owner: Uuid = sqlx::query_scalar("select owner_id from tasks where id = $1").bind(task.as_uuid()).fetch_one(&mut *connection).await.map_err(problem)?;
-    quotas::check(connection, UserId::from_uuid(owner), task, quotas::Uses::Bytes).await
+    let owner: Uuid = sqlx::query_scalar("select owner_id from tasks where id = $1")
+        .bind(task.as_uuid())
+        .fetch_one(&mut *connection)
+        .await
+        .map_err(problem)?;
+    quotas::check(
+        connection,
+        UserId::from_uuid(owner),
+        task,
+        quotas::Uses::Bytes,
+    )
+    .await
 }
 
 fn no_job(id: JobId) -> ApiError {
@@ -138,7 +167,12 @@ fn no_job(id: JobId) -> ApiError {
 
 impl Db {
     /// `None` when the id is taken.
-    pub(crate) async fn insert_job(&self, new: &NewJob<'_>, task: Option<&cynode_api::Task>, scope: &Scope) -> Result<Option<JobRow>, ApiError> {
+    pub(crate) async fn insert_job(
+        &self,
+        new: &NewJob<'_>,
+        task: Option<&cynode_api::Task>,
+        scope: &Scope,
+    ) -> Result<Option<JobRow>, ApiError> {
         let mut transaction = self.begin().await?;
         if let Some(task) = task {
             super::work::insert_task(&mut *transaction, task, scope).await?;
@@ -161,25 +195,42 @@ impl Db {
         .await
         .map_err(problem)?;
         let Some(row) = row else { return Ok(None) };
-        quotas::check(&mut transaction, scope.user_id, new.request.task_id, quotas::Uses::sandbox(new.request.sandbox.limits)).await?;
-        events::add(&mut transaction, &told(new.request.task_id, new.request.job_id, JobState::Accepted)).await?;
+        quotas::check(
+            &mut transaction,
+            scope.user_id,
+            new.request.task_id,
+            quotas::Uses::sandbox(new.request.sandbox.limits),
+        )
+        .await?;
+        events::add(
+            &mut transaction,
+            &told(new.request.task_id, new.request.job_id, JobState::Accepted),
+        )
+        .await?;
         super::commit(transaction).await?;
         job(&row).map(Some)
     }
 
     pub(crate) async fn job(&self, scope: &Scope, id: JobId) -> Result<JobRow, ApiError> {
-        let row = sqlx::query(concat!("select * from jobs j where job_id = $1 and ", visible_by_task!("j")))
-            .bind(id.as_uuid())
-            .bind(scope.sees_all)
-            .bind(scope.user_id.as_uuid())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
+        let row = sqlx::query(concat!(
+            "select * from jobs j where job_id = $1 and ",
+            visible_by_task!("j")
+        ))
+        .bind(id.as_uuid())
+        .bind(scope.sees_all)
+        .bind(scope.user_id.as_uuid())
+        .fetch_optional(&self.pool)
+        .await
+        .map_err(problem)?;
         row.as_ref().map(job).transpose()?.ok_or_else(|| no_job(id))
     }
 
     pub(crate) async fn any_job(&self, id: JobId) -> Result<Option<JobRow>, ApiError> {
-        let row = sqlx::query("select * from jobs where job_id = $1").bind(id.as_uuid()).fetch_optional(&self.pool).await.map_err(problem)?;
+        let row = sqlx::query("select * from jobs where job_id = $1")
+            .bind(id.as_uuid())
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
         row.as_ref().map(job).transpose()
     }
 
@@ -196,8 +247,15 @@ impl Db {
             let object: Job = stored(row.try_get("object").map_err(problem)?)?;
             Ok(Job {
                 job_id: JobId::from_uuid(row.try_get("job_id").map_err(problem)?),
-                state: row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?,
-                node_id: row.try_get::<Option<Uuid>, _>("node_id").map_err(problem)?.map(NodeId::from_uuid),
+                state: row
+                    .try_get::<String, _>("state")
+                    .map_err(problem)?
+                    .parse()
+                    .map_err(|error: String| ApiError::new(ErrorCode::Internal, error))?,
+                node_id: row
+                    .try_get::<Option<Uuid>, _>("node_id")
+                    .map_err(problem)?
+                    .map(NodeId::from_uuid),
                 created_by: row.try_get("created_by").map_err(problem)?,
                 ..object
             })
@@ -219,7 +277,10 @@ impl Db {
             .fetch_all(&self.pool)
             .await
             .map_err(problem)?;
-            pages.add(rows.iter().map(listed).collect::<Result<Vec<_>, _>>()?, |job| *job.job_id.as_uuid());
+            pages.add(
+                rows.iter().map(listed).collect::<Result<Vec<_>, _>>()?,
+                |job| *job.job_id.as_uuid(),
+            );
         }
         Ok(pages.finish())
     }
@@ -240,7 +301,12 @@ impl Db {
     }
 
     /// When a leased job shall be looked at again. False when something happened to it meanwhile: then somebody looks already.
-    pub(crate) async fn lease_until(&self, id: JobId, leased: OffsetDateTime, seconds: f64) -> Result<bool, ApiError> {
+    pub(crate) async fn lease_until(
+        &self,
+        id: JobId,
+        leased: OffsetDateTime,
+        seconds: f64,
+    ) -> Result<bool, ApiError> {
         let set = sqlx::query("update jobs set lease_until = now() + make_interval(secs => $3) where job_id = $1 and lease_until = $2")
             .bind(id.as_uuid())
             .bind(leased)
@@ -267,7 +333,13 @@ impl Db {
 
     /// Takes a job back from a node that certainly does not have it (then nobody else may have looked at it since it was `leased`),
     /// or, by its rule, from one that is lost. Another is looked for after so many seconds.
-    pub(crate) async fn unassign_job(&self, id: JobId, from: NodeId, leased: Option<OffsetDateTime>, seconds: f64) -> Result<bool, ApiError> {
+    pub(crate) async fn unassign_job(
+        &self,
+        id: JobId,
+        from: NodeId,
+        leased: Option<OffsetDateTime>,
+        seconds: f64,
+    ) -> Result<bool, ApiError> {
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
             "update jobs j set node_id = null, state = 'accepted', updated_at = now(), lease_until = now() + make_interval(secs => $3)
@@ -303,7 +375,9 @@ impl Db {
         output: Option<(&Staged, &Blobs)>,
         acknowledged: bool,
     ) -> Result<bool, ApiError> {
-        let mut advanced = self.try_advance_job(id, from, object, output, acknowledged).await;
+        let mut advanced = self
+            .try_advance_job(id, from, object, output, acknowledged)
+            .await;
         if let Some((staged, blobs)) = output
             && !matches!(advanced, Ok(true))
         {
@@ -317,7 +391,9 @@ impl Db {
                 break;
             }
             without.leave_out(&mut object.output, &error.0.detail);
-            advanced = self.try_advance_job(id, from, &object, None, acknowledged).await;
+            advanced = self
+                .try_advance_job(id, from, &object, None, acknowledged)
+                .await;
         }
         advanced
     }
@@ -330,7 +406,9 @@ impl Db {
         output: Option<(&Staged, &Blobs)>,
         acknowledged: bool,
     ) -> Result<bool, ApiError> {
-        let blob = output.map_or(0, |(staged, _)| i64::try_from(staged.size).unwrap_or(i64::MAX));
+        let blob = output.map_or(0, |(staged, _)| {
+            i64::try_from(staged.size).unwrap_or(i64::MAX)
+        });
         let kept = blob.saturating_add(stream_bytes(&object.output));
         let mut transaction = self.begin().await?;
         if output.is_some() {
@@ -367,11 +445,20 @@ impl Db {
     }
 
     pub(crate) async fn acknowledge_job(&self, id: JobId) -> Result<(), ApiError> {
-        sqlx::query("update jobs set acknowledged = true where job_id = $1").bind(id.as_uuid()).execute(&self.pool).await.map(drop).map_err(problem)
+        sqlx::query("update jobs set acknowledged = true where job_id = $1")
+            .bind(id.as_uuid())
+            .execute(&self.pool)
+            .await
+            .map(drop)
+            .map_err(problem)
     }
 
     /// Keeps what a node said of a job that had been given up, without its output when that is beyond a quota.
-    pub(crate) async fn keep_late_result(&self, id: JobId, mut result: Job) -> Result<(), ApiError> {
+    pub(crate) async fn keep_late_result(
+        &self,
+        id: JobId,
+        mut result: Job,
+    ) -> Result<(), ApiError> {
         match self.try_keep_late_result(id, &result).await {
             Err(error) if error.0.is(ErrorCode::QuotaExceeded) => {
                 WithoutOutput::Streams.leave_out(&mut result.output, &error.0.detail);
@@ -410,7 +497,12 @@ impl Db {
     }
 
     /// Something happened to a node's job: it is looked at after so many seconds, whoever has it.
-    pub(crate) async fn wake_job(&self, id: JobId, node_id: NodeId, seconds: f64) -> Result<bool, ApiError> {
+    pub(crate) async fn wake_job(
+        &self,
+        id: JobId,
+        node_id: NodeId,
+        seconds: f64,
+    ) -> Result<bool, ApiError> {
         let woken = sqlx::query("update jobs set lease_until = now() + make_interval(secs => $3) where job_id = $1 and node_id = $2")
             .bind(id.as_uuid())
             .bind(node_id.as_uuid())
@@ -435,17 +527,22 @@ impl Db {
 
     /// Notes that a lost node may still have a job that goes elsewhere now.
     pub(crate) async fn leave_behind(&self, id: JobId, node_id: NodeId) -> Result<(), ApiError> {
-        sqlx::query("insert into job_leftovers (job_id, node_id) values ($1, $2) on conflict do nothing")
-            .bind(id.as_uuid())
-            .bind(node_id.as_uuid())
-            .execute(&self.pool)
-            .await
-            .map(drop)
-            .map_err(problem)
+        sqlx::query(
+            "insert into job_leftovers (job_id, node_id) values ($1, $2) on conflict do nothing",
+        )
+        .bind(id.as_uuid())
+        .bind(node_id.as_uuid())
+        .execute(&self.pool)
+        .await
+        .map(drop)
+        .map_err(problem)
     }
 
     /// What nodes that answer again were left with. Not what they were given once more.
-    pub(crate) async fn left_behind(&self, unreachable_after: f64) -> Result<Vec<LeftBehind>, ApiError> {
+    pub(crate) async fn left_behind(
+        &self,
+        unreachable_after: f64,
+    ) -> Result<Vec<LeftBehind>, ApiError> {
         let rows = sqlx::query(
             "select l.job_id, j.task_id, l.node_id from job_leftovers l join jobs j on j.job_id = l.job_id join nodes n on n.id = l.node_id
              where not l.stopped and not n.is_lost and n.last_heartbeat_at > now() - make_interval(secs => $1)
@@ -480,15 +577,20 @@ impl Db {
 
     /// Nodes on which the job was stopped because it had gone elsewhere.
     pub(crate) async fn stopped_on(&self, id: JobId) -> Result<Vec<NodeId>, ApiError> {
-        let ids: Vec<Uuid> = sqlx::query_scalar("select node_id from job_leftovers where job_id = $1 and stopped")
-            .bind(id.as_uuid())
-            .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
+        let ids: Vec<Uuid> =
+            sqlx::query_scalar("select node_id from job_leftovers where job_id = $1 and stopped")
+                .bind(id.as_uuid())
+                .fetch_all(&self.pool)
+                .await
+                .map_err(problem)?;
         Ok(ids.into_iter().map(NodeId::from_uuid).collect())
     }
 
-    pub(crate) async fn forget_left_behind(&self, id: JobId, node_id: NodeId) -> Result<(), ApiError> {
+    pub(crate) async fn forget_left_behind(
+        &self,
+        id: JobId,
+        node_id: NodeId,
+    ) -> Result<(), ApiError> {
         sqlx::query("delete from job_leftovers where job_id = $1 and node_id = $2")
             .bind(id.as_uuid())
             .bind(node_id.as_uuid())

@@ -4,7 +4,13 @@
 /// projects. For tables with `owner_id` and `project_id`.
 macro_rules! visible {
     ($table:literal) => {
-        concat!("($2 or ", $table, ".owner_id = $3 or exists (select from projects own where own.id = ", $table, ".project_id and own.owner_id = $3))")
+        concat!(
+            "($2 or ",
+            $table,
+            ".owner_id = $3 or exists (select from projects own where own.id = ",
+            $table,
+            ".project_id and own.owner_id = $3))"
+        )
     };
 }
 /// The same for tables with `owner_id` and `task_id`.
@@ -69,12 +75,36 @@ pub(crate) use settings::Of;
 
 /// In order; each is applied once.
 const MIGRATIONS: &[(i64, &str, &str)] = &[
-    (1, "initial", include_str!("../../migrations/0001_initial.sql")),
-    (2, "nodes that hang", include_str!("../../migrations/0002_nodes_that_hang.sql")),
-    (3, "policy and audit", include_str!("../../migrations/0003_policy_and_audit.sql")),
-    (4, "reading a long trail", include_str!("../../migrations/0004_reading_a_long_trail.sql")),
-    (5, "flagged artifacts", include_str!("../../migrations/0005_flagged_artifacts.sql")),
-    (6, "output in quotas", include_str!("../../migrations/0006_output_in_quotas.sql")),
+    (
+        1,
+        "initial",
+        include_str!("../../migrations/0001_initial.sql"),
+    ),
+    (
+        2,
+        "nodes that hang",
+        include_str!("../../migrations/0002_nodes_that_hang.sql"),
+    ),
+    (
+        3,
+        "policy and audit",
+        include_str!("../../migrations/0003_policy_and_audit.sql"),
+    ),
+    (
+        4,
+        "reading a long trail",
+        include_str!("../../migrations/0004_reading_a_long_trail.sql"),
+    ),
+    (
+        5,
+        "flagged artifacts",
+        include_str!("../../migrations/0005_flagged_artifacts.sql"),
+    ),
+    (
+        6,
+        "output in quotas",
+        include_str!("../../migrations/0006_output_in_quotas.sql"),
+    ),
 ];
 
 /// How long a call waits for a free connection before it is refused.
@@ -110,17 +140,34 @@ impl Db {
             .application_name("cynode")
             .disable_statement_logging()
             // Statements of ours take microseconds; compiling one takes a tenth of a second.
-            .options([("statement_timeout", STATEMENT), ("idle_in_transaction_session_timeout", STATEMENT), ("jit", "off")]);
+            .options([
+                ("statement_timeout", STATEMENT),
+                ("idle_in_transaction_session_timeout", STATEMENT),
+                ("jit", "off"),
+            ]);
         // Whoever comes second waits for the first, and an index of a large table takes its time.
-        let patient = options.clone().options([("statement_timeout", "0"), ("idle_in_transaction_session_timeout", "0")]);
-        let mut connection = PgConnection::connect_with(&patient).await.map_err(Error::Connect)?;
+        let patient = options.clone().options([
+            ("statement_timeout", "0"),
+            ("idle_in_transaction_session_timeout", "0"),
+        ]);
+        let mut connection = PgConnection::connect_with(&patient)
+            .await
+            .map_err(Error::Connect)?;
         migrate(&mut connection).await.map_err(Error::Migrate)?;
         drop(connection.close().await);
         // A lost connection is found out by the statement that fails, and the pool makes a new one: asking before each costs a
         // round trip.
-        let pool = PgPoolOptions::new().max_connections(connections).min_connections(2).acquire_timeout(ACQUIRE).test_before_acquire(false);
+        let pool = PgPoolOptions::new()
+            .max_connections(connections)
+            .min_connections(2)
+            .acquire_timeout(ACQUIRE)
+            .test_before_acquire(false);
         let lookups = Lookups::spawn(Own::new(&options));
-        Ok(Self { pool: pool.connect_lazy_with(options.clone()), options: Arc::new(options), lookups })
+        Ok(Self {
+            pool: pool.connect_lazy_with(options.clone()),
+            options: Arc::new(options),
+            lookups,
+        })
     }
 
     /// A connection for somebody alone.
@@ -135,8 +182,15 @@ impl Db {
 
     /// Whether the orchestrators of this database have that key. The first one's counts.
     pub(crate) async fn has_key(&self, fingerprint: &str) -> Result<bool, ApiError> {
-        sqlx::query("insert into cluster (key_fingerprint) values ($1) on conflict do nothing").bind(fingerprint).execute(&self.pool).await.map_err(problem)?;
-        let known: String = sqlx::query_scalar("select key_fingerprint from cluster").fetch_one(&self.pool).await.map_err(problem)?;
+        sqlx::query("insert into cluster (key_fingerprint) values ($1) on conflict do nothing")
+            .bind(fingerprint)
+            .execute(&self.pool)
+            .await
+            .map_err(problem)?;
+        let known: String = sqlx::query_scalar("select key_fingerprint from cluster")
+            .fetch_one(&self.pool)
+            .await
+            .map_err(problem)?;
         Ok(known == fingerprint)
     }
 
@@ -146,22 +200,41 @@ impl Db {
 
     /// Whether it answers.
     pub(crate) async fn ping(&self) -> Result<(), String> {
-        sqlx::query("select 1").execute(&self.pool).await.map_err(|error| format!("the database does not answer: {error}"))?;
+        sqlx::query("select 1")
+            .execute(&self.pool)
+            .await
+            .map_err(|error| format!("the database does not answer: {error}"))?;
         // And so it does to those who ask who calls.
-        self.lookups.ask([0; 32], None).await.map(drop).map_err(|error| error.0.detail)
+        self.lookups
+            .ask([0; 32], None)
+            .await
+            .map(drop)
+            .map_err(|error| error.0.detail)
     }
 }
 
 async fn migrate(connection: &mut PgConnection) -> Result<(), sqlx::migrate::MigrateError> {
     let migrations: Vec<Migration> = MIGRATIONS
         .iter()
-        .map(|(version, name, sql)| Migration::new(*version, Cow::Borrowed(*name), MigrationType::Simple, sqlx::SqlStr::from_static(sql), false))
+        .map(|(version, name, sql)| {
+            Migration::new(
+                *version,
+                Cow::Borrowed(*name),
+                MigrationType::Simple,
+                sqlx::SqlStr::from_static(sql),
+                false,
+            )
+        })
         .collect();
-    Migrator::with_migrations(migrations).run_direct(None, connection, false).await
+    Migrator::with_migrations(migrations)
+        .run_direct(None, connection, false)
+        .await
 }
 
 /// What a call needs to know before anything is decided: a database that hangs is one that does not answer.
-pub(crate) async fn soon<T>(read: impl Future<Output = Result<T, ApiError>>) -> Result<T, ApiError> {
+pub(crate) async fn soon<T>(
+    read: impl Future<Output = Result<T, ApiError>>,
+) -> Result<T, ApiError> {
     let late = |_| ApiError::new(ErrorCode::StoreUnavailable, "the database does not answer");
     tokio::time::timeout(SOON, read).await.map_err(late)?
 }
@@ -176,11 +249,19 @@ pub(crate) async fn commit(transaction: Transaction<'static, Postgres>) -> Resul
 pub(crate) fn problem(error: sqlx::Error) -> ApiError {
     match &error {
         sqlx::Error::RowNotFound => ApiError::new(ErrorCode::NotFound, "there is no such thing"),
-        sqlx::Error::Database(database) if database.is_foreign_key_violation() => ApiError::invalid("it names something that does not exist"),
-        sqlx::Error::Database(database) if database.is_unique_violation() => ApiError::new(ErrorCode::AlreadyExists, "that name or id is taken"),
+        sqlx::Error::Database(database) if database.is_foreign_key_violation() => {
+            ApiError::invalid("it names something that does not exist")
+        }
+        sqlx::Error::Database(database) if database.is_unique_violation() => {
+            ApiError::new(ErrorCode::AlreadyExists, "that name or id is taken")
+        }
         // A server that stops or starts says so in these classes, and one where somebody holds a lock.
         sqlx::Error::Database(database)
-            if !database.code().is_some_and(|code| ["57", "55", "53", "08", "40", "25"].iter().any(|class| code.starts_with(class))) =>
+            if !database.code().is_some_and(|code| {
+                ["57", "55", "53", "08", "40", "25"]
+                    .iter()
+                    .any(|class| code.starts_with(class))
+            }) =>
         {
             tracing::error!(error = %error, "A statement failed.");
             ApiError::new(ErrorCode::Internal, "a statement of the database failed")
@@ -193,7 +274,9 @@ pub(crate) fn problem(error: sqlx::Error) -> ApiError {
 }
 
 /// A value of a column that only we write.
-pub(crate) fn stored<T: serde::de::DeserializeOwned>(value: serde_json::Value) -> Result<T, ApiError> {
+pub(crate) fn stored<T: serde::de::DeserializeOwned>(
+    value: serde_json::Value,
+) -> Result<T, ApiError> {
     serde_json::from_value(value).map_err(|error| {
         tracing::error!(%error, "What the database holds can't be read.");
         ApiError::new(ErrorCode::Internal, "what the database holds can't be read")
@@ -225,7 +308,13 @@ pub(crate) struct PageReader<T, K> {
 
 impl<T: serde::Serialize, K: Clone + ToString> PageReader<T, K> {
     pub(crate) const fn new(limit: u32, after: Option<K>) -> Self {
-        Self { page: PageBuilder::new(limit as usize), after, asked: 0, turn: None, is_last: None }
+        Self {
+            page: PageBuilder::new(limit as usize),
+            after,
+            asked: 0,
+            turn: None,
+            is_last: None,
+        }
     }
 
     /// How many rows to read next, if any. Waits for its turn to read them.
@@ -260,22 +349,39 @@ impl<T: serde::Serialize, K: Clone + ToString> PageReader<T, K> {
     }
 
     pub(crate) fn finish(self) -> Page<T> {
-        let next_cursor = if self.is_last == Some(true) { None } else { self.after.map(|key| key.to_string()) };
-        Page { items: self.page.into_items(), next_cursor }
+        let next_cursor = if self.is_last == Some(true) {
+            None
+        } else {
+            self.after.map(|key| key.to_string())
+        };
+        Page {
+            items: self.page.into_items(),
+            next_cursor,
+        }
     }
 }
 
 /// A page of items that are in memory already.
-pub(crate) fn page<T: serde::Serialize>(items: impl IntoIterator<Item = T>, limit: u32, key: impl Fn(&T) -> String) -> Page<T> {
+pub(crate) fn page<T: serde::Serialize>(
+    items: impl IntoIterator<Item = T>,
+    limit: u32,
+    key: impl Fn(&T) -> String,
+) -> Page<T> {
     let mut page = PageBuilder::new(limit as usize);
     for item in items {
         let size = json_size(&item);
         if !page.add(item, size) {
             let items = page.into_items();
-            return Page { next_cursor: items.last().map(key), items };
+            return Page {
+                next_cursor: items.last().map(key),
+                items,
+            };
         }
     }
-    Page { items: page.into_items(), next_cursor: None }
+    Page {
+        items: page.into_items(),
+        next_cursor: None,
+    }
 }
 
 #[cfg(test)]
@@ -286,9 +392,19 @@ mod tests {
 
     #[test]
     fn every_migration_is_applied_and_none_is_numbered_twice() {
-        let files = fs_err::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/migrations")).expect("migrations").count();
-        assert_eq!(MIGRATIONS.len(), files, "a file without an entry in MIGRATIONS is never applied");
-        assert!((1_i64..).zip(MIGRATIONS).all(|(number, (version, ..))| number == *version));
+        let files = fs_err::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/migrations"))
+            .expect("migrations")
+            .count();
+        assert_eq!(
+            MIGRATIONS.len(),
+            files,
+            "a file without an entry in MIGRATIONS is never applied"
+        );
+        assert!(
+            (1_i64..)
+                .zip(MIGRATIONS)
+                .all(|(number, (version, ..))| number == *version)
+        );
     }
 
     /// Lists items that are texts of these lengths; says how many the pages have, and the most that one statement read.
@@ -298,8 +414,10 @@ mod tests {
             let mut pages = PageReader::new(limit, after);
             while let Some(count) = pages.wanted().await {
                 let from = pages.after().map_or(0, |after: usize| after + 1);
-                let found: Vec<(usize, String)> =
-                    (from..lengths.len()).take(usize::try_from(count).expect("a count")).map(|n| (n, "x".repeat(lengths[n]))).collect();
+                let found: Vec<(usize, String)> = (from..lengths.len())
+                    .take(usize::try_from(count).expect("a count"))
+                    .map(|n| (n, "x".repeat(lengths[n])))
+                    .collect();
                 most = most.max(found.len());
                 pages.add(found, |item| item.0);
             }
@@ -310,7 +428,9 @@ mod tests {
                 "none is left out or comes twice"
             );
             counts.push(page.items.len());
-            let Some(cursor) = page.next_cursor else { return (counts, most) };
+            let Some(cursor) = page.next_cursor else {
+                return (counts, most);
+            };
             after = Some(cursor.parse().expect("a key"));
         }
     }
@@ -322,9 +442,15 @@ mod tests {
         assert_eq!(pages(&[1; 11], 10).await.0, [10, 1]);
         assert_eq!(pages(&[1; 100], 1_000).await, (vec![100], CHUNK));
         // Around each text there are a few bytes more.
-        assert_eq!(pages(&[MAX_PAGE_BYTES / 4 - 10; 9], 1_000).await.0, [4, 4, 1]);
+        assert_eq!(
+            pages(&[MAX_PAGE_BYTES / 4 - 10; 9], 1_000).await.0,
+            [4, 4, 1]
+        );
         assert_eq!(pages(&[MAX_PAGE_BYTES / 4; 8], 1_000).await.0, [3, 3, 2]);
         // One that is larger than a page is a page.
-        assert_eq!(pages(&[1, 2 * MAX_PAGE_BYTES, 1, 1], 1_000).await.0, [1, 1, 2]);
+        assert_eq!(
+            pages(&[1, 2 * MAX_PAGE_BYTES, 1, 1], 1_000).await.0,
+            [1, 1, 2]
+        );
     }
 }

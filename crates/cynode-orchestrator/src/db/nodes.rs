@@ -33,9 +33,15 @@ pub(crate) struct NodeRow {
 impl NodeRow {
     pub(crate) fn state(&self, unreachable_after: f64) -> (NodeState, Option<String>) {
         if self.is_lost {
-            (NodeState::Lost, Some("no heartbeat for so long that its work was given up".to_owned()))
+            (
+                NodeState::Lost,
+                Some("no heartbeat for so long that its work was given up".to_owned()),
+            )
         } else if self.silent_seconds > unreachable_after {
-            (NodeState::Unreachable, Some(format!("no heartbeat for {:.0} s", self.silent_seconds)))
+            (
+                NodeState::Unreachable,
+                Some(format!("no heartbeat for {:.0} s", self.silent_seconds)),
+            )
         } else if self.draining {
             (NodeState::Draining, None)
         } else if let Some(reason) = &self.not_ready {
@@ -88,7 +94,9 @@ fn node(row: &PgRow) -> Result<NodeRow, ApiError> {
             is_lost: row.try_get("is_lost")?,
             running_sandboxes: row.try_get("running_sandboxes")?,
             token_epoch: row.try_get("token_epoch")?,
-            rotating: row.try_get::<Option<Vec<u8>>, _>("next_token_hash")?.is_some(),
+            rotating: row
+                .try_get::<Option<Vec<u8>>, _>("next_token_hash")?
+                .is_some(),
             tokens_rotated_at: row.try_get("tokens_rotated_at")?,
             config_revision: row.try_get("config_revision")?,
             registered_at: row.try_get("registered_at")?,
@@ -96,7 +104,10 @@ fn node(row: &PgRow) -> Result<NodeRow, ApiError> {
             silent_seconds: row.try_get("silent_seconds")?,
         })
     };
-    Ok(NodeRow { capability: stored(capability)?, ..read().map_err(problem)? })
+    Ok(NodeRow {
+        capability: stored(capability)?,
+        ..read().map_err(problem)?
+    })
 }
 
 /// How long ago the last heartbeat was, as a column.
@@ -107,7 +118,13 @@ macro_rules! columns {
 }
 
 impl Db {
-    pub(crate) async fn insert_node_key(&self, hash: &[u8; 32], reusable: bool, by: &str, expires_at: Option<OffsetDateTime>) -> Result<Uuid, ApiError> {
+    pub(crate) async fn insert_node_key(
+        &self,
+        hash: &[u8; 32],
+        reusable: bool,
+        by: &str,
+        expires_at: Option<OffsetDateTime>,
+    ) -> Result<Uuid, ApiError> {
         let id = Uuid::now_v7();
         sqlx::query(
             "insert into node_keys (id, hash, reusable, created_by, expires_at) values ($1, $2, $3, $4, $5)
@@ -127,7 +144,12 @@ impl Db {
     /// Takes a key and writes the node down with its images, all of it or nothing. A single-use key is good again for the node that used it, because
     /// the answer may have been lost, until that node has shown that it has its token. A reusable one takes no node's place that
     /// is heard of. `None` when the key is not good.
-    pub(crate) async fn register_node(&self, new: &Registration, seeded: &[String], tokens: impl Fn(i64) -> [u8; 32]) -> Result<Option<NodeRow>, ApiError> {
+    pub(crate) async fn register_node(
+        &self,
+        new: &Registration,
+        seeded: &[String],
+        tokens: impl Fn(i64) -> [u8; 32],
+    ) -> Result<Option<NodeRow>, ApiError> {
         let mut transaction = self.begin().await?;
         let key = sqlx::query(
             "update node_keys set used_at = now(), used_by = $2
@@ -147,11 +169,12 @@ impl Db {
             return Ok(None);
         }
         // Locked, so that two registrations of one node do not take the same epoch.
-        let epoch: Option<i64> = sqlx::query_scalar("select token_epoch from nodes where id = $1 for update")
-            .bind(new.node_id.as_uuid())
-            .fetch_optional(&mut *transaction)
-            .await
-            .map_err(problem)?;
+        let epoch: Option<i64> =
+            sqlx::query_scalar("select token_epoch from nodes where id = $1 for update")
+                .bind(new.node_id.as_uuid())
+                .fetch_optional(&mut *transaction)
+                .await
+                .map_err(problem)?;
         let epoch = epoch.map_or(1, |epoch| epoch + 1);
         let row = sqlx::query(concat!(
             "insert into nodes as n (id, name, api_url, capability, token_epoch, node_token_hash) values ($1, $2, $3, $4, $5, $6)
@@ -178,7 +201,10 @@ impl Db {
     }
 
     /// The node that a token belongs to. One that shows its next token has it: the old one is good no more.
-    pub(crate) async fn authenticate_node(&self, hash: &[u8; 32]) -> Result<Option<NodeRow>, ApiError> {
+    pub(crate) async fn authenticate_node(
+        &self,
+        hash: &[u8; 32],
+    ) -> Result<Option<NodeRow>, ApiError> {
         let found = sqlx::query(concat!(
             "select ",
             columns!(),
@@ -189,7 +215,11 @@ impl Db {
         .await
         .map_err(problem)?;
         let Some(row) = found else { return Ok(None) };
-        if row.try_get::<Option<bool>, _>("shows_next").map_err(problem)? != Some(true) {
+        if row
+            .try_get::<Option<bool>, _>("shows_next")
+            .map_err(problem)?
+            != Some(true)
+        {
             return node(&row).map(Some);
         }
         let row = sqlx::query(concat!(
@@ -205,16 +235,25 @@ impl Db {
             return node(&row).map(Some);
         }
         // Another call of the same node was first.
-        let row = sqlx::query(concat!("select ", columns!(), " from nodes n where n.node_token_hash = $1"))
-            .bind(hash.as_slice())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
+        let row = sqlx::query(concat!(
+            "select ",
+            columns!(),
+            " from nodes n where n.node_token_hash = $1"
+        ))
+        .bind(hash.as_slice())
+        .fetch_optional(&self.pool)
+        .await
+        .map_err(problem)?;
         row.as_ref().map(node).transpose()
     }
 
     /// Offers a node tokens of the next epoch.
-    pub(crate) async fn offer_token(&self, id: NodeId, epoch: i64, next_hash: &[u8; 32]) -> Result<(), ApiError> {
+    pub(crate) async fn offer_token(
+        &self,
+        id: NodeId,
+        epoch: i64,
+        next_hash: &[u8; 32],
+    ) -> Result<(), ApiError> {
         sqlx::query("update nodes set next_token_hash = $2 where id = $1 and token_epoch = $3")
             .bind(id.as_uuid())
             .bind(next_hash.as_slice())
@@ -246,26 +285,48 @@ impl Db {
     }
 
     pub(crate) async fn nodes(&self) -> Result<Vec<NodeRow>, ApiError> {
-        let rows = sqlx::query(concat!("select ", columns!(), " from nodes n order by n.name")).fetch_all(&self.pool).await.map_err(problem)?;
+        let rows = sqlx::query(concat!(
+            "select ",
+            columns!(),
+            " from nodes n order by n.name"
+        ))
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
         rows.iter().map(node).collect()
     }
 
     pub(crate) async fn node(&self, id: NodeId) -> Result<NodeRow, ApiError> {
-        let row = sqlx::query(concat!("select ", columns!(), " from nodes n where n.id = $1"))
-            .bind(id.as_uuid())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
-        row.as_ref().map(node).transpose()?.ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no node {id}")))
+        let row = sqlx::query(concat!(
+            "select ",
+            columns!(),
+            " from nodes n where n.id = $1"
+        ))
+        .bind(id.as_uuid())
+        .fetch_optional(&self.pool)
+        .await
+        .map_err(problem)?;
+        row.as_ref()
+            .map(node)
+            .transpose()?
+            .ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no node {id}")))
     }
 
     pub(crate) async fn drain_node(&self, id: NodeId, drain: bool) -> Result<NodeRow, ApiError> {
-        sqlx::query("update nodes set draining = $2 where id = $1").bind(id.as_uuid()).bind(drain).execute(&self.pool).await.map_err(problem)?;
+        sqlx::query("update nodes set draining = $2 where id = $1")
+            .bind(id.as_uuid())
+            .bind(drain)
+            .execute(&self.pool)
+            .await
+            .map_err(problem)?;
         self.node(id).await
     }
 
     /// Gives up nodes that have been silent for so long. Says which.
-    pub(crate) async fn give_up_silent_nodes(&self, after_seconds: u64) -> Result<Vec<NodeId>, ApiError> {
+    pub(crate) async fn give_up_silent_nodes(
+        &self,
+        after_seconds: u64,
+    ) -> Result<Vec<NodeId>, ApiError> {
         let ids: Vec<Uuid> =
             sqlx::query_scalar("update nodes set is_lost = true where not is_lost and last_heartbeat_at < now() - make_interval(secs => $1) returning id")
                 .bind(f64::from(u32::try_from(after_seconds).unwrap_or(u32::MAX)))

@@ -31,13 +31,25 @@ pub(crate) struct Own {
 impl Own {
     /// One that waits for locks and statements no longer than this: whoever holds one holds up little.
     pub(super) fn impatient(options: &PgConnectOptions) -> Self {
-        Self::new(&options.clone().options([("lock_timeout", "1000"), ("statement_timeout", "5000"), ("idle_in_transaction_session_timeout", "5000")]))
+        Self::new(&options.clone().options([
+            ("lock_timeout", "1000"),
+            ("statement_timeout", "5000"),
+            ("idle_in_transaction_session_timeout", "5000"),
+        ]))
     }
 
     pub(super) fn new(options: &PgConnectOptions) -> Self {
         // A few statements, always the same, by keys: planned once.
-        let planned = [("plan_cache_mode", "force_generic_plan"), ("enable_seqscan", "off"), ("enable_hashjoin", "off"), ("enable_mergejoin", "off")];
-        Self { options: Arc::new(options.clone().options(planned)), connection: None }
+        let planned = [
+            ("plan_cache_mode", "force_generic_plan"),
+            ("enable_seqscan", "off"),
+            ("enable_hashjoin", "off"),
+            ("enable_mergejoin", "off"),
+        ];
+        Self {
+            options: Arc::new(options.clone().options(planned)),
+            connection: None,
+        }
     }
 
     /// Whether it was used before, and may have broken since.
@@ -46,13 +58,33 @@ impl Own {
     }
 
     /// Does something with the connection. One that broke, or on which something was left half done, is not used again.
-    pub(crate) async fn with<T>(&mut self, limit: Duration, work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, ApiError>) -> Result<T, ApiError> {
-        let (mut connection, since) = match self.connection.take().filter(|(_, since)| since.elapsed() < AGE) {
+    pub(crate) async fn with<T>(
+        &mut self,
+        limit: Duration,
+        work: impl AsyncFnOnce(&mut PgConnection) -> Result<T, ApiError>,
+    ) -> Result<T, ApiError> {
+        let (mut connection, since) = match self
+            .connection
+            .take()
+            .filter(|(_, since)| since.elapsed() < AGE)
+        {
             Some(kept) => kept,
-            None => (timeout(ACQUIRE, self.options.connect()).await.map_err(|_| late())?.map_err(super::problem)?, Instant::now()),
+            None => (
+                timeout(ACQUIRE, self.options.connect())
+                    .await
+                    .map_err(|_| late())?
+                    .map_err(super::problem)?,
+                Instant::now(),
+            ),
         };
-        let result = timeout(limit, work(&mut connection)).await.map_err(|_| late())?;
-        if result.as_ref().err().is_none_or(|error| error.0.is(ErrorCode::AlreadyExists)) {
+        let result = timeout(limit, work(&mut connection))
+            .await
+            .map_err(|_| late())?;
+        if result
+            .as_ref()
+            .err()
+            .is_none_or(|error| error.0.is(ErrorCode::AlreadyExists))
+        {
             self.connection = Some((connection, since));
         }
         result
@@ -95,17 +127,33 @@ impl Lookups {
                     continue;
                 }
                 match answers(&mut own, &asked).await {
-                    Ok(found) => asked.drain(..).zip(found).for_each(|(asked, found)| drop(asked.answer.send(found))),
-                    Err(error) => asked.drain(..).for_each(|asked| drop(asked.answer.send(Err(error.clone())))),
+                    Ok(found) => asked
+                        .drain(..)
+                        .zip(found)
+                        .for_each(|(asked, found)| drop(asked.answer.send(found))),
+                    Err(error) => asked
+                        .drain(..)
+                        .for_each(|asked| drop(asked.answer.send(Err(error.clone())))),
                 }
             }
         });
         Self(sender)
     }
 
-    pub(super) async fn ask(&self, hash: [u8; 32], session: Option<SessionId>) -> Result<Found, ApiError> {
+    pub(super) async fn ask(
+        &self,
+        hash: [u8; 32],
+        session: Option<SessionId>,
+    ) -> Result<Found, ApiError> {
         let (answer, waits) = oneshot::channel();
-        self.0.send(Asked { hash, session, answer }).await.map_err(|_| late())?;
+        self.0
+            .send(Asked {
+                hash,
+                session,
+                answer,
+            })
+            .await
+            .map_err(|_| late())?;
         waits.await.map_err(|_| late())?
     }
 }
@@ -113,9 +161,17 @@ impl Lookups {
 /// A connection that broke while nobody used it is found out by the question that fails: that one is asked again.
 async fn answers(own: &mut Own, asked: &[Asked]) -> Result<Vec<Result<Found, ApiError>>, ApiError> {
     let was_old = own.is_old();
-    match own.with(SOON, async |connection| Db::authenticate_all(connection, asked).await).await {
+    match own
+        .with(SOON, async |connection| {
+            Db::authenticate_all(connection, asked).await
+        })
+        .await
+    {
         Err(error) if was_old && !own.is_old() && error.0.is(ErrorCode::StoreUnavailable) => {
-            own.with(SOON, async |connection| Db::authenticate_all(connection, asked).await).await
+            own.with(SOON, async |connection| {
+                Db::authenticate_all(connection, asked).await
+            })
+            .await
         }
         found => found,
     }

@@ -1,6 +1,9 @@
 //! Where things belong and whose they are: what decisions need to know of them.
 
-use cynode_api::{ArtifactId, GroupId, ImageId, JobId, NodeId, ProjectId, SessionId, SessionState, TaskId, TokenId};
+use cynode_api::{
+    ArtifactId, GroupId, ImageId, JobId, NodeId, ProjectId, SessionId, SessionState, TaskId,
+    TokenId,
+};
 use cynode_policy::Place;
 use cynode_service::ApiError;
 use sqlx::{Row as _, postgres::PgRow};
@@ -16,7 +19,10 @@ pub(crate) struct SessionAt {
 }
 
 fn place(row: &PgRow) -> Result<Place, sqlx::Error> {
-    Ok(Place { project: row.try_get("project_id")?, ..owned(row)? })
+    Ok(Place {
+        project: row.try_get("project_id")?,
+        ..owned(row)?
+    })
 }
 
 fn owned(row: &PgRow) -> Result<Place, sqlx::Error> {
@@ -24,7 +30,11 @@ fn owned(row: &PgRow) -> Result<Place, sqlx::Error> {
     owners.extend(row.try_get::<Option<Uuid>, _>("owner_id")?);
     owners.extend(row.try_get::<Option<Uuid>, _>("project_owner_id")?);
     owners.dedup();
-    Ok(Place { task: row.try_get("task_id")?, project: None, owners })
+    Ok(Place {
+        task: row.try_get("task_id")?,
+        project: None,
+        owners,
+    })
 }
 
 /// Where a session belongs, and where it is.
@@ -32,13 +42,26 @@ pub(crate) type PlacedSession = (Place, SessionAt);
 
 /// From a row in which a project belongs to whoever asks, and `session_project_id` is the session's.
 pub(super) fn placed_session(row: &PgRow) -> Result<PlacedSession, ApiError> {
-    let place = Place { project: row.try_get("session_project_id").map_err(problem)?, ..owned(row).map_err(problem)? };
-    Ok((place, SessionAt { node_id: NodeId::from_uuid(row.try_get("node_id").map_err(problem)?), state: super::sessions::parsed(row)? }))
+    let place = Place {
+        project: row.try_get("session_project_id").map_err(problem)?,
+        ..owned(row).map_err(problem)?
+    };
+    Ok((
+        place,
+        SessionAt {
+            node_id: NodeId::from_uuid(row.try_get("node_id").map_err(problem)?),
+            state: super::sessions::parsed(row)?,
+        },
+    ))
 }
 
 impl Db {
     async fn place(&self, query: &'static str, id: &Uuid) -> Result<Option<Place>, ApiError> {
-        let row = sqlx::query(query).bind(id).fetch_optional(&self.pool).await.map_err(problem)?;
+        let row = sqlx::query(query)
+            .bind(id)
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
         row.as_ref().map(place).transpose().map_err(problem)
     }
 
@@ -48,12 +71,16 @@ impl Db {
     }
 
     pub(crate) async fn task_place(&self, id: TaskId) -> Result<Option<Place>, ApiError> {
-        let query = "select null::uuid as task_id, t.project_id, t.owner_id, p.owner_id as project_owner_id
+        let query =
+            "select null::uuid as task_id, t.project_id, t.owner_id, p.owner_id as project_owner_id
                      from tasks t left join projects p on p.id = t.project_id where t.id = $1";
         self.place(query, id.as_uuid()).await
     }
 
-    pub(crate) async fn session_place(&self, id: SessionId) -> Result<Option<PlacedSession>, ApiError> {
+    pub(crate) async fn session_place(
+        &self,
+        id: SessionId,
+    ) -> Result<Option<PlacedSession>, ApiError> {
         let row = sqlx::query(
             "select s.task_id, t.project_id as session_project_id, s.owner_id, p.owner_id as project_owner_id, s.node_id, s.state
              from sessions s join tasks t on t.id = s.task_id left join projects p on p.id = t.project_id where s.session_id = $1",
@@ -78,8 +105,15 @@ impl Db {
     }
 
     /// Whose a token is, and of what kind.
-    pub(crate) async fn token_owner(&self, id: TokenId) -> Result<Option<(Uuid, String)>, ApiError> {
-        sqlx::query_as("select user_id, kind from api_tokens where id = $1").bind(id.as_uuid()).fetch_optional(&self.pool).await.map_err(problem)
+    pub(crate) async fn token_owner(
+        &self,
+        id: TokenId,
+    ) -> Result<Option<(Uuid, String)>, ApiError> {
+        sqlx::query_as("select user_id, kind from api_tokens where id = $1")
+            .bind(id.as_uuid())
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)
     }
 
     /// Who is in a group.
@@ -92,7 +126,10 @@ impl Db {
     }
 
     /// What an image is called, whether agents may work in a version of it, and whether all have digests.
-    pub(crate) async fn image_place(&self, id: ImageId) -> Result<Option<(String, bool, bool)>, ApiError> {
+    pub(crate) async fn image_place(
+        &self,
+        id: ImageId,
+    ) -> Result<Option<(String, bool, bool)>, ApiError> {
         sqlx::query_as(
             "select i.name, coalesce(bool_or(v.capabilities->'agent_compatible' = 'true'::jsonb), false), coalesce(bool_and(v.image_digest is not null), false)
              from sandbox_images i left join sandbox_image_versions v on v.sandbox_image_id = i.id where i.id = $1 group by i.id",

@@ -33,15 +33,31 @@ fn policy(row: &PgRow) -> Result<PolicyRow, sqlx::Error> {
 
 /// The next number. The row is locked until the commit: changes come one after another, and each sees all before it.
 async fn next(connection: &mut PgConnection) -> Result<i64, ApiError> {
-    sqlx::query_scalar("update policy_head set revision = revision + 1 returning revision").fetch_one(connection).await.map_err(problem)
+    sqlx::query_scalar("update policy_head set revision = revision + 1 returning revision")
+        .fetch_one(connection)
+        .await
+        .map_err(problem)
 }
 
 async fn all(connection: &mut PgConnection) -> Result<Vec<PolicyRow>, ApiError> {
-    let rows = sqlx::query("select * from policies order by id").fetch_all(connection).await.map_err(problem)?;
-    rows.iter().map(policy).collect::<Result<_, _>>().map_err(problem)
+    let rows = sqlx::query("select * from policies order by id")
+        .fetch_all(connection)
+        .await
+        .map_err(problem)?;
+    rows.iter()
+        .map(policy)
+        .collect::<Result<_, _>>()
+        .map_err(problem)
 }
 
-async fn write(connection: &mut PgConnection, id: &str, text: Option<&str>, revision: i64, is_default: bool, by: &str) -> Result<(), ApiError> {
+async fn write(
+    connection: &mut PgConnection,
+    id: &str,
+    text: Option<&str>,
+    revision: i64,
+    is_default: bool,
+    by: &str,
+) -> Result<(), ApiError> {
     sqlx::query("insert into policy_versions (policy_id, revision, text, created_by) values ($1, $2, $3, $4)")
         .bind(id)
         .bind(revision)
@@ -66,19 +82,33 @@ async fn write(connection: &mut PgConnection, id: &str, text: Option<&str>, revi
         .map_err(problem)?,
         None => sqlx::query("delete from policies where id = $1").bind(id).execute(&mut *connection).await.map_err(problem)?,
     };
-    sqlx::query("select pg_notify($1, '')").bind(CHANNEL).execute(connection).await.map(drop).map_err(problem)
+    sqlx::query("select pg_notify($1, '')")
+        .bind(CHANNEL)
+        .execute(connection)
+        .await
+        .map(drop)
+        .map_err(problem)
 }
 
 impl Db {
     pub(crate) async fn policy_revision(&self) -> Result<i64, ApiError> {
-        sqlx::query_scalar("select revision from policy_head").fetch_one(&self.pool).await.map_err(problem)
+        sqlx::query_scalar("select revision from policy_head")
+            .fetch_one(&self.pool)
+            .await
+            .map_err(problem)
     }
 
     /// All documents as they are at one moment, and its number.
     pub(crate) async fn policies(&self) -> Result<(i64, Vec<PolicyRow>), ApiError> {
         let mut transaction = self.begin().await?;
-        sqlx::query("set transaction isolation level repeatable read read only").execute(&mut *transaction).await.map_err(problem)?;
-        let revision = sqlx::query_scalar("select revision from policy_head").fetch_one(&mut *transaction).await.map_err(problem)?;
+        sqlx::query("set transaction isolation level repeatable read read only")
+            .execute(&mut *transaction)
+            .await
+            .map_err(problem)?;
+        let revision = sqlx::query_scalar("select revision from policy_head")
+            .fetch_one(&mut *transaction)
+            .await
+            .map_err(problem)?;
         Ok((revision, all(&mut transaction).await?))
     }
 
@@ -86,13 +116,17 @@ impl Db {
     pub(crate) async fn seed_policy(&self, id: &str, text: &str) -> Result<(), ApiError> {
         let mut transaction = self.begin().await?;
         let revision = next(&mut transaction).await?;
-        let known = all(&mut transaction).await?.into_iter().find(|row| row.id == id);
+        let known = all(&mut transaction)
+            .await?
+            .into_iter()
+            .find(|row| row.id == id);
         // One that was removed or changed on purpose stays so.
-        let was_there: bool = sqlx::query_scalar("select exists (select from policy_versions where policy_id = $1)")
-            .bind(id)
-            .fetch_one(&mut *transaction)
-            .await
-            .map_err(problem)?;
+        let was_there: bool =
+            sqlx::query_scalar("select exists (select from policy_versions where policy_id = $1)")
+                .bind(id)
+                .fetch_one(&mut *transaction)
+                .await
+                .map_err(problem)?;
         let is_due = match known {
             Some(known) => known.is_default && known.text != text,
             None => !was_there,
@@ -119,11 +153,17 @@ impl Db {
         let mut rows = all(&mut transaction).await?;
         let known = rows.iter().position(|row| row.id == id);
         if text.is_none() && known.is_none() {
-            return Err(ApiError::new(ErrorCode::NotFound, format!("there is no policy '{id}'")));
+            return Err(ApiError::new(
+                ErrorCode::NotFound,
+                format!("there is no policy '{id}'"),
+            ));
         }
         let before = known.map_or(0, |index| rows[index].revision);
         if if_revision.is_some_and(|expected| expected != before) {
-            return Err(ApiError::new(ErrorCode::PreconditionFailed, format!("the policy is at revision {before}")));
+            return Err(ApiError::new(
+                ErrorCode::PreconditionFailed,
+                format!("the policy is at revision {before}"),
+            ));
         }
         let row = PolicyRow {
             id: id.to_owned(),

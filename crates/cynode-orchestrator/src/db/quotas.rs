@@ -2,8 +2,9 @@
 //! set one, the narrowest counts. Checked in the transaction of what would use them up, one after another.
 
 use cynode_api::{
-    ErrorCode, Limits, LimitsRequest, Problem, QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS, QUOTA_SANDBOX_CPUS, QUOTA_SANDBOX_MEMORY_BYTES, QUOTA_SANDBOX_PIDS,
-    QUOTA_SANDBOXES, TaskId, UserId,
+    ErrorCode, Limits, LimitsRequest, Problem, QUOTA_ARTIFACT_BYTES, QUOTA_CPU_SECONDS,
+    QUOTA_SANDBOX_CPUS, QUOTA_SANDBOX_MEMORY_BYTES, QUOTA_SANDBOX_PIDS, QUOTA_SANDBOXES, TaskId,
+    UserId,
 };
 use cynode_service::ApiError;
 use sqlx::{PgConnection, Row as _};
@@ -38,25 +39,53 @@ impl Limit {
     fn check_largest(&self, asked: &Limits) -> Result<(), ApiError> {
         #[expect(clippy::cast_precision_loss, reason = "processors are few")]
         let (is_over, field, value) = match self.key.as_str() {
-            QUOTA_SANDBOX_MEMORY_BYTES => (i64::try_from(asked.memory_bytes).unwrap_or(i64::MAX) > self.most, "memory_bytes", asked.memory_bytes.to_string()),
-            QUOTA_SANDBOX_CPUS => (asked.cpus > self.most as f64, "cpus", asked.cpus.to_string()),
-            QUOTA_SANDBOX_PIDS => (i64::from(asked.pids) > self.most, "pids", asked.pids.to_string()),
+            QUOTA_SANDBOX_MEMORY_BYTES => (
+                i64::try_from(asked.memory_bytes).unwrap_or(i64::MAX) > self.most,
+                "memory_bytes",
+                asked.memory_bytes.to_string(),
+            ),
+            QUOTA_SANDBOX_CPUS => (
+                asked.cpus > self.most as f64,
+                "cpus",
+                asked.cpus.to_string(),
+            ),
+            QUOTA_SANDBOX_PIDS => (
+                i64::from(asked.pids) > self.most,
+                "pids",
+                asked.pids.to_string(),
+            ),
             _ => return Ok(()),
         };
         if !is_over {
             return Ok(());
         }
         let who = if self.is_project { "project" } else { "user" };
-        let detail = format!("{}: a sandbox of the {who} has at most {}, and would have {value}", self.key, self.most);
-        let remedy = format!("Ask for at most {} in limits.{field}, or have an administrator raise the quota.", self.most);
-        Err(Problem::new(ErrorCode::QuotaExceeded, detail).with_remedy(remedy).into())
+        let detail = format!(
+            "{}: a sandbox of the {who} has at most {}, and would have {value}",
+            self.key, self.most
+        );
+        let remedy = format!(
+            "Ask for at most {} in limits.{field}, or have an administrator raise the quota.",
+            self.most
+        );
+        Err(Problem::new(ErrorCode::QuotaExceeded, detail)
+            .with_remedy(remedy)
+            .into())
     }
 }
 
 /// Refuses when, with what this transaction has added, a quota of the user or of the task's project is exceeded.
-pub(super) async fn check(connection: &mut PgConnection, user: UserId, task: TaskId, uses: Uses) -> Result<(), ApiError> {
-    let project: Option<Uuid> =
-        sqlx::query_scalar("select project_id from tasks where id = $1").bind(task.as_uuid()).fetch_one(&mut *connection).await.map_err(problem)?;
+pub(super) async fn check(
+    connection: &mut PgConnection,
+    user: UserId,
+    task: TaskId,
+    uses: Uses,
+) -> Result<(), ApiError> {
+    let project: Option<Uuid> = sqlx::query_scalar("select project_id from tasks where id = $1")
+        .bind(task.as_uuid())
+        .fetch_one(&mut *connection)
+        .await
+        .map_err(problem)?;
     for limit in limits(&mut *connection, user, project).await? {
         if (limit.key == QUOTA_ARTIFACT_BYTES) != (uses == Uses::Bytes) {
             continue;
@@ -76,16 +105,27 @@ pub(super) async fn check(connection: &mut PgConnection, user: UserId, task: Tas
             .map_err(problem)?;
         let used = used(&mut *connection, &limit, id).await?;
         // Time is used up before anything is begun; of the rest, what is begun counts already.
-        let is_over = if limit.key == QUOTA_CPU_SECONDS { used >= limit.most } else { used > limit.most };
+        let is_over = if limit.key == QUOTA_CPU_SECONDS {
+            used >= limit.most
+        } else {
+            used > limit.most
+        };
         if is_over {
-            let detail = format!("{}: the {who} has {} and would have {used}", limit.key, limit.most);
+            let detail = format!(
+                "{}: the {who} has {} and would have {used}",
+                limit.key, limit.most
+            );
             return Err(ApiError::new(ErrorCode::QuotaExceeded, detail));
         }
     }
     Ok(())
 }
 
-async fn limits(connection: &mut PgConnection, user: UserId, project: Option<Uuid>) -> Result<Vec<Limit>, ApiError> {
+async fn limits(
+    connection: &mut PgConnection,
+    user: UserId,
+    project: Option<Uuid>,
+) -> Result<Vec<Limit>, ApiError> {
     let rows = sqlx::query(
         "select distinct on (p.key, p.scope = 'project') p.key, (p.value #>> '{}')::bigint as most, p.scope = 'project' as is_project from preferences p
          where p.key like 'quota.%' and jsonb_typeof(p.value) = 'number'
@@ -99,9 +139,16 @@ async fn limits(connection: &mut PgConnection, user: UserId, project: Option<Uui
     .await
     .map_err(problem)?;
     let limit = |row: &sqlx::postgres::PgRow| -> Result<Limit, sqlx::Error> {
-        Ok(Limit { key: row.try_get("key")?, most: row.try_get("most")?, is_project: row.try_get("is_project")? })
+        Ok(Limit {
+            key: row.try_get("key")?,
+            most: row.try_get("most")?,
+            is_project: row.try_get("is_project")?,
+        })
     };
-    rows.iter().map(limit).collect::<Result<_, _>>().map_err(problem)
+    rows.iter()
+        .map(limit)
+        .collect::<Result<_, _>>()
+        .map_err(problem)
 }
 
 /// How much there is. Processor time is what sandboxes had reserved in the last 24 hours.
@@ -135,5 +182,10 @@ async fn used(connection: &mut PgConnection, limit: &Limit, id: Uuid) -> Result<
         // One that is not known limits nothing.
         _ => return Ok(0),
     };
-    sqlx::query_scalar(statement).bind(id).bind(limit.is_project).fetch_one(connection).await.map_err(problem)
+    sqlx::query_scalar(statement)
+        .bind(id)
+        .bind(limit.is_project)
+        .fetch_one(connection)
+        .await
+        .map_err(problem)
 }

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use cynode_api::{
-    ErrorCode, ImageVersionId, Limits, NodeId, Page, Session, SessionCreate, SessionEnd, SessionId, SessionState, TaskId, UserSessionCreate, WorkspaceId,
-    session_limits,
+    ErrorCode, ImageVersionId, Limits, NodeId, Page, Session, SessionCreate, SessionEnd, SessionId,
+    SessionState, TaskId, UserSessionCreate, WorkspaceId, session_limits,
 };
 use cynode_service::ApiError;
 use serde_json::Value;
@@ -49,8 +49,19 @@ fn session(row: &PgRow) -> Result<SessionRow, ApiError> {
     let object = if let Some(object) = get("object")? {
         stored(object)?
     } else {
-        let ended_at: Option<OffsetDateTime> = if is_over(state) { row.try_get("updated_at").map_err(problem)? } else { None };
-        Session { ended_at, ..undescribed(&request, node_id, row.try_get("created_at").map_err(problem)?) }
+        let ended_at: Option<OffsetDateTime> = if is_over(state) {
+            row.try_get("updated_at").map_err(problem)?
+        } else {
+            None
+        };
+        Session {
+            ended_at,
+            ..undescribed(
+                &request,
+                node_id,
+                row.try_get("created_at").map_err(problem)?,
+            )
+        }
     };
     Ok(SessionRow {
         session_id: SessionId::from_uuid(id("session_id")?),
@@ -60,14 +71,21 @@ fn session(row: &PgRow) -> Result<SessionRow, ApiError> {
         body: get("body")?.unwrap_or_default(),
         request,
         // What is decided here stands above what the node said before.
-        object: Session { state, end_reason: end_reason.or(object.end_reason.clone()), ..object },
+        object: Session {
+            state,
+            end_reason: end_reason.or(object.end_reason.clone()),
+            ..object
+        },
         ending: get("ending")?.map(stored).transpose()?,
         read_at: row.try_get("read_at").map_err(problem)?,
     })
 }
 
 pub(super) fn parsed(row: &PgRow) -> Result<SessionState, ApiError> {
-    row.try_get::<String, _>("state").map_err(problem)?.parse().map_err(|error: String| ApiError::new(ErrorCode::Internal, error))
+    row.try_get::<String, _>("state")
+        .map_err(problem)?
+        .parse()
+        .map_err(|error: String| ApiError::new(ErrorCode::Internal, error))
 }
 
 /// What a node was given.
@@ -82,7 +100,9 @@ pub(crate) struct Load {
 fn undescribed(request: &SessionCreate, node_id: NodeId, created_at: OffsetDateTime) -> Session {
     let after = |seconds: Option<u64>, default: u64| {
         let seconds = i64::try_from(seconds.unwrap_or(default)).unwrap_or(i64::MAX);
-        created_at.checked_add(time::Duration::seconds(seconds)).unwrap_or(created_at)
+        created_at
+            .checked_add(time::Duration::seconds(seconds))
+            .unwrap_or(created_at)
     };
     Session {
         session_id: request.session_id,
@@ -100,8 +120,14 @@ fn undescribed(request: &SessionCreate, node_id: NodeId, created_at: OffsetDateT
         pty_allowed: request.pty_allowed.unwrap_or(false),
         labels: request.labels.clone(),
         created_at,
-        expires_at: after(request.max_lifetime_seconds, session_limits::DEFAULT_LIFETIME_SECONDS),
-        idle_expires_at: after(request.idle_timeout_seconds, session_limits::DEFAULT_IDLE_SECONDS),
+        expires_at: after(
+            request.max_lifetime_seconds,
+            session_limits::DEFAULT_LIFETIME_SECONDS,
+        ),
+        idle_expires_at: after(
+            request.idle_timeout_seconds,
+            session_limits::DEFAULT_IDLE_SECONDS,
+        ),
         ended_at: None,
         create_duration_ms: None,
         running_execs: 0,
@@ -120,12 +146,20 @@ fn told(task_id: TaskId, session_id: SessionId, state: SessionState) -> NewEvent
 }
 
 fn no_session(id: SessionId) -> ApiError {
-    ApiError::new(ErrorCode::SessionNotFound, format!("there is no session {id}"))
+    ApiError::new(
+        ErrorCode::SessionNotFound,
+        format!("there is no session {id}"),
+    )
 }
 
 impl Db {
     /// Writes a new session down, and its task when that is new. `None` when the id is taken.
-    pub(crate) async fn insert_session(&self, new: &NewSession<'_>, task: Option<&cynode_api::Task>, scope: &Scope) -> Result<Option<SessionRow>, ApiError> {
+    pub(crate) async fn insert_session(
+        &self,
+        new: &NewSession<'_>,
+        task: Option<&cynode_api::Task>,
+        scope: &Scope,
+    ) -> Result<Option<SessionRow>, ApiError> {
         let mut transaction = self.begin().await?;
         if let Some(task) = task {
             super::work::insert_task(&mut *transaction, task, scope).await?;
@@ -146,30 +180,56 @@ impl Db {
         .await
         .map_err(problem)?;
         let Some(row) = row else { return Ok(None) };
-        quotas::check(&mut transaction, scope.user_id, new.request.task_id, quotas::Uses::sandbox(new.request.limits)).await?;
-        events::add(&mut transaction, &told(new.request.task_id, new.request.session_id, SessionState::Creating)).await?;
+        quotas::check(
+            &mut transaction,
+            scope.user_id,
+            new.request.task_id,
+            quotas::Uses::sandbox(new.request.limits),
+        )
+        .await?;
+        events::add(
+            &mut transaction,
+            &told(
+                new.request.task_id,
+                new.request.session_id,
+                SessionState::Creating,
+            ),
+        )
+        .await?;
         super::commit(transaction).await?;
         session(&row).map(Some)
     }
 
     /// A session that the caller may know of.
-    pub(crate) async fn session(&self, scope: &Scope, id: SessionId) -> Result<SessionRow, ApiError> {
-        let row = sqlx::query(concat!("select *, clock_timestamp() as read_at from sessions s where session_id = $1 and ", visible_by_task!("s")))
-            .bind(id.as_uuid())
-            .bind(scope.sees_all)
-            .bind(scope.user_id.as_uuid())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
-        row.as_ref().map(session).transpose()?.ok_or_else(|| no_session(id))
+    pub(crate) async fn session(
+        &self,
+        scope: &Scope,
+        id: SessionId,
+    ) -> Result<SessionRow, ApiError> {
+        let row = sqlx::query(concat!(
+            "select *, clock_timestamp() as read_at from sessions s where session_id = $1 and ",
+            visible_by_task!("s")
+        ))
+        .bind(id.as_uuid())
+        .bind(scope.sees_all)
+        .bind(scope.user_id.as_uuid())
+        .fetch_optional(&self.pool)
+        .await
+        .map_err(problem)?;
+        row.as_ref()
+            .map(session)
+            .transpose()?
+            .ok_or_else(|| no_session(id))
     }
 
     pub(crate) async fn any_session(&self, id: SessionId) -> Result<Option<SessionRow>, ApiError> {
-        let row = sqlx::query("select *, clock_timestamp() as read_at from sessions where session_id = $1")
-            .bind(id.as_uuid())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
+        let row = sqlx::query(
+            "select *, clock_timestamp() as read_at from sessions where session_id = $1",
+        )
+        .bind(id.as_uuid())
+        .fetch_optional(&self.pool)
+        .await
+        .map_err(problem)?;
         row.as_ref().map(session).transpose()
     }
 
@@ -204,16 +264,23 @@ impl Db {
             .fetch_all(&self.pool)
             .await
             .map_err(problem)?;
-            pages.add(rows.iter().map(|row| session(row).map(|row| row.object)).collect::<Result<Vec<_>, _>>()?, |session: &Session| {
-                *session.session_id.as_uuid()
-            });
+            pages.add(
+                rows.iter()
+                    .map(|row| session(row).map(|row| row.object))
+                    .collect::<Result<Vec<_>, _>>()?,
+                |session: &Session| *session.session_id.as_uuid(),
+            );
         }
         Ok(pages.finish())
     }
 
     /// Writes down what a node said of a session when it was asked at `as_of` (by the database's clock). What was written since
     /// then is newer, and stays: then this says false. Changed states are told as events.
-    pub(crate) async fn observe_session(&self, object: &Session, as_of: OffsetDateTime) -> Result<bool, ApiError> {
+    pub(crate) async fn observe_session(
+        &self,
+        object: &Session,
+        as_of: OffsetDateTime,
+    ) -> Result<bool, ApiError> {
         let id = object.session_id;
         let mut transaction = self.begin().await?;
         let before = sqlx::query("select *, clock_timestamp() as read_at, updated_at > $2 as is_newer from sessions where session_id = $1 for update")
@@ -222,16 +289,21 @@ impl Db {
             .fetch_optional(&mut *transaction)
             .await
             .map_err(problem)?;
-        let Some(before) = before else { return Ok(true) };
+        let Some(before) = before else {
+            return Ok(true);
+        };
         let is_newer = before.try_get::<bool, _>("is_newer").map_err(problem)?;
         let before = session(&before)?;
         // While it was being made, a list may have shown it so: that it runs is newer, whenever it was asked for.
-        let has_come_up = before.state == SessionState::Creating && object.state == SessionState::Running;
+        let has_come_up =
+            before.state == SessionState::Creating && object.state == SessionState::Running;
         if is_newer && !has_come_up {
             return Ok(false);
         }
         // What has ended here comes back only when it is resumed, which is noted first. A request that came late is no such wish.
-        if matches!(before.state, SessionState::Ended | SessionState::Failed) && !is_over(object.state) {
+        if matches!(before.state, SessionState::Ended | SessionState::Failed)
+            && !is_over(object.state)
+        {
             return Ok(true);
         }
         if !before.is_news(object) {
@@ -262,7 +334,13 @@ impl Db {
     }
 
     /// Sets the state of a session without its node: it failed, or its node is gone.
-    pub(crate) async fn set_session_state(&self, id: SessionId, from: &[SessionState], state: SessionState, reason: &str) -> Result<bool, ApiError> {
+    pub(crate) async fn set_session_state(
+        &self,
+        id: SessionId,
+        from: &[SessionState],
+        state: SessionState,
+        reason: &str,
+    ) -> Result<bool, ApiError> {
         let from: Vec<String> = from.iter().map(ToString::to_string).collect();
         let mut transaction = self.begin().await?;
         let row = sqlx::query(
@@ -301,7 +379,13 @@ impl Db {
         let task_id = TaskId::from_uuid(row.try_get("task_id").map_err(problem)?);
         let owner = cynode_api::UserId::from_uuid(row.try_get("owner_id").map_err(problem)?);
         let object: Session = stored(row.try_get("object").map_err(problem)?)?;
-        quotas::check(&mut transaction, owner, task_id, quotas::Uses::Sandbox(object.limits)).await?;
+        quotas::check(
+            &mut transaction,
+            owner,
+            task_id,
+            quotas::Uses::Sandbox(object.limits),
+        )
+        .await?;
         events::add(&mut transaction, &told(task_id, id, SessionState::Creating)).await?;
         let was = parsed(&row)?;
         super::commit(transaction).await?;
@@ -347,7 +431,11 @@ impl Db {
     }
 
     /// Lets others, or a later round, try again.
-    pub(crate) async fn release_session(&self, id: SessionId, seconds: i32) -> Result<(), ApiError> {
+    pub(crate) async fn release_session(
+        &self,
+        id: SessionId,
+        seconds: i32,
+    ) -> Result<(), ApiError> {
         sqlx::query("update sessions set lease_until = now() + make_interval(secs => $2) where session_id = $1")
             .bind(id.as_uuid())
             .bind(f64::from(seconds))
@@ -371,7 +459,10 @@ impl Db {
     }
 
     /// Which of these ended here before their node had said anything of them.
-    pub(crate) async fn ended_unseen_of(&self, ids: &[SessionId]) -> Result<Vec<SessionId>, ApiError> {
+    pub(crate) async fn ended_unseen_of(
+        &self,
+        ids: &[SessionId],
+    ) -> Result<Vec<SessionId>, ApiError> {
         let ids: Vec<Uuid> = ids.iter().map(|id| *id.as_uuid()).collect();
         let ended: Vec<Uuid> =
             sqlx::query_scalar("select session_id from sessions where session_id = any($1) and state in ('ended', 'failed') and object is null")
@@ -383,7 +474,11 @@ impl Db {
     }
 
     /// The node that holds a workspace which an earlier session of the task kept.
-    pub(crate) async fn workspace_node(&self, task_id: TaskId, workspace: Uuid) -> Result<Option<NodeId>, ApiError> {
+    pub(crate) async fn workspace_node(
+        &self,
+        task_id: TaskId,
+        workspace: Uuid,
+    ) -> Result<Option<NodeId>, ApiError> {
         let id: Option<Uuid> =
             sqlx::query_scalar("select node_id from sessions where task_id = $1 and object->>'workspace_id' = $2 order by created_at desc limit 1")
                 .bind(task_id.as_uuid())
@@ -408,33 +503,61 @@ impl Db {
         .await
         .map_err(problem)?;
         let load = |row: &PgRow| -> Result<(NodeId, Load), sqlx::Error> {
-            let load = Load { sandboxes: row.try_get("sandboxes")?, memory_bytes: u64::try_from(row.try_get::<i64, _>("memory")?).unwrap_or_default() };
+            let load = Load {
+                sandboxes: row.try_get("sandboxes")?,
+                memory_bytes: u64::try_from(row.try_get::<i64, _>("memory")?).unwrap_or_default(),
+            };
             Ok((NodeId::from_uuid(row.try_get("node_id")?), load))
         };
-        rows.iter().map(load).collect::<Result<_, _>>().map_err(problem)
+        rows.iter()
+            .map(load)
+            .collect::<Result<_, _>>()
+            .map_err(problem)
     }
 }
 
 impl SessionRow {
     /// The state that it has by what its node says: an end that was asked for here may not have come there yet.
     pub(crate) fn state_by(&self, object: &Session) -> SessionState {
-        if self.ending.is_some() && !is_over(object.state) { SessionState::Ending } else { object.state }
+        if self.ending.is_some() && !is_over(object.state) {
+            SessionState::Ending
+        } else {
+            object.state
+        }
     }
 
     /// Whether a node's word says anything that is not written down.
     pub(crate) fn is_news(&self, object: &Session) -> bool {
         let state = self.state_by(object);
         // A reason that was decided here stays when the node gives none.
-        let end_reason = object.end_reason.clone().or_else(|| self.object.end_reason.clone().filter(|_| is_over(object.state)));
-        self.state != state || lasting(&self.object) != lasting(&Session { state, end_reason, ..object.clone() })
+        let end_reason = object.end_reason.clone().or_else(|| {
+            self.object
+                .end_reason
+                .clone()
+                .filter(|_| is_over(object.state))
+        });
+        self.state != state
+            || lasting(&self.object)
+                != lasting(&Session {
+                    state,
+                    end_reason,
+                    ..object.clone()
+                })
     }
 }
 
 /// A session without what changes with every command.
 fn lasting(session: &Session) -> Session {
-    Session { running_execs: 0, idle_expires_at: OffsetDateTime::UNIX_EPOCH, ..session.clone() }
+    Session {
+        running_execs: 0,
+        idle_expires_at: OffsetDateTime::UNIX_EPOCH,
+        ..session.clone()
+    }
 }
 
 pub(crate) const fn is_over(state: SessionState) -> bool {
-    matches!(state, SessionState::Ended | SessionState::Failed | SessionState::Lost)
+    matches!(
+        state,
+        SessionState::Ended | SessionState::Failed | SessionState::Lost
+    )
 }

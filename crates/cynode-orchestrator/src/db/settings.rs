@@ -1,6 +1,8 @@
 //! System settings and preferences.
 
-use cynode_api::{ErrorCode, Page, Preference, PreferenceScope, ProjectId, SECRET_SHAPES, Setting, TaskId, UserId};
+use cynode_api::{
+    ErrorCode, Page, Preference, PreferenceScope, ProjectId, SECRET_SHAPES, Setting, TaskId, UserId,
+};
 use cynode_service::ApiError;
 use serde_json::Value;
 use sqlx::{Row as _, postgres::PgRow};
@@ -20,7 +22,10 @@ fn setting(row: &PgRow) -> Result<Setting, sqlx::Error> {
 
 fn preference(row: &PgRow) -> Result<Preference, sqlx::Error> {
     Ok(Preference {
-        scope: row.try_get::<String, _>("scope")?.parse::<PreferenceScope>().map_err(|error| sqlx::Error::Decode(error.into()))?,
+        scope: row
+            .try_get::<String, _>("scope")?
+            .parse::<PreferenceScope>()
+            .map_err(|error| sqlx::Error::Decode(error.into()))?,
         scope_id: row.try_get("scope_id")?,
         key: row.try_get("key")?,
         value: row.try_get("value")?,
@@ -31,7 +36,10 @@ fn preference(row: &PgRow) -> Result<Preference, sqlx::Error> {
 }
 
 fn changed_meanwhile(key: &str) -> ApiError {
-    ApiError::new(ErrorCode::PreconditionFailed, format!("{key}: its revision is another one"))
+    ApiError::new(
+        ErrorCode::PreconditionFailed,
+        format!("{key}: its revision is another one"),
+    )
 }
 
 /// Whose preferences count for somebody, from the narrowest to the widest.
@@ -43,7 +51,11 @@ pub(crate) struct Of {
 }
 
 impl Db {
-    pub(crate) async fn list_settings(&self, after: Option<String>, limit: u32) -> Result<Page<Setting>, ApiError> {
+    pub(crate) async fn list_settings(
+        &self,
+        after: Option<String>,
+        limit: u32,
+    ) -> Result<Page<Setting>, ApiError> {
         let mut pages = PageReader::new(limit, after);
         while let Some(count) = pages.wanted().await {
             let rows = sqlx::query("select * from system_settings where ($1::text is null or key > $1) order by key limit $2")
@@ -52,13 +64,23 @@ impl Db {
                 .fetch_all(&self.pool)
                 .await
                 .map_err(problem)?;
-            pages.add(rows.iter().map(setting).collect::<Result<Vec<_>, _>>().map_err(problem)?, |setting| setting.key.clone());
+            pages.add(
+                rows.iter()
+                    .map(setting)
+                    .collect::<Result<Vec<_>, _>>()
+                    .map_err(problem)?,
+                |setting| setting.key.clone(),
+            );
         }
         Ok(pages.finish())
     }
 
     pub(crate) async fn setting(&self, key: &str) -> Result<Option<Setting>, ApiError> {
-        let row = sqlx::query("select * from system_settings where key = $1").bind(key).fetch_optional(&self.pool).await.map_err(problem)?;
+        let row = sqlx::query("select * from system_settings where key = $1")
+            .bind(key)
+            .fetch_optional(&self.pool)
+            .await
+            .map_err(problem)?;
         row.as_ref().map(setting).transpose().map_err(problem)
     }
 
@@ -73,7 +95,13 @@ impl Db {
             .map_err(problem)
     }
 
-    pub(crate) async fn put_setting(&self, key: &str, value: &Value, if_revision: Option<i64>, by: &str) -> Result<Setting, ApiError> {
+    pub(crate) async fn put_setting(
+        &self,
+        key: &str,
+        value: &Value,
+        if_revision: Option<i64>,
+        by: &str,
+    ) -> Result<Setting, ApiError> {
         let row = sqlx::query(
             "insert into system_settings as s (key, value, updated_by) select $1, $2, $3
              where $4::bigint is null or $4 = 0 or exists (select from system_settings where key = $1)
@@ -87,7 +115,11 @@ impl Db {
         .fetch_optional(&self.pool)
         .await
         .map_err(problem)?;
-        row.as_ref().map(setting).transpose().map_err(problem)?.ok_or_else(|| changed_meanwhile(key))
+        row.as_ref()
+            .map(setting)
+            .transpose()
+            .map_err(problem)?
+            .ok_or_else(|| changed_meanwhile(key))
     }
 
     /// Those of one scope; with `key` the one that has it.
@@ -113,7 +145,13 @@ impl Db {
             .fetch_all(&self.pool)
             .await
             .map_err(problem)?;
-            pages.add(rows.iter().map(preference).collect::<Result<Vec<_>, _>>().map_err(problem)?, |preference| preference.key.clone());
+            pages.add(
+                rows.iter()
+                    .map(preference)
+                    .collect::<Result<Vec<_>, _>>()
+                    .map_err(problem)?,
+                |preference| preference.key.clone(),
+            );
         }
         Ok(pages.finish())
     }
@@ -143,17 +181,26 @@ impl Db {
         .fetch_optional(&self.pool)
         .await
         .map_err(problem)?;
-        row.as_ref().map(preference).transpose().map_err(problem)?.ok_or_else(|| changed_meanwhile(key))
+        row.as_ref()
+            .map(preference)
+            .transpose()
+            .map_err(problem)?
+            .ok_or_else(|| changed_meanwhile(key))
     }
 
     /// What each project says about shapes of credentials.
     pub(crate) async fn shape_settings(&self) -> Result<Vec<(ProjectId, Value)>, ApiError> {
-        let rows = sqlx::query_as::<_, (Uuid, Value)>("select scope_id, value from preferences where scope = 'project' and key = $1")
-            .bind(SECRET_SHAPES)
-            .fetch_all(&self.pool)
-            .await
-            .map_err(problem)?;
-        Ok(rows.into_iter().map(|(project, value)| (ProjectId::from_uuid(project), value)).collect())
+        let rows = sqlx::query_as::<_, (Uuid, Value)>(
+            "select scope_id, value from preferences where scope = 'project' and key = $1",
+        )
+        .bind(SECRET_SHAPES)
+        .fetch_all(&self.pool)
+        .await
+        .map_err(problem)?;
+        Ok(rows
+            .into_iter()
+            .map(|(project, value)| (ProjectId::from_uuid(project), value))
+            .collect())
     }
 
     /// Whether any scope that counts for somebody has a key set to true.
@@ -173,7 +220,12 @@ impl Db {
     }
 
     /// For each key the value of the narrowest scope. Of several groups the first by name counts.
-    pub(crate) async fn effective_preferences(&self, of: Of, after: Option<String>, limit: u32) -> Result<Page<Preference>, ApiError> {
+    pub(crate) async fn effective_preferences(
+        &self,
+        of: Of,
+        after: Option<String>,
+        limit: u32,
+    ) -> Result<Page<Preference>, ApiError> {
         let mut pages = PageReader::new(limit, after);
         while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(
@@ -193,7 +245,13 @@ impl Db {
             .fetch_all(&self.pool)
             .await
             .map_err(problem)?;
-            pages.add(rows.iter().map(preference).collect::<Result<Vec<_>, _>>().map_err(problem)?, |preference| preference.key.clone());
+            pages.add(
+                rows.iter()
+                    .map(preference)
+                    .collect::<Result<Vec<_>, _>>()
+                    .map_err(problem)?,
+                |preference| preference.key.clone(),
+            );
         }
         Ok(pages.finish())
     }

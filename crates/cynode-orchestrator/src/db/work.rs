@@ -1,6 +1,8 @@
 //! Projects and tasks.
 
-use cynode_api::{ErrorCode, Page, Project, ProjectId, ProjectPatch, Task, TaskId, TaskPatch, TaskStatus};
+use cynode_api::{
+    ErrorCode, Page, Project, ProjectId, ProjectPatch, Task, TaskId, TaskPatch, TaskStatus,
+};
 use cynode_service::ApiError;
 use serde_json::Value;
 use sqlx::{PgExecutor, Row as _, postgres::PgRow};
@@ -23,16 +25,23 @@ fn project(row: &PgRow) -> Result<Project, sqlx::Error> {
 }
 
 fn task(row: &PgRow) -> Result<Task, sqlx::Error> {
-    let list =
-        |name: &str| -> Result<Vec<String>, sqlx::Error> { serde_json::from_value(row.try_get(name)?).map_err(|error| sqlx::Error::Decode(error.into())) };
+    let list = |name: &str| -> Result<Vec<String>, sqlx::Error> {
+        serde_json::from_value(row.try_get(name)?)
+            .map_err(|error| sqlx::Error::Decode(error.into()))
+    };
     Ok(Task {
         id: TaskId::from_uuid(row.try_get("id")?),
-        project_id: row.try_get::<Option<Uuid>, _>("project_id")?.map(ProjectId::from_uuid),
+        project_id: row
+            .try_get::<Option<Uuid>, _>("project_id")?
+            .map(ProjectId::from_uuid),
         name: row.try_get("name")?,
         description: row.try_get("description")?,
         requirements: list("requirements")?,
         acceptance_criteria: list("acceptance_criteria")?,
-        status: row.try_get::<String, _>("status")?.parse::<TaskStatus>().map_err(|error| sqlx::Error::Decode(error.into()))?,
+        status: row
+            .try_get::<String, _>("status")?
+            .parse::<TaskStatus>()
+            .map_err(|error| sqlx::Error::Decode(error.into()))?,
         profile: row.try_get("profile")?,
         metadata: object(row.try_get("metadata")?),
         created_by: row.try_get("created_by")?,
@@ -49,7 +58,11 @@ fn object(value: Value) -> serde_json::Map<String, Value> {
 }
 
 impl Db {
-    pub(crate) async fn insert_project(&self, new: &Project, scope: &Scope) -> Result<Project, ApiError> {
+    pub(crate) async fn insert_project(
+        &self,
+        new: &Project,
+        scope: &Scope,
+    ) -> Result<Project, ApiError> {
         let row = sqlx::query("insert into projects (id, name, slug, scope, metadata, owner_id, created_by) values ($1, $2, $3, $4, $5, $6, $7) returning *")
             .bind(new.id.as_uuid())
             .bind(&new.name)
@@ -72,10 +85,20 @@ impl Db {
             .fetch_optional(&self.pool)
             .await
             .map_err(problem)?;
-        row.as_ref().map(project).transpose().map_err(problem)?.ok_or_else(|| no_project(id))
+        row.as_ref()
+            .map(project)
+            .transpose()
+            .map_err(problem)?
+            .ok_or_else(|| no_project(id))
     }
 
-    pub(crate) async fn list_projects(&self, scope: &Scope, named: &Named, after: Option<Uuid>, limit: u32) -> Result<Page<Project>, ApiError> {
+    pub(crate) async fn list_projects(
+        &self,
+        scope: &Scope,
+        named: &Named,
+        after: Option<Uuid>,
+        limit: u32,
+    ) -> Result<Page<Project>, ApiError> {
         let mut pages = PageReader::new(limit, after);
         while let Some(count) = pages.wanted().await {
             let rows = sqlx::query(
@@ -91,12 +114,23 @@ impl Db {
             .fetch_all(&self.pool)
             .await
             .map_err(problem)?;
-            pages.add(rows.iter().map(project).collect::<Result<Vec<_>, _>>().map_err(problem)?, |project| *project.id.as_uuid());
+            pages.add(
+                rows.iter()
+                    .map(project)
+                    .collect::<Result<Vec<_>, _>>()
+                    .map_err(problem)?,
+                |project| *project.id.as_uuid(),
+            );
         }
         Ok(pages.finish())
     }
 
-    pub(crate) async fn patch_project(&self, scope: &Scope, id: ProjectId, patch: &ProjectPatch) -> Result<Project, ApiError> {
+    pub(crate) async fn patch_project(
+        &self,
+        scope: &Scope,
+        id: ProjectId,
+        patch: &ProjectPatch,
+    ) -> Result<Project, ApiError> {
         let row = sqlx::query(
             "update projects set name = coalesce($4, name), scope = coalesce($5, scope), metadata = coalesce($6, metadata), updated_at = now()
              where id = $1 and ($2 or owner_id = $3) returning *",
@@ -110,7 +144,11 @@ impl Db {
         .fetch_optional(&self.pool)
         .await
         .map_err(problem)?;
-        row.as_ref().map(project).transpose().map_err(problem)?.ok_or_else(|| no_project(id))
+        row.as_ref()
+            .map(project)
+            .transpose()
+            .map_err(problem)?
+            .ok_or_else(|| no_project(id))
     }
 
     pub(crate) async fn insert_task(&self, new: &Task, scope: &Scope) -> Result<Task, ApiError> {
@@ -119,14 +157,21 @@ impl Db {
 
     /// The task, if the caller may know of it: his own, or one of his projects'.
     pub(crate) async fn task(&self, scope: &Scope, id: TaskId) -> Result<Task, ApiError> {
-        let row = sqlx::query(concat!("select * from tasks t where id = $1 and ", visible!("t")))
-            .bind(id.as_uuid())
-            .bind(scope.sees_all)
-            .bind(scope.user_id.as_uuid())
-            .fetch_optional(&self.pool)
-            .await
-            .map_err(problem)?;
-        row.as_ref().map(task).transpose().map_err(problem)?.ok_or_else(|| no_task(id))
+        let row = sqlx::query(concat!(
+            "select * from tasks t where id = $1 and ",
+            visible!("t")
+        ))
+        .bind(id.as_uuid())
+        .bind(scope.sees_all)
+        .bind(scope.user_id.as_uuid())
+        .fetch_optional(&self.pool)
+        .await
+        .map_err(problem)?;
+        row.as_ref()
+            .map(task)
+            .transpose()
+            .map_err(problem)?
+            .ok_or_else(|| no_task(id))
     }
 
     pub(crate) async fn list_tasks(
@@ -155,12 +200,23 @@ impl Db {
             .fetch_all(&self.pool)
             .await
             .map_err(problem)?;
-            pages.add(rows.iter().map(task).collect::<Result<Vec<_>, _>>().map_err(problem)?, |task| *task.id.as_uuid());
+            pages.add(
+                rows.iter()
+                    .map(task)
+                    .collect::<Result<Vec<_>, _>>()
+                    .map_err(problem)?,
+                |task| *task.id.as_uuid(),
+            );
         }
         Ok(pages.finish())
     }
 
-    pub(crate) async fn patch_task(&self, scope: &Scope, id: TaskId, patch: &TaskPatch) -> Result<Task, ApiError> {
+    pub(crate) async fn patch_task(
+        &self,
+        scope: &Scope,
+        id: TaskId,
+        patch: &TaskPatch,
+    ) -> Result<Task, ApiError> {
         let row = sqlx::query(concat!(
             "update tasks t set name = coalesce($4, name), description = coalesce($5, description), requirements = coalesce($6, requirements),
                  acceptance_criteria = coalesce($7, acceptance_criteria), status = coalesce($8, status), profile = coalesce($9, profile),
@@ -182,11 +238,19 @@ impl Db {
         .fetch_optional(&self.pool)
         .await
         .map_err(problem)?;
-        row.as_ref().map(task).transpose().map_err(problem)?.ok_or_else(|| no_task(id))
+        row.as_ref()
+            .map(task)
+            .transpose()
+            .map_err(problem)?
+            .ok_or_else(|| no_task(id))
     }
 }
 
-pub(super) async fn insert_task(executor: impl PgExecutor<'_>, new: &Task, scope: &Scope) -> Result<Task, ApiError> {
+pub(super) async fn insert_task(
+    executor: impl PgExecutor<'_>,
+    new: &Task,
+    scope: &Scope,
+) -> Result<Task, ApiError> {
     let row = sqlx::query(
         "insert into tasks (id, project_id, name, description, requirements, acceptance_criteria, status, profile, metadata, owner_id, created_by)
          values ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11) returning *",

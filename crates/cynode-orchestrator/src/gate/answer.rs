@@ -39,7 +39,12 @@ pub(crate) struct Begun {
 
 impl Begun {
     pub(crate) fn new(orchestrator: &Orchestrator, intent: AuditBody) -> Self {
-        Self { intent: Some(intent), is_carried_out: false, at: Instant::now(), orchestrator: orchestrator.clone() }
+        Self {
+            intent: Some(intent),
+            is_carried_out: false,
+            at: Instant::now(),
+            orchestrator: orchestrator.clone(),
+        }
     }
 
     /// From here on only the node knows what came of it.
@@ -52,7 +57,12 @@ impl Begun {
         let audit = self.orchestrator.audit.clone();
         let intent = self.ended()?;
         let call_id = intent.call_id;
-        let outcome = AuditBody { decision: None, rules: Vec::new(), stage: Some("authenticate".to_owned()), ..not_started(intent) };
+        let outcome = AuditBody {
+            decision: None,
+            rules: Vec::new(),
+            stage: Some("authenticate".to_owned()),
+            ..not_started(intent)
+        };
         // When that can't be waited for, it is written later.
         let _later = audit.outcome(outcome).await;
         call_id
@@ -67,7 +77,9 @@ impl Begun {
 impl Drop for Begun {
     fn drop(&mut self) {
         match self.intent.take() {
-            Some(intent) if self.is_carried_out => self.orchestrator.abandoned.leave(intent, self.at),
+            Some(intent) if self.is_carried_out => {
+                self.orchestrator.abandoned.leave(intent, self.at)
+            }
             Some(intent) => self.orchestrator.audit.tell(not_started(intent)),
             None => {}
         }
@@ -95,7 +107,11 @@ impl Said {
             code: self.code,
             detail: facts::bounded(self.detail),
             decision: denied.then_some(AuditDecision::Deny),
-            stage: if denied { Some("policy".to_owned()) } else { intent.stage.clone() },
+            stage: if denied {
+                Some("policy".to_owned())
+            } else {
+                intent.stage.clone()
+            },
             rules: self.rules,
             ..intent
         }
@@ -111,33 +127,74 @@ pub(crate) async fn read(response: Response) -> (Response, Said) {
     {
         detail = members;
     }
-    for (header, name) in [("x-content-sha256", "sha256"), ("x-artifact-id", "artifact_id"), ("x-artifact-version", "version")] {
-        if let Some(value) = response.headers().get(header).and_then(|value| value.to_str().ok()) {
+    for (header, name) in [
+        ("x-content-sha256", "sha256"),
+        ("x-artifact-id", "artifact_id"),
+        ("x-artifact-version", "version"),
+    ] {
+        if let Some(value) = response
+            .headers()
+            .get(header)
+            .and_then(|value| value.to_str().ok())
+        {
             detail.entry(name).or_insert_with(|| json!(value));
         }
     }
-    let problem = response.extensions().get::<ApiError>().map(|error| &error.0);
+    let problem = response
+        .extensions()
+        .get::<ApiError>()
+        .map(|error| &error.0);
     let mut code = problem.map(|problem| problem.code.clone());
     // A secret that was found only while the call was carried out: the record says where it was, as it does of others.
     if let Some(problem) = problem.filter(|problem| problem.is(ErrorCode::SecretInInput)) {
         for name in ["field", "path", "what"] {
-            detail.extend(problem.extensions.get(name).map(|value| (name.to_owned(), value.clone())));
+            detail.extend(
+                problem
+                    .extensions
+                    .get(name)
+                    .map(|value| (name.to_owned(), value.clone())),
+            );
         }
     }
-    let rules = problem.and_then(|problem| problem.extensions.get("rules")).and_then(|rules| serde_json::from_value(rules.clone()).ok()).unwrap_or_default();
-    let kind = response.headers().get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default().to_owned();
+    let rules = problem
+        .and_then(|problem| problem.extensions.get("rules"))
+        .and_then(|rules| serde_json::from_value(rules.clone()).ok())
+        .unwrap_or_default();
+    let kind = response
+        .headers()
+        .get(header::CONTENT_TYPE)
+        .and_then(|kind| kind.to_str().ok())
+        .unwrap_or_default()
+        .to_owned();
     // What somebody stored says of itself what it is; only a refusal is a problem, and only an answer of ours is read.
-    let is_problem = !response.status().is_success() && kind.starts_with("application/problem+json");
-    let is_stored = response.status().is_success() && response.headers().contains_key("x-content-sha256");
-    let is_short = response.body().size_hint().upper().is_some_and(|size| size <= MAX_READ) || is_problem;
-    if code.is_none() && is_short && !is_stored && (is_problem || kind.starts_with("application/json")) {
+    let is_problem =
+        !response.status().is_success() && kind.starts_with("application/problem+json");
+    let is_stored =
+        response.status().is_success() && response.headers().contains_key("x-content-sha256");
+    let is_short = response
+        .body()
+        .size_hint()
+        .upper()
+        .is_some_and(|size| size <= MAX_READ)
+        || is_problem;
+    if code.is_none()
+        && is_short
+        && !is_stored
+        && (is_problem || kind.starts_with("application/json"))
+    {
         let (parts, body) = response.into_parts();
         let Ok(bytes) = axum::body::to_bytes(body, MAX_PROBLEM).await else {
-            return (ApiError::new(ErrorCode::NodeUnreachable, "the answer broke off").into_response(), lost());
+            return (
+                ApiError::new(ErrorCode::NodeUnreachable, "the answer broke off").into_response(),
+                lost(),
+            );
         };
         if let Ok(Value::Object(members)) = serde_json::from_slice(&bytes) {
             if is_problem {
-                code = members.get("code").and_then(Value::as_str).map(str::to_owned);
+                code = members
+                    .get("code")
+                    .and_then(Value::as_str)
+                    .map(str::to_owned);
             } else {
                 told(&members, &mut detail);
             }
@@ -148,12 +205,25 @@ pub(crate) async fn read(response: Response) -> (Response, Said) {
         response = Response::from_parts(parts, Body::from(bytes));
     }
     let status = response.status().as_u16();
-    (response, Said { status, code, rules, detail })
+    (
+        response,
+        Said {
+            status,
+            code,
+            rules,
+            detail,
+        },
+    )
 }
 
 /// What is said of an answer that was lost on its way.
 fn lost() -> Said {
-    Said { status: 503, code: Some(ErrorCode::NodeUnreachable.as_str().to_owned()), rules: Vec::new(), detail: Map::new() }
+    Said {
+        status: 503,
+        code: Some(ErrorCode::NodeUnreachable.as_str().to_owned()),
+        rules: Vec::new(),
+        detail: Map::new(),
+    }
 }
 
 /// What of an object that was made or changed the record says.
@@ -185,7 +255,12 @@ fn told(members: &Map<String, Value>, detail: &mut Map<String, Value>) {
 }
 
 /// Writes the outcome of a call, and lets its answer go.
-pub(crate) async fn conclude(orchestrator: &Orchestrator, rule: &Rule, begun: Begun, response: Response) -> Response {
+pub(crate) async fn conclude(
+    orchestrator: &Orchestrator,
+    rule: &Rule,
+    begun: Begun,
+    response: Response,
+) -> Response {
     if rule.action == Action::SessionExec && is_stream(&response) {
         let (mut parts, body) = response.into_parts();
         parts.headers.remove(RESULT_HEADER);
@@ -193,9 +268,14 @@ pub(crate) async fn conclude(orchestrator: &Orchestrator, rule: &Rule, begun: Be
     }
     let (response, said) = read(response).await;
     let is = |code: ErrorCode| said.code.as_deref() == Some(code.as_str());
-    let never_sent = response.extensions().get::<ApiError>().is_some_and(|error| error.0.extensions.get("sent") == Some(&Value::Bool(false)));
+    let never_sent = response
+        .extensions()
+        .get::<ApiError>()
+        .is_some_and(|error| error.0.extensions.get("sent") == Some(&Value::Bool(false)));
     // Behind the gate a token that is not good is one that was revoked while the call went on.
-    if rule.effect == Effect::Node && (is(ErrorCode::NodeUnreachable) && !never_sent || is(ErrorCode::Unauthorized)) {
+    if rule.effect == Effect::Node
+        && (is(ErrorCode::NodeUnreachable) && !never_sent || is(ErrorCode::Unauthorized))
+    {
         // Nobody knows whether it came there: the node is asked until it says so.
         return response;
     }
@@ -206,7 +286,9 @@ pub(crate) async fn conclude(orchestrator: &Orchestrator, rule: &Rule, begun: Be
     {
         orchestrator.follow_exec(intent).await;
     }
-    let Some(intent) = begun.ended() else { return response };
+    let Some(intent) = begun.ended() else {
+        return response;
+    };
     let call_id = intent.call_id;
     let mut outcome = said.outcome(intent);
     if never_sent {
@@ -222,13 +304,20 @@ pub(crate) async fn conclude(orchestrator: &Orchestrator, rule: &Rule, begun: Be
 
 /// The answer to a call that was done, and whose outcome is not written yet.
 fn pending(call_id: Option<uuid::Uuid>) -> ApiError {
-    let mut error = ApiError::new(ErrorCode::OutcomePending, "the call was carried out or refused, and that can't be written down now");
+    let mut error = ApiError::new(
+        ErrorCode::OutcomePending,
+        "the call was carried out or refused, and that can't be written down now",
+    );
     error.0 = Box::new(error.0.with("call_id", call_id.map(|id| id.to_string())));
     error
 }
 
 fn is_stream(response: &Response) -> bool {
-    response.status() == StatusCode::OK && response.headers().get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
+    response.status() == StatusCode::OK
+        && response
+            .headers()
+            .get(header::CONTENT_TYPE)
+            .is_some_and(|kind| kind.as_bytes().starts_with(b"text/event-stream"))
 }
 
 struct Events {
@@ -240,7 +329,12 @@ struct Events {
 
 /// The events of a command, as they come; how it ended only when that is written.
 fn exec_events(orchestrator: Orchestrator, begun: Begun, body: Body) -> Body {
-    let events = Events { pieces: body.into_data_stream(), held: BytesMut::new(), begun: Some(begun), orchestrator };
+    let events = Events {
+        pieces: body.into_data_stream(),
+        held: BytesMut::new(),
+        begun: Some(begun),
+        orchestrator,
+    };
     Body::from_stream(stream::unfold(Some(events), async |events| {
         let mut events = events?;
         loop {
@@ -269,7 +363,11 @@ impl Events {
         let mut end = 0;
         while let Some(length) = find(&self.held[end..], b"\n\n") {
             if is_exit(&self.held[end..end + length]) {
-                return Some(self.held.split_to(if end == 0 { length + 2 } else { end }).freeze());
+                return Some(
+                    self.held
+                        .split_to(if end == 0 { length + 2 } else { end })
+                        .freeze(),
+                );
             }
             end += length + 2;
         }
@@ -283,14 +381,24 @@ impl Events {
         if is_exit(&bytes)
             && let Some(intent) = self.begun.take().and_then(Begun::ended)
         {
-            let data = find(&bytes, b"data: ").map(|at| &bytes[at + 6..]).unwrap_or_default();
+            let data = find(&bytes, b"data: ")
+                .map(|at| &bytes[at + 6..])
+                .unwrap_or_default();
             let mut detail: Map<String, Value> = serde_json::from_slice(data).unwrap_or_default();
             for name in ["seq", "at", "exit", "truncated"] {
                 detail.remove(name);
             }
-            let outcome = Said { status: 200, code: None, rules: Vec::new(), detail }.outcome(intent);
+            let outcome = Said {
+                status: 200,
+                code: None,
+                rules: Vec::new(),
+                detail,
+            }
+            .outcome(intent);
             if self.orchestrator.audit.outcome(outcome).await.is_err() {
-                return Err(std::io::Error::other("how it ended can't be written down now"));
+                return Err(std::io::Error::other(
+                    "how it ended can't be written down now",
+                ));
             }
         }
         Ok(bytes)
@@ -312,11 +420,24 @@ mod tests {
     #[test]
     fn what_a_status_means_is_what_the_record_says() {
         let intent = AuditBody::new(AuditKind::Intent, "session.exec");
-        for (status, result) in
-            [(200, AuditResult::Done), (202, AuditResult::Done), (304, AuditResult::Done), (404, AuditResult::Refused), (503, AuditResult::Failed)]
-        {
-            let outcome = Said { status, code: None, rules: Vec::new(), detail: Map::new() }.outcome(intent.clone());
-            assert_eq!((outcome.kind, outcome.result, outcome.status), (AuditKind::Outcome, Some(result), Some(status)));
+        for (status, result) in [
+            (200, AuditResult::Done),
+            (202, AuditResult::Done),
+            (304, AuditResult::Done),
+            (404, AuditResult::Refused),
+            (503, AuditResult::Failed),
+        ] {
+            let outcome = Said {
+                status,
+                code: None,
+                rules: Vec::new(),
+                detail: Map::new(),
+            }
+            .outcome(intent.clone());
+            assert_eq!(
+                (outcome.kind, outcome.result, outcome.status),
+                (AuditKind::Outcome, Some(result), Some(status))
+            );
         }
     }
 }

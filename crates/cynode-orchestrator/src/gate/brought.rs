@@ -55,7 +55,12 @@ pub(crate) enum Incoming {
 }
 
 impl Incoming {
-    async fn json(self, orchestrator: &Orchestrator, caller: &Caller, limit: usize) -> Result<(Bytes, Room), ApiError> {
+    async fn json(
+        self,
+        orchestrator: &Orchestrator,
+        caller: &Caller,
+        limit: usize,
+    ) -> Result<(Bytes, Room), ApiError> {
         match self {
             Self::Coming(body) => json_body_up_to(orchestrator, caller, body, limit).await,
             Self::Here(taken) => {
@@ -76,7 +81,10 @@ impl Incoming {
 
 /// The body of a call, before it goes on.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "one exists per call, and it moves once")]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "one exists per call, and it moves once"
+)]
 pub(crate) enum Brought {
     Nothing(Body),
     /// What it says, if it can be read; who takes the call reads it again, strictly.
@@ -122,7 +130,12 @@ pub(crate) struct Passage {
 
 impl From<Body> for Passage {
     fn from(body: Body) -> Self {
-        Self { body, found: Found::default(), scan: None, content_type: None }
+        Self {
+            body,
+            found: Found::default(),
+            scan: None,
+            content_type: None,
+        }
     }
 }
 
@@ -160,32 +173,63 @@ pub(crate) struct Held {
 }
 
 impl Brought {
-    pub(crate) async fn take(orchestrator: &Orchestrator, intake: Intake<'_>, incoming: Incoming) -> Result<Self, ApiError> {
-        let Intake { caller, rule, shapes, path, headers } = intake;
+    pub(crate) async fn take(
+        orchestrator: &Orchestrator,
+        intake: Intake<'_>,
+        incoming: Incoming,
+    ) -> Result<Self, ApiError> {
+        let Intake {
+            caller,
+            rule,
+            shapes,
+            path,
+            headers,
+        } = intake;
         if rule.takes == Takes::Exec
             && let Some(boundary) = multipart::boundary(headers)?
         {
             let (request, form) = ExecForm::open(incoming.into_body()?, &boundary).await?;
             let nodes = json::count(&request)?;
             let room = json::room(request.len(), nodes).await;
-            let value = compute::apart(request.len(), || edge::parse(&request).unwrap_or_default()).await;
-            return Ok(Self::Form(Form { request, value, _room: room, coming: Some(form), stdin: None }));
+            let value =
+                compute::apart(request.len(), || edge::parse(&request).unwrap_or_default()).await;
+            return Ok(Self::Form(Form {
+                request,
+                value,
+                _room: room,
+                coming: Some(form),
+                stdin: None,
+            }));
         }
         match rule.takes {
             Takes::Json | Takes::Exec => {
-                let limit = if rule.takes == Takes::Exec { exec_limits::MAX_REQUEST_BYTES } else { edge::MAX_BODY };
+                let limit = if rule.takes == Takes::Exec {
+                    exec_limits::MAX_REQUEST_BYTES
+                } else {
+                    edge::MAX_BODY
+                };
                 let (bytes, room) = incoming.json(orchestrator, caller, limit).await?;
-                let value = compute::apart(bytes.len(), || edge::parse(&bytes).unwrap_or_default()).await;
+                let value =
+                    compute::apart(bytes.len(), || edge::parse(&bytes).unwrap_or_default()).await;
                 Ok(Self::Json(bytes, value, room))
             }
             Takes::File => {
-                let mut content = orchestrator.scanner.content(path, shapes.action(Channel::Files));
+                let mut content = orchestrator
+                    .scanner
+                    .content(path, shapes.action(Channel::Files));
                 let mut watch = orchestrator.system_scanner.watch();
                 let look = |piece: &[u8]| {
                     content.feed(piece);
                     Ok(watch.feed(piece))
                 };
-                let mut held = hold(orchestrator, caller, incoming.into_body()?, file_limits::MAX_PUT_BYTES, look).await?;
+                let mut held = hold(
+                    orchestrator,
+                    caller,
+                    incoming.into_body()?,
+                    file_limits::MAX_PUT_BYTES,
+                    look,
+                )
+                .await?;
                 if held.leak.is_none() {
                     held.leak = leaks::judge("body", path, content, &mut held.flags).err();
                 }
@@ -193,16 +237,39 @@ impl Brought {
             }
             Takes::Archive => {
                 let mut watch = orchestrator.system_scanner.watch();
-                let held = hold(orchestrator, caller, incoming.into_body()?, artifact_limits::MAX_BYTES, |piece| Ok(watch.feed(piece))).await?;
+                let held = hold(
+                    orchestrator,
+                    caller,
+                    incoming.into_body()?,
+                    artifact_limits::MAX_BYTES,
+                    |piece| Ok(watch.feed(piece)),
+                )
+                .await?;
                 let action = shapes.action(Channel::Archives);
-                let scan = ArchiveScan { scanner: orchestrator.scanner.clone(), action, base: path.to_owned(), flags: Flags::default() };
+                let scan = ArchiveScan {
+                    scanner: orchestrator.scanner.clone(),
+                    action,
+                    base: path.to_owned(),
+                    flags: Flags::default(),
+                };
                 let read = tokio::task::spawn_blocking(move || held.with_entries(scan)).await;
-                read.unwrap_or_else(|_| Err(ApiError::new(ErrorCode::Internal, "reading the archive was interrupted"))).map(Self::Held)
+                read.unwrap_or_else(|_| {
+                    Err(ApiError::new(
+                        ErrorCode::Internal,
+                        "reading the archive was interrupted",
+                    ))
+                })
+                .map(Self::Held)
             }
             Takes::Stream if rule.enters => {
                 let (found, action) = (Found::default(), shapes.action(Channel::Seeds));
                 let scan = SeedScan::new(orchestrator.scanner.content(path, action), action);
-                let body = watched(orchestrator.system_scanner.watch(), incoming.into_body()?, found.clone(), scan.clone());
+                let body = watched(
+                    orchestrator.system_scanner.watch(),
+                    incoming.into_body()?,
+                    found.clone(),
+                    scan.clone(),
+                );
                 Ok(Self::Passing(body, found, scan))
             }
             Takes::Stream => incoming.into_body().map(Self::Nothing),
@@ -238,7 +305,15 @@ impl Brought {
 
     /// Gives what is to be made its id, so that it can be found by it whatever happens. Says the id.
     pub(crate) fn identify(&mut self, name: &str, new: impl FnOnce() -> String) -> Option<String> {
-        let (Self::Json(bytes, value, _) | Self::Form(Form { request: bytes, value, .. })) = self else { return None };
+        let (Self::Json(bytes, value, _)
+        | Self::Form(Form {
+            request: bytes,
+            value,
+            ..
+        })) = self
+        else {
+            return None;
+        };
         let members = value.as_object_mut()?;
         if let Some(id) = members.get(name).filter(|id| !id.is_null()) {
             return id.as_str().map(str::to_owned);
@@ -250,21 +325,34 @@ impl Brought {
     }
 
     /// What must not enter, or what of it is flagged. What passes is judged later.
-    pub(crate) fn judge(&self, orchestrator: &Orchestrator, action: Action, shapes: ShapePolicy) -> Result<Flags, Leak> {
+    pub(crate) fn judge(
+        &self,
+        orchestrator: &Orchestrator,
+        action: Action,
+        shapes: ShapePolicy,
+    ) -> Result<Flags, Leak> {
         match self {
             Self::Json(_, value, _) | Self::Form(Form { value, .. }) => {
                 let secret = orchestrator.system_scanner.find_in_json(value);
-                secret.map_or(Ok(()), |(field, hit)| Err(Leak::of_system(&field, hit.what)))?;
+                secret.map_or(Ok(()), |(field, hit)| {
+                    Err(Leak::of_system(&field, hit.what))
+                })?;
                 leaks::in_json(&orchestrator.scanner, shapes, action, value)
             }
-            Self::Held(held) => held.leak.clone().map_or_else(|| Ok(held.flags.clone()), Err),
+            Self::Held(held) => held
+                .leak
+                .clone()
+                .map_or_else(|| Ok(held.flags.clone()), Err),
             Self::Nothing(_) | Self::Passing(..) => Ok(Flags::default()),
         }
     }
 
     pub(crate) fn tell(&self, detail: &mut Map<String, Value>) {
         if let Self::Held(held) = self {
-            detail.insert("body".to_owned(), json!({"size": held.size, "sha256": held.sha256}));
+            detail.insert(
+                "body".to_owned(),
+                json!({"size": held.size, "sha256": held.sha256}),
+            );
             if !held.told.is_empty() {
                 detail.insert("entries".to_owned(), Value::Array(held.told.clone()));
                 detail.insert("entry_count".to_owned(), json!(held.entries.len()));
@@ -273,10 +361,21 @@ impl Brought {
     }
 
     /// Takes the input of a command that may run: all of it, before it starts.
-    pub(crate) async fn take_input(&mut self, orchestrator: &Orchestrator, caller: &Caller, shapes: ShapePolicy) -> Result<Option<Input>, ApiError> {
-        let Self::Form(form) = self else { return Ok(None) };
-        let Some(coming) = form.coming.take() else { return Ok(None) };
-        let mut content = orchestrator.scanner.content("", shapes.action(Channel::Stdin));
+    pub(crate) async fn take_input(
+        &mut self,
+        orchestrator: &Orchestrator,
+        caller: &Caller,
+        shapes: ShapePolicy,
+    ) -> Result<Option<Input>, ApiError> {
+        let Self::Form(form) = self else {
+            return Ok(None);
+        };
+        let Some(coming) = form.coming.take() else {
+            return Ok(None);
+        };
+        let mut content = orchestrator
+            .scanner
+            .content("", shapes.action(Channel::Stdin));
         let pieces = stream::try_unfold(coming, async |mut coming| {
             let piece = coming.next_piece().await.map_err(budget::Refusal)?;
             Ok::<_, budget::Refusal>(piece.map(|piece| (piece, coming)))
@@ -286,11 +385,27 @@ impl Brought {
             content.feed(piece);
             Ok(watch.feed(piece))
         };
-        let held = hold(orchestrator, caller, Body::from_stream(pieces), exec_limits::MAX_FORM_STDIN_BYTES, look).await?;
+        let held = hold(
+            orchestrator,
+            caller,
+            Body::from_stream(pieces),
+            exec_limits::MAX_FORM_STDIN_BYTES,
+            look,
+        )
+        .await?;
         let mut flags = Flags::default();
-        let system = held.leak.clone().map(|leak| Leak { field: "stdin".to_owned(), ..leak });
-        let judged = system.map_or(Ok(()), Err).and_then(|()| leaks::judge("stdin", "stdin", content, &mut flags).map_err(|leak| Leak { path: None, ..leak }));
-        let input = Input { record: json!({"size": held.size, "sha256": held.sha256}), judged: judged.map(|()| flags) };
+        let system = held.leak.clone().map(|leak| Leak {
+            field: "stdin".to_owned(),
+            ..leak
+        });
+        let judged = system.map_or(Ok(()), Err).and_then(|()| {
+            leaks::judge("stdin", "stdin", content, &mut flags)
+                .map_err(|leak| Leak { path: None, ..leak })
+        });
+        let input = Input {
+            record: json!({"size": held.size, "sha256": held.sha256}),
+            judged: judged.map(|()| flags),
+        };
         form.stdin = Some(held);
         Ok(Some(input))
     }
@@ -301,25 +416,46 @@ impl Brought {
             Self::Json(bytes, _, room) => json::body(bytes, room).into(),
             Self::Form(form) => form.into_passage(),
             Self::Held(held) => held.into_body().into(),
-            Self::Passing(body, found, scan) => Passage { body, found, scan: Some(scan), content_type: None },
+            Self::Passing(body, found, scan) => Passage {
+                body,
+                found,
+                scan: Some(scan),
+                content_type: None,
+            },
         }
     }
 }
 
 /// A JSON body, whole. A long one waits in a file until there is room for what it becomes.
-pub(crate) async fn json_body(orchestrator: &Orchestrator, caller: &Caller, body: Body) -> Result<(Bytes, Room), ApiError> {
+pub(crate) async fn json_body(
+    orchestrator: &Orchestrator,
+    caller: &Caller,
+    body: Body,
+) -> Result<(Bytes, Room), ApiError> {
     json_body_up_to(orchestrator, caller, body, edge::MAX_BODY).await
 }
 
-async fn json_body_up_to(orchestrator: &Orchestrator, caller: &Caller, body: Body, limit: usize) -> Result<(Bytes, Room), ApiError> {
-    if body.size_hint().upper().is_some_and(|size| size <= IN_MEMORY as u64) {
+async fn json_body_up_to(
+    orchestrator: &Orchestrator,
+    caller: &Caller,
+    body: Body,
+    limit: usize,
+) -> Result<(Bytes, Room), ApiError> {
+    if body
+        .size_hint()
+        .upper()
+        .is_some_and(|size| size <= IN_MEMORY as u64)
+    {
         let bytes = json_bytes(body).await?;
         let nodes = json::count(&bytes)?;
         let room = json::room(bytes.len(), nodes).await;
         return Ok((bytes, room));
     }
     let mut scan = json::Scan::default();
-    let mut held = hold(orchestrator, caller, body, limit as u64, |piece| scan.feed(piece).map(|()| None)).await?;
+    let mut held = hold(orchestrator, caller, body, limit as u64, |piece| {
+        scan.feed(piece).map(|()| None)
+    })
+    .await?;
     let size = usize::try_from(held.size).unwrap_or(usize::MAX);
     let room = json::room(size, scan.nodes()).await;
     let read = move || {
@@ -327,7 +463,9 @@ async fn json_body_up_to(orchestrator: &Orchestrator, caller: &Caller, body: Bod
         held.reader()?.read_to_end(&mut bytes)?;
         std::io::Result::Ok(Bytes::from(bytes))
     };
-    let bytes = compute::apart(size, read).await.map_err(|error| no_room(&error))?;
+    let bytes = compute::apart(size, read)
+        .await
+        .map_err(|error| no_room(&error))?;
     Ok((bytes, room))
 }
 
@@ -337,7 +475,10 @@ pub(crate) async fn json_bytes(body: Body) -> Result<Bytes, ApiError> {
     while let Some(piece) = pieces.next().await {
         let piece = piece.map_err(|error| budget::problem(&error))?;
         if bytes.len() + piece.len() > edge::MAX_BODY {
-            return Err(ApiError::new(ErrorCode::TooLarge, format!("the body exceeds {} bytes", edge::MAX_BODY)));
+            return Err(ApiError::new(
+                ErrorCode::TooLarge,
+                format!("the body exceeds {} bytes", edge::MAX_BODY),
+            ));
         }
         bytes.extend_from_slice(&piece);
     }
@@ -356,11 +497,18 @@ impl Form {
     fn into_passage(self) -> Passage {
         let boundary = format!("cynode-{}", uuid::Uuid::new_v4());
         let (head, tail) = exec_form(&boundary, &self.request);
-        let stdin = self.stdin.map_or_else(Body::empty, Held::into_body).into_data_stream();
+        let stdin = self
+            .stdin
+            .map_or_else(Body::empty, Held::into_body)
+            .into_data_stream();
         let ends = |bytes: Vec<u8>| stream::iter([Ok::<_, axum::Error>(Bytes::from(bytes))]);
         let body = Body::from_stream(ends(head).chain(stdin).chain(ends(tail)));
-        let content_type = HeaderValue::from_str(&format!("multipart/form-data; boundary={boundary}")).ok();
-        Passage { content_type, ..body.into() }
+        let content_type =
+            HeaderValue::from_str(&format!("multipart/form-data; boundary={boundary}")).ok();
+        Passage {
+            content_type,
+            ..body.into()
+        }
     }
 }
 
@@ -383,7 +531,10 @@ async fn hold(
         let piece = piece.map_err(|error| budget::problem(&error))?;
         size += piece.len() as u64;
         if size > limit {
-            return Err(ApiError::new(ErrorCode::TooLarge, format!("the body exceeds {limit} bytes")));
+            return Err(ApiError::new(
+                ErrorCode::TooLarge,
+                format!("the body exceeds {limit} bytes"),
+            ));
         }
         hash.update(&piece);
         hit = look(&piece)?;
@@ -397,7 +548,9 @@ async fn hold(
         if !spooled.covers(size) {
             // Others have their turn while this body waits for the rest of its caller's.
             pieces.rest();
-            spooled.grow_to(announced.unwrap_or(size + LOOK_AFTER).min(limit)).await?;
+            spooled
+                .grow_to(announced.unwrap_or(size + LOOK_AFTER).min(limit))
+                .await?;
         }
         pieces.begin().await;
         if rest.is_none() {
@@ -409,7 +562,8 @@ async fn hold(
             looked_at = size + LOOK_AFTER;
         }
         if let Some(file) = &mut rest {
-            tokio::task::block_in_place(|| file.write_all(&piece)).map_err(|error| no_room(&error))?;
+            tokio::task::block_in_place(|| file.write_all(&piece))
+                .map_err(|error| no_room(&error))?;
         }
     }
     let spooled = rest.is_some().then_some(spooled);
@@ -434,7 +588,10 @@ fn unreadable(problem: &impl std::fmt::Display) -> ApiError {
 
 fn no_room(error: &std::io::Error) -> ApiError {
     tracing::warn!(%error, "A body could not be held.");
-    ApiError::new(ErrorCode::NoSpace, "the orchestrator has no room for the body")
+    ApiError::new(
+        ErrorCode::NoSpace,
+        "the orchestrator has no room for the body",
+    )
 }
 
 impl Held {
@@ -458,22 +615,39 @@ impl Held {
         let mut leak = None;
         let (mut entries, mut link_targets, mut told) = (Vec::new(), Vec::new(), Vec::new());
         let mut path_bytes = 0;
-        let mut archive = Archive::new(Reader::new(self.reader().map_err(|error| unreadable(&error))?));
+        let mut archive = Archive::new(Reader::new(
+            self.reader().map_err(|error| unreadable(&error))?,
+        ));
         while let Some(entry) = archive.next_entry().map_err(|error| unreadable(&error))? {
             if entries.len() >= MAX_ENTRIES {
-                return Err(unreadable(&format!("it has more than {MAX_ENTRIES} entries; split it")));
+                return Err(unreadable(&format!(
+                    "it has more than {MAX_ENTRIES} entries; split it"
+                )));
             }
-            path_bytes += entry.path.len() + if entry.kind == Kind::HardLink { entry.link.len() } else { 0 };
+            path_bytes += entry.path.len()
+                + if entry.kind == Kind::HardLink {
+                    entry.link.len()
+                } else {
+                    0
+                };
             if path_bytes > MAX_ENTRY_PATH_BYTES {
-                return Err(unreadable(&format!("the paths of its entries have more than {MAX_ENTRY_PATH_BYTES} bytes together; split it")));
+                return Err(unreadable(&format!(
+                    "the paths of its entries have more than {MAX_ENTRY_PATH_BYTES} bytes together; split it"
+                )));
             }
             let name = String::from_utf8_lossy(&entry.path).into_owned();
-            let target = (entry.kind == Kind::HardLink).then(|| String::from_utf8_lossy(&entry.link).into_owned());
+            let target = (entry.kind == Kind::HardLink)
+                .then(|| String::from_utf8_lossy(&entry.link).into_owned());
             if entry.kind == Kind::Special {
-                return Err(unreadable(&format!("the entry '{}' is a device or a FIFO", entry.path.escape_ascii())));
+                return Err(unreadable(&format!(
+                    "the entry '{}' is a device or a FIFO",
+                    entry.path.escape_ascii()
+                )));
             }
             let mut hash = (told.len() < TOLD_ENTRIES).then(Sha256::new);
-            match scan.entry(&mut archive, &entry, |piece| hash.iter_mut().for_each(|hash| hash.update(piece))) {
+            match scan.entry(&mut archive, &entry, |piece| {
+                hash.iter_mut().for_each(|hash| hash.update(piece))
+            }) {
                 Ok(()) => {}
                 Err(EntryError::Leak(found)) => {
                     leak = Some(found);
@@ -484,7 +658,9 @@ impl Held {
             if let Some(hash) = hash {
                 told.push(match (&target, entry.kind) {
                     (Some(target), _) => json!({"path": name, "hard_link": target}),
-                    (None, Kind::File) => json!({"path": name, "sha256_after": hex(&hash.finalize())}),
+                    (None, Kind::File) => {
+                        json!({"path": name, "sha256_after": hex(&hash.finalize())})
+                    }
                     (None, _) => json!({"path": name}),
                 });
             }
@@ -492,7 +668,14 @@ impl Held {
             link_targets.extend(target);
         }
         drop(archive);
-        Ok(Self { leak, flags: scan.flags, entries, link_targets, told, ..self })
+        Ok(Self {
+            leak,
+            flags: scan.flags,
+            entries,
+            link_targets,
+            told,
+            ..self
+        })
     }
 
     fn into_body(mut self) -> Body {
@@ -543,7 +726,13 @@ mod tests {
 
         /// A file whose path stands in a long name.
         fn long(self, path: &str) -> Self {
-            self.add(EntryType::GNULongName, b"L", b"", format!("{path}\0").as_bytes()).file("x")
+            self.add(
+                EntryType::GNULongName,
+                b"L",
+                b"",
+                format!("{path}\0").as_bytes(),
+            )
+            .file("x")
         }
 
         fn read(self) -> Result<Brought, String> {
@@ -560,8 +749,15 @@ mod tests {
                 told: Vec::new(),
             };
             let scanner = cynode_policy::Scanner::new(cynode_policy::Held::new([7; 32]), true);
-            let scan = ArchiveScan { scanner, action: cynode_policy::ShapeAction::Flag, base: ".".to_owned(), flags: Flags::default() };
-            held.with_entries(scan).map(Brought::Held).map_err(|error| error.0.detail.clone())
+            let scan = ArchiveScan {
+                scanner,
+                action: cynode_policy::ShapeAction::Flag,
+                base: ".".to_owned(),
+                flags: Flags::default(),
+            };
+            held.with_entries(scan)
+                .map(Brought::Held)
+                .map_err(|error| error.0.detail.clone())
         }
     }
 
@@ -573,17 +769,46 @@ mod tests {
     fn an_archive_names_every_path_that_the_agent_unpacks() {
         // The length of the comment spans the newline: only the second record is a path.
         let records = b"26 comment=x\n14 path=fine\n20 path=protected/x\n";
-        let read = Maker::default().add(EntryType::XHeader, b"x", b"", records).file("fine").read().expect("read");
+        let read = Maker::default()
+            .add(EntryType::XHeader, b"x", b"", records)
+            .file("fine")
+            .read()
+            .expect("read");
         assert_eq!(paths(&read), ["protected/x"]);
         let mut detail = Map::new();
         read.tell(&mut detail);
-        assert_eq!((&detail["entries"][0]["path"], &detail["entry_count"]), (&json!("protected/x"), &json!(1)));
-        let linked = Maker::default().file("a").add(EntryType::Link, b"hard", b"protected/kept", b"").read().expect("read");
+        assert_eq!(
+            (&detail["entries"][0]["path"], &detail["entry_count"]),
+            (&json!("protected/x"), &json!(1))
+        );
+        let linked = Maker::default()
+            .file("a")
+            .add(EntryType::Link, b"hard", b"protected/kept", b"")
+            .read()
+            .expect("read");
         assert_eq!(paths(&linked), ["a", "hard", "protected/kept"]);
         for (archive, expected) in [
-            (Maker::default().add(EntryType::Symlink, b"l", b"protected", b"").file("l/x"), "symbolic link of the same archive"),
-            (Maker::default().add(EntryType::XGlobalHeader, b"g", b"", b"20 path=protected/x\n").file("fine"), "global"),
-            (Maker::default().add(EntryType::Fifo, b"p", b"", b""), "FIFO"),
+            (
+                Maker::default()
+                    .add(EntryType::Symlink, b"l", b"protected", b"")
+                    .file("l/x"),
+                "symbolic link of the same archive",
+            ),
+            (
+                Maker::default()
+                    .add(
+                        EntryType::XGlobalHeader,
+                        b"g",
+                        b"",
+                        b"20 path=protected/x\n",
+                    )
+                    .file("fine"),
+                "global",
+            ),
+            (
+                Maker::default().add(EntryType::Fifo, b"p", b"", b""),
+                "FIFO",
+            ),
             (Maker::default().file("../x"), "'..'"),
         ] {
             let refused = archive.read().expect_err(expected);
@@ -593,16 +818,34 @@ mod tests {
 
     #[test]
     fn entries_and_their_paths_are_bounded() {
-        let files = |count: usize| (0..count).fold(Maker::default(), |archive, number| archive.file(&number.to_string()));
-        assert_eq!(paths(&files(MAX_ENTRIES).read().expect("read")).len(), MAX_ENTRIES);
-        assert!(files(MAX_ENTRIES + 1).read().expect_err("refused").contains("10000 entries"));
+        let files = |count: usize| {
+            (0..count).fold(Maker::default(), |archive, number| {
+                archive.file(&number.to_string())
+            })
+        };
+        assert_eq!(
+            paths(&files(MAX_ENTRIES).read().expect("read")).len(),
+            MAX_ENTRIES
+        );
+        assert!(
+            files(MAX_ENTRIES + 1)
+                .read()
+                .expect_err("refused")
+                .contains("10000 entries")
+        );
         let rest = MAX_ENTRY_PATH_BYTES % 4_000;
         let exact = |extra: usize| {
             let path = "p".repeat(4_000);
-            let archive = (0..MAX_ENTRY_PATH_BYTES / path.len()).fold(Maker::default(), |archive, _| archive.long(&path));
+            let archive = (0..MAX_ENTRY_PATH_BYTES / path.len())
+                .fold(Maker::default(), |archive, _| archive.long(&path));
             archive.long(&"r".repeat(rest + extra))
         };
         assert!(exact(0).read().is_ok());
-        assert!(exact(1).read().expect_err("refused").contains("bytes together"));
+        assert!(
+            exact(1)
+                .read()
+                .expect_err("refused")
+                .contains("bytes together")
+        );
     }
 }

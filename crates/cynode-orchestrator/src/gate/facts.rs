@@ -27,11 +27,35 @@ const MAX_TOTAL: usize = 16_384;
 /// What of a body a record repeats as it is, by action. Nothing else gets in.
 fn repeated(action: Action) -> &'static [&'static str] {
     match action {
-        Action::SessionExec => &["argv", "cwd", "timeout_ms", "background", "stdin_open", "max_output_bytes"],
-        Action::SessionCreate => {
-            &["image_ref", "workspace_ref", "limits", "network_policy", "max_lifetime_seconds", "idle_timeout_seconds", "pty_allowed", "labels", "node_labels"]
-        }
-        Action::JobCreate => &["command", "image_ref", "workspace_ref", "timeout_seconds", "limits", "network_policy", "retry", "node_labels"],
+        Action::SessionExec => &[
+            "argv",
+            "cwd",
+            "timeout_ms",
+            "background",
+            "stdin_open",
+            "max_output_bytes",
+        ],
+        Action::SessionCreate => &[
+            "image_ref",
+            "workspace_ref",
+            "limits",
+            "network_policy",
+            "max_lifetime_seconds",
+            "idle_timeout_seconds",
+            "pty_allowed",
+            "labels",
+            "node_labels",
+        ],
+        Action::JobCreate => &[
+            "command",
+            "image_ref",
+            "workspace_ref",
+            "timeout_seconds",
+            "limits",
+            "network_policy",
+            "retry",
+            "node_labels",
+        ],
         Action::SessionUpdate => &["max_lifetime_seconds", "idle_timeout_seconds", "labels"],
         Action::SessionEnd => &["reason", "workspace"],
         Action::SessionSignal | Action::ExecSignal => &["signal", "scope"],
@@ -46,8 +70,23 @@ fn repeated(action: Action) -> &'static [&'static str] {
         Action::TaskCreate | Action::TaskUpdate => &["name", "project_id", "status", "profile"],
         Action::UserCreate => &["name", "is_admin"],
         Action::GroupCreate => &["name", "members"],
-        Action::TokenCreate => &["kind", "user", "project_id", "task_ids", "job_id", "session_id", "expires_in_seconds"],
-        Action::ImageAdd | Action::ImageUpdate => &["name", "image_ref", "image_digest", "image_version", "is_allowed", "description"],
+        Action::TokenCreate => &[
+            "kind",
+            "user",
+            "project_id",
+            "task_ids",
+            "job_id",
+            "session_id",
+            "expires_in_seconds",
+        ],
+        Action::ImageAdd | Action::ImageUpdate => &[
+            "name",
+            "image_ref",
+            "image_digest",
+            "image_version",
+            "is_allowed",
+            "description",
+        ],
         Action::NodeDrain => &["drain"],
         Action::NodeKey => &["reusable", "expires_in_seconds"],
         Action::PolicyTest => &["user", "token_id", "action"],
@@ -68,7 +107,11 @@ fn hashed(action: Action) -> &'static [&'static str] {
 }
 
 /// What the record of a call says, from its body and query.
-pub(crate) fn detail(action: Action, body: &Value, query: &[(String, String)]) -> Map<String, Value> {
+pub(crate) fn detail(
+    action: Action,
+    body: &Value,
+    query: &[(String, String)],
+) -> Map<String, Value> {
     let mut detail = Map::new();
     for name in repeated(action) {
         if let Some(value) = body.get(*name).filter(|value| !value.is_null()) {
@@ -77,23 +120,37 @@ pub(crate) fn detail(action: Action, body: &Value, query: &[(String, String)]) -
     }
     for name in hashed(action) {
         if let Some(value) = body.get(*name).filter(|value| !value.is_null()) {
-            let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            let text = value
+                .as_str()
+                .map_or_else(|| value.to_string(), str::to_owned);
             let (name, bytes) = match name.strip_suffix("_b64") {
-                Some(name) => (name, STANDARD.decode(&text).unwrap_or_else(|_| text.into_bytes())),
+                Some(name) => (
+                    name,
+                    STANDARD.decode(&text).unwrap_or_else(|_| text.into_bytes()),
+                ),
                 None => (*name, text.into_bytes()),
             };
             detail.insert(name.to_owned(), sized(&bytes));
         }
     }
-    if let Some(env) = body.get("env").and_then(Value::as_object).filter(|env| !env.is_empty()) {
+    if let Some(env) = body
+        .get("env")
+        .and_then(Value::as_object)
+        .filter(|env| !env.is_empty())
+    {
         detail.insert("env".to_owned(), env.keys().cloned().collect());
     }
     for (name, value) in query {
-        if matches!(name.as_str(), "path" | "path_b64" | "recursive" | "cols" | "rows" | "version") {
+        if matches!(
+            name.as_str(),
+            "path" | "path_b64" | "recursive" | "cols" | "rows" | "version"
+        ) {
             detail.insert(name.clone(), json!(value));
         } else if name == "argv" {
             let argv = detail.entry("argv").or_insert_with(|| json!([]));
-            argv.as_array_mut().map(|argv| argv.push(json!(value))).unwrap_or_default();
+            argv.as_array_mut()
+                .map(|argv| argv.push(json!(value)))
+                .unwrap_or_default();
         }
     }
     bounded(detail)
@@ -106,7 +163,10 @@ pub(crate) fn sized(bytes: &[u8]) -> Value {
 /// A record stays small whatever a caller sends, and holds nothing that PostgreSQL or the chain can't: no NUL, no fractions.
 pub(crate) fn bounded(detail: Map<String, Value>) -> Map<String, Value> {
     let mut left = MAX_TOTAL;
-    detail.into_iter().map(|(name, value)| (name, shortened(value, &mut left))).collect()
+    detail
+        .into_iter()
+        .map(|(name, value)| (name, shortened(value, &mut left)))
+        .collect()
 }
 
 fn shortened(value: Value, left: &mut usize) -> Value {
@@ -117,25 +177,39 @@ fn shortened(value: Value, left: &mut usize) -> Value {
     *left -= 8;
     match value {
         Value::String(text) => Value::String(short(text, left)),
-        Value::Number(number) if !number.is_i64() && !number.is_u64() => Value::String(number.to_string()),
+        Value::Number(number) if !number.is_i64() && !number.is_u64() => {
+            Value::String(number.to_string())
+        }
         Value::Array(items) => {
             let more = items.len().saturating_sub(MAX_ITEMS);
-            let mut kept: Vec<Value> = items.into_iter().take(MAX_ITEMS).map(|item| shortened(item, left)).collect();
+            let mut kept: Vec<Value> = items
+                .into_iter()
+                .take(MAX_ITEMS)
+                .map(|item| shortened(item, left))
+                .collect();
             if more > 0 {
                 kept.push(json!(format!("… and {more} more")));
             }
             Value::Array(kept)
         }
-        Value::Object(members) => {
-            Value::Object(members.into_iter().take(MAX_ITEMS).map(|(name, member)| (short(name, left), shortened(member, left))).collect())
-        }
+        Value::Object(members) => Value::Object(
+            members
+                .into_iter()
+                .take(MAX_ITEMS)
+                .map(|(name, member)| (short(name, left), shortened(member, left)))
+                .collect(),
+        ),
         other => other,
     }
 }
 
 /// A text, or its beginning with the size and hash of the whole.
 fn short(text: String, left: &mut usize) -> String {
-    let text = if text.contains('\0') { text.replace('\0', "\u{fffd}") } else { text };
+    let text = if text.contains('\0') {
+        text.replace('\0', "\u{fffd}")
+    } else {
+        text
+    };
     let most = MAX_TEXT.min(*left);
     if text.len() <= most {
         *left -= text.len();
@@ -146,7 +220,12 @@ fn short(text: String, left: &mut usize) -> String {
         end -= 1;
     }
     *left -= end;
-    format!("{}… ({} bytes, sha256 {})", &text[..end], text.len(), hex(&Sha256::digest(text.as_bytes())))
+    format!(
+        "{}… ({} bytes, sha256 {})",
+        &text[..end],
+        text.len(),
+        hex(&Sha256::digest(text.as_bytes()))
+    )
 }
 
 /// The limits that a body asks for. What can't be read is refused by whoever reads the body.
@@ -158,9 +237,16 @@ fn limits(body: &Value) -> CallLimits {
 pub(crate) fn compared(asked: LimitsRequest) -> CallLimits {
     let limits = asked.or_default();
     // Rounded up: a rule that allows two processors does not allow a little more.
-    #[expect(clippy::cast_possible_truncation, reason = "saturates, and what is beyond any machine is refused afterwards")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "saturates, and what is beyond any machine is refused afterwards"
+    )]
     let millicpus = (limits.cpus * 1_000.0).ceil() as i64;
-    CallLimits { memory_bytes: i64::try_from(limits.memory_bytes).unwrap_or(i64::MAX), millicpus, pids: limits.pids.into() }
+    CallLimits {
+        memory_bytes: i64::try_from(limits.memory_bytes).unwrap_or(i64::MAX),
+        millicpus,
+        pids: limits.pids.into(),
+    }
 }
 
 /// What rules may look at: one [`Call`] for each path that is touched.
@@ -173,15 +259,30 @@ pub(crate) struct Calls<'a> {
 }
 
 impl<'a> Calls<'a> {
-    pub(crate) fn new(action: Action, body: &Value, query: &[(String, String)], archive_paths: impl Iterator<Item = &'a str>) -> Result<Self, ApiError> {
+    pub(crate) fn new(
+        action: Action,
+        body: &Value,
+        query: &[(String, String)],
+        archive_paths: impl Iterator<Item = &'a str>,
+    ) -> Result<Self, ApiError> {
         let base = (action == Action::FileImport).then(|| queried_path(query));
         let paths = match action {
             // The first is the directory itself.
-            Action::FileImport => std::iter::once("").chain(archive_paths).map(Cow::Borrowed).collect(),
+            Action::FileImport => std::iter::once("")
+                .chain(archive_paths)
+                .map(Cow::Borrowed)
+                .collect(),
             Action::FilePatch => patched_paths(body)?.into_iter().map(Cow::Owned).collect(),
-            _ => paths(action, body, query).into_iter().map(Cow::Owned).collect(),
+            _ => paths(action, body, query)
+                .into_iter()
+                .map(Cow::Owned)
+                .collect(),
         };
-        Ok(Self { call: call(action, body, query), base, paths })
+        Ok(Self {
+            call: call(action, body, query),
+            base,
+            paths,
+        })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -194,7 +295,10 @@ impl<'a> Calls<'a> {
                 Some(base) => within_workspace(&format!("{base}/{path}")),
                 None => within_workspace(path),
             };
-            Call { path: Some(path), ..self.call.clone() }
+            Call {
+                path: Some(path),
+                ..self.call.clone()
+            }
         };
         let without_path = self.paths.is_empty().then(|| self.call.clone());
         self.paths.iter().map(of_path).chain(without_path)
@@ -203,7 +307,14 @@ impl<'a> Calls<'a> {
     /// Names the files that a diff touches; those of other calls are in their query or body.
     pub(crate) fn tell(&self, action: Action, detail: &mut Map<String, Value>) {
         if action == Action::FilePatch {
-            detail.insert("paths".to_owned(), self.paths.iter().take(TOLD_PATHS).map(|path| json!(path)).collect());
+            detail.insert(
+                "paths".to_owned(),
+                self.paths
+                    .iter()
+                    .take(TOLD_PATHS)
+                    .map(|path| json!(path))
+                    .collect(),
+            );
             detail.insert("path_count".to_owned(), json!(self.paths.len()));
         }
     }
@@ -228,7 +339,10 @@ fn call(action: Action, body: &Value, query: &[(String, String)]) -> Call {
         }
         Action::SessionPty => {
             call.pty = true;
-            call.program = query.iter().find(|(name, _)| name == "argv").map(|(_, value)| value.clone());
+            call.program = query
+                .iter()
+                .find(|(name, _)| name == "argv")
+                .map(|(_, value)| value.clone());
         }
         Action::TokenCreate => call.token_kind = text("kind"),
         _ => {}
@@ -240,14 +354,26 @@ fn paths(action: Action, body: &Value, query: &[(String, String)]) -> Vec<String
     // A name stands there as text or, when it is none, as bytes in base64.
     let named = |name: &str| -> Vec<String> {
         let text = |name: &str| body.get(name).and_then(Value::as_str);
-        let bytes = text(&format!("{name}_b64")).and_then(|text| STANDARD.decode(text).ok()).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-        text(name).map(str::to_owned).into_iter().chain(bytes).collect()
+        let bytes = text(&format!("{name}_b64"))
+            .and_then(|text| STANDARD.decode(text).ok())
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+        text(name)
+            .map(str::to_owned)
+            .into_iter()
+            .chain(bytes)
+            .collect()
     };
     match action {
-        Action::FileRead | Action::FileStat | Action::FileWrite | Action::FileDelete => vec![queried_path(query)],
+        Action::FileRead | Action::FileStat | Action::FileWrite | Action::FileDelete => {
+            vec![queried_path(query)]
+        }
         Action::FileList | Action::FileSearch | Action::FileMkdir => {
             let named = named("path");
-            if named.is_empty() { vec![".".to_owned()] } else { named }
+            if named.is_empty() {
+                vec![".".to_owned()]
+            } else {
+                named
+            }
         }
         Action::FileMove => [named("from"), named("to")].into_iter().flatten().collect(),
         _ => Vec::new(),
@@ -255,9 +381,20 @@ fn paths(action: Action, body: &Value, query: &[(String, String)]) -> Vec<String
 }
 
 pub(super) fn queried_path(query: &[(String, String)]) -> String {
-    let value = |wanted: &str| query.iter().find(|(name, _)| name == wanted).map(|(_, value)| value.clone());
-    let from_bytes = || value("path_b64").and_then(|text| STANDARD.decode(text).ok()).map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    value("path").or_else(from_bytes).unwrap_or_else(|| ".".to_owned())
+    let value = |wanted: &str| {
+        query
+            .iter()
+            .find(|(name, _)| name == wanted)
+            .map(|(_, value)| value.clone())
+    };
+    let from_bytes = || {
+        value("path_b64")
+            .and_then(|text| STANDARD.decode(text).ok())
+            .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+    };
+    value("path")
+        .or_else(from_bytes)
+        .unwrap_or_else(|| ".".to_owned())
 }
 
 /// The diff of a body and how much of its names is dropped. A body of another shape is refused by whoever takes the call.
@@ -271,12 +408,22 @@ pub(super) fn diff(body: &Value) -> Option<(&str, u32)> {
 
 /// The paths that a diff touches, by the parser that the agent applies it with.
 fn patched_paths(body: &Value) -> Result<Vec<String>, ApiError> {
-    let Some((diff, strip)) = diff(body) else { return Ok(Vec::new()) };
+    let Some((diff, strip)) = diff(body) else {
+        return Ok(Vec::new());
+    };
     let read = || -> Result<Vec<String>, cynode_patch::Error> {
         let patch = Patch::parse(diff.as_bytes(), strip)?;
-        Ok(patch.paths().into_iter().map(|path| String::from_utf8_lossy(path).into_owned()).collect())
+        Ok(patch
+            .paths()
+            .into_iter()
+            .map(|path| String::from_utf8_lossy(path).into_owned())
+            .collect())
     };
-    let paths = if diff.len() > LARGE_DIFF { tokio::task::block_in_place(read) } else { read() };
+    let paths = if diff.len() > LARGE_DIFF {
+        tokio::task::block_in_place(read)
+    } else {
+        read()
+    };
     paths.map_err(|error| ApiError::invalid(format!("the diff can't be read: {error}")))
 }
 
@@ -286,11 +433,24 @@ mod tests {
 
     #[test]
     fn rules_see_the_limits_that_a_sandbox_will_have() {
-        let seen = |action, limits: Value| call(action, &json!({"limits": limits}), &[]).limits.map(|seen| (seen.memory_bytes, seen.millicpus, seen.pids));
+        let seen = |action, limits: Value| {
+            call(action, &json!({"limits": limits}), &[])
+                .limits
+                .map(|seen| (seen.memory_bytes, seen.millicpus, seen.pids))
+        };
         for action in [Action::SessionCreate, Action::JobCreate] {
             assert_eq!(seen(action, Value::Null), Some((2 << 30, 1_000, 512)));
-            assert_eq!(seen(action, json!({"memory_bytes": 1_u64 << 45, "cpus": 2.0001, "pids": 9})), Some((1 << 45, 2_001, 9)));
-            assert_eq!(seen(action, json!({"memory_bytes": u64::MAX, "cpus": 1e300})), Some((i64::MAX, i64::MAX, 512)));
+            assert_eq!(
+                seen(
+                    action,
+                    json!({"memory_bytes": 1_u64 << 45, "cpus": 2.0001, "pids": 9})
+                ),
+                Some((1 << 45, 2_001, 9))
+            );
+            assert_eq!(
+                seen(action, json!({"memory_bytes": u64::MAX, "cpus": 1e300})),
+                Some((i64::MAX, i64::MAX, 512))
+            );
         }
         assert_eq!(seen(Action::SessionExec, json!({"pids": 9})), None);
     }
@@ -299,7 +459,10 @@ mod tests {
     fn values_of_the_environment_and_input_are_never_in_a_record() {
         let body = json!({"argv": ["printenv", "A"], "env": {"A": "hidden value", "B": "another"}, "stdin": "hidden input", "timeout_ms": 1000, "cwd": "/tmp"});
         let detail = Value::Object(detail(Action::SessionExec, &body, &[]));
-        assert!(!detail.to_string().contains("hidden") && !detail.to_string().contains("another"), "{detail}");
+        assert!(
+            !detail.to_string().contains("hidden") && !detail.to_string().contains("another"),
+            "{detail}"
+        );
         assert_eq!(detail["env"], json!(["A", "B"]));
         assert_eq!(detail["stdin"]["size"], 12);
         assert_eq!(detail["argv"], json!(["printenv", "A"]));
@@ -318,16 +481,30 @@ mod tests {
         let large = json!({"argv": vec!["x".repeat(100_000); 5_000]});
         let lists = json!({"argv": vec![vec![1; 10_000]; 1_000]});
         for body in [large, lists] {
-            let size = Value::Object(detail(Action::SessionExec, &body, &[])).to_string().len();
+            let size = Value::Object(detail(Action::SessionExec, &body, &[]))
+                .to_string()
+                .len();
             assert!(size < 64 * 1024, "{size}");
         }
-        let odd = Value::Object(detail(Action::SessionExec, &json!({"cwd": "a\u{0}b", "timeout_ms": 0.5}), &[])).to_string();
+        let odd = Value::Object(detail(
+            Action::SessionExec,
+            &json!({"cwd": "a\u{0}b", "timeout_ms": 0.5}),
+            &[],
+        ))
+        .to_string();
         assert!(!odd.contains("\\u0000") && odd.contains("\"0.5\""), "{odd}");
     }
 
     fn patch_paths(diff: &str, strip: Option<u32>) -> Result<Vec<String>, String> {
-        let calls = Calls::new(Action::FilePatch, &json!({"diff": diff, "strip": strip}), &[], std::iter::empty());
-        calls.map(|calls| calls.iter().filter_map(|call| call.path).collect()).map_err(|error| error.0.detail.clone())
+        let calls = Calls::new(
+            Action::FilePatch,
+            &json!({"diff": diff, "strip": strip}),
+            &[],
+            std::iter::empty(),
+        );
+        calls
+            .map(|calls| calls.iter().filter_map(|call| call.path).collect())
+            .map_err(|error| error.0.detail.clone())
     }
 
     fn created(name: &str) -> String {
@@ -338,7 +515,10 @@ mod tests {
     fn rules_are_asked_about_exactly_the_paths_that_a_patch_touches() {
         let diff =
             "diff --git a/x b/sub/y\nrename from x\nrename to sub/y\n--- a/x\n+++ b/sub/y\n@@ -1 +1 @@\n-a\n+b\n".to_owned() + &created("b/new file\t2026");
-        assert_eq!(patch_paths(&diff, None).expect("read"), ["/workspace/new file", "/workspace/sub/y", "/workspace/x"]);
+        assert_eq!(
+            patch_paths(&diff, None).expect("read"),
+            ["/workspace/new file", "/workspace/sub/y", "/workspace/x"]
+        );
         for (name, strip, expected) in [
             ("zz", 1, "/workspace/zz"),
             ("zz", 32, "/workspace/zz"),
@@ -349,25 +529,67 @@ mod tests {
             // Absolute names are never stripped, and rejected by the agent.
             ("/protected/x", 1, "/protected/x"),
         ] {
-            assert_eq!(patch_paths(&created(name), Some(strip)).expect("read"), [expected], "{name} at {strip}");
+            assert_eq!(
+                patch_paths(&created(name), Some(strip)).expect("read"),
+                [expected],
+                "{name} at {strip}"
+            );
         }
-        assert_eq!(patch_paths("diff --git a/p/x b/p/x\nnew file mode 100644\n", None).expect("read"), ["/workspace/p/x"]);
-        assert!(patch_paths("no diff\n", None).expect_err("refused").contains("the diff can't be read"));
+        assert_eq!(
+            patch_paths("diff --git a/p/x b/p/x\nnew file mode 100644\n", None).expect("read"),
+            ["/workspace/p/x"]
+        );
+        assert!(
+            patch_paths("no diff\n", None)
+                .expect_err("refused")
+                .contains("the diff can't be read")
+        );
     }
 
     #[test]
     fn a_line_of_many_spaces_is_refused_in_linear_memory() {
-        let line = format!("diff --git {}\nnew file mode 100644\n", "a/b ".repeat(22_000));
-        assert!(patch_paths(&line, None).expect_err("refused").contains("line 1"));
+        let line = format!(
+            "diff --git {}\nnew file mode 100644\n",
+            "a/b ".repeat(22_000)
+        );
+        assert!(
+            patch_paths(&line, None)
+                .expect_err("refused")
+                .contains("line 1")
+        );
     }
 
     #[test]
     fn the_base_of_an_import_is_joined_to_each_path_when_it_is_asked_about() {
         let query = [("path".to_owned(), "sub/".to_owned())];
-        let calls = Calls::new(Action::FileImport, &Value::Null, &query, ["a", "./b//c"].into_iter()).expect("read");
+        let calls = Calls::new(
+            Action::FileImport,
+            &Value::Null,
+            &query,
+            ["a", "./b//c"].into_iter(),
+        )
+        .expect("read");
         assert_eq!(calls.len(), 3);
-        assert_eq!(calls.iter().filter_map(|call| call.path).collect::<Vec<_>>(), ["/workspace/sub", "/workspace/sub/a", "/workspace/sub/b/c"]);
-        let none = Calls::new(Action::SessionExec, &json!({"argv": ["ls"]}), &[], std::iter::empty()).expect("read");
-        assert_eq!((none.len(), none.iter().map(|call| call.program).collect::<Vec<_>>()), (1, vec![Some("ls".to_owned())]));
+        assert_eq!(
+            calls
+                .iter()
+                .filter_map(|call| call.path)
+                .collect::<Vec<_>>(),
+            ["/workspace/sub", "/workspace/sub/a", "/workspace/sub/b/c"]
+        );
+        let none = Calls::new(
+            Action::SessionExec,
+            &json!({"argv": ["ls"]}),
+            &[],
+            std::iter::empty(),
+        )
+        .expect("read");
+        assert_eq!(
+            (
+                none.len(),
+                none.iter().map(|call| call.program).collect::<Vec<_>>()
+            ),
+            (1, vec![Some("ls".to_owned())])
+        );
     }
 }

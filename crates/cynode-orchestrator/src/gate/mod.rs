@@ -20,7 +20,10 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use base64::{Engine as _, engine::general_purpose::STANDARD};
-use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditSubject, CALL_HEADER, ErrorCode, ExecId, Flags, JobId, SessionId, TokenKind};
+use cynode_api::{
+    AuditBody, AuditDecision, AuditKind, AuditSubject, CALL_HEADER, ErrorCode, ExecId, Flags,
+    JobId, SessionId, TokenKind,
+};
 use cynode_policy::{Action, Channel, Decision, Resource, ShapeAction, ShapePolicy};
 use cynode_service::{ApiError, compute, connections::Connection, edge, json, listen::Peer};
 use http::{HeaderName, HeaderValue, request::Parts};
@@ -85,26 +88,78 @@ fn at(stage: &'static str) -> impl FnOnce(ApiError) -> Refusal {
     move |error| Refusal { stage, error }
 }
 
-pub(crate) async fn pass(State(orchestrator): State<Orchestrator>, request: Request, next: Next) -> Response {
+pub(crate) async fn pass(
+    State(orchestrator): State<Orchestrator>,
+    request: Request,
+    next: Next,
+) -> Response {
     // An address that does not exist does nothing.
-    let Some(matched) = request.extensions().get::<MatchedPath>().cloned() else { return next.run(request).await };
+    let Some(matched) = request.extensions().get::<MatchedPath>().cloned() else {
+        return next.run(request).await;
+    };
     let Some(caller) = request.extensions().get::<Caller>().cloned() else {
         return ApiError::new(ErrorCode::Unauthorized, "no bearer token was sent").into_response();
     };
-    let Some(rule) = rules::find(request.method(), matched.as_str()) else { return edge::method_not_allowed().await.into_response() };
+    let Some(rule) = rules::find(request.method(), matched.as_str()) else {
+        return edge::method_not_allowed().await.into_response();
+    };
     let (mut parts, body) = request.into_parts();
     let Some(guess) = parts.extensions.remove::<Guess>() else {
-        return attempt(&orchestrator, rule, &caller, parts, Incoming::Coming(body), None, next).await.unwrap_or_else(|_| unsure());
+        return attempt(
+            &orchestrator,
+            rule,
+            &caller,
+            parts,
+            Incoming::Coming(body),
+            None,
+            next,
+        )
+        .await
+        .unwrap_or_else(|_| unsure());
     };
     let peer = parts.extensions.get::<Peer>().map(|peer| peer.0.ip());
     let taken = brought::json_bytes(body).await;
-    match attempt(&orchestrator, rule, &caller, parts.clone(), Incoming::Here(taken.clone()), Some(&guess), next.clone()).await {
+    match attempt(
+        &orchestrator,
+        rule,
+        &caller,
+        parts.clone(),
+        Incoming::Here(taken.clone()),
+        Some(&guess),
+        next.clone(),
+    )
+    .await
+    {
         Ok(response) => response,
-        Err(Wrong { found: Ok(Some(facts)), at, .. }) => {
-            let caller = caller::introduce(&mut parts.extensions, guess.token_hash, Some(guess.session_id), facts, at);
-            attempt(&orchestrator, rule, &caller, parts, Incoming::Here(taken), None, next).await.unwrap_or_else(|_| unsure())
+        Err(Wrong {
+            found: Ok(Some(facts)),
+            at,
+            ..
+        }) => {
+            let caller = caller::introduce(
+                &mut parts.extensions,
+                guess.token_hash,
+                Some(guess.session_id),
+                facts,
+                at,
+            );
+            attempt(
+                &orchestrator,
+                rule,
+                &caller,
+                parts,
+                Incoming::Here(taken),
+                None,
+                next,
+            )
+            .await
+            .unwrap_or_else(|_| unsure())
         }
-        Err(Wrong { found: Ok(None), call_id, .. }) => {
+        Err(Wrong {
+            found: Ok(None),
+            call_id,
+            ..
+        }) => {
             if let Some(connection) = parts.extensions.get::<Connection>() {
                 connection.disown();
             }
@@ -112,16 +167,29 @@ pub(crate) async fn pass(State(orchestrator): State<Orchestrator>, request: Requ
             let refused = caller::refused(&orchestrator, failure).await;
             called(refused.into_response(), call_id)
         }
-        Err(Wrong { found: Err(error), call_id, .. }) => called(error.into_response(), call_id),
+        Err(Wrong {
+            found: Err(error),
+            call_id,
+            ..
+        }) => called(error.into_response(), call_id),
     }
 }
 
 /// Whether a call may come here with a guess of who calls. What it brings is taken before that is made sure of, so it is little.
 pub(crate) fn makes_sure(request: &Request) -> bool {
-    let rule = || request.extensions().get::<MatchedPath>().and_then(|matched| rules::find(request.method(), matched.as_str()));
+    let rule = || {
+        request
+            .extensions()
+            .get::<MatchedPath>()
+            .and_then(|matched| rules::find(request.method(), matched.as_str()))
+    };
     let headers = request.headers();
-    let size = headers.get(http::header::CONTENT_LENGTH).and_then(|size| size.to_str().ok()?.parse::<u64>().ok());
-    size.is_some_and(|size| size <= LITTLE) && !headers.contains_key(http::header::EXPECT) && rule().is_some_and(Rule::makes_sure)
+    let size = headers
+        .get(http::header::CONTENT_LENGTH)
+        .and_then(|size| size.to_str().ok()?.parse::<u64>().ok());
+    size.is_some_and(|size| size <= LITTLE)
+        && !headers.contains_key(http::header::EXPECT)
+        && rule().is_some_and(Rule::makes_sure)
 }
 
 /// What can't be: only a guess is wrong.
@@ -132,7 +200,9 @@ fn unsure() -> Response {
 /// Says which call an answer is to.
 fn called(mut response: Response, call_id: Option<Uuid>) -> Response {
     if let Some(value) = call_id.and_then(|id| HeaderValue::from_str(&id.to_string()).ok()) {
-        response.headers_mut().insert(HeaderName::from_static(CALL_HEADER), value);
+        response
+            .headers_mut()
+            .insert(HeaderName::from_static(CALL_HEADER), value);
     }
     response
 }
@@ -149,7 +219,16 @@ async fn attempt(
 ) -> Result<Response, Wrong> {
     let mut intent = intent(rule, caller, &parts, orchestrator);
     let call_id = intent.call_id;
-    let response = match Box::pin(admit(orchestrator, rule, caller, &mut intent, parts, incoming)).await {
+    let response = match Box::pin(admit(
+        orchestrator,
+        rule,
+        caller,
+        &mut intent,
+        parts,
+        incoming,
+    ))
+    .await
+    {
         Ok(admitted) => Box::pin(run(orchestrator, rule, intent, admitted, guess, next)).await?,
         Err(refusal) => {
             if let Some(guess) = guess {
@@ -163,7 +242,11 @@ async fn attempt(
 
 fn intent(rule: &Rule, caller: &Caller, request: &Parts, orchestrator: &Orchestrator) -> AuditBody {
     // What a caller chose as the id of a request may be anything.
-    let request_id = request.headers.get("x-request-id").and_then(|id| id.to_str().ok()).filter(|id| !orchestrator.is_secret(id));
+    let request_id = request
+        .headers
+        .get("x-request-id")
+        .and_then(|id| id.to_str().ok())
+        .filter(|id| !orchestrator.is_secret(id));
     AuditBody {
         call_id: Some(Uuid::now_v7()),
         request_id: request_id.map(str::to_owned),
@@ -175,25 +258,44 @@ fn intent(rule: &Rule, caller: &Caller, request: &Parts, orchestrator: &Orchestr
 
 /// What a record says of the tool by which a call came.
 fn by_tool(by: Option<&ByTool>) -> Map<String, Value> {
-    by.map(|by| ("tool".to_owned(), json!(by.name))).into_iter().collect()
+    by.map(|by| ("tool".to_owned(), json!(by.name)))
+        .into_iter()
+        .collect()
 }
 
 /// Makes sure that a tool's caller is good for the task that the call names. Gives what the call names has to belong to.
-async fn check_task(orchestrator: &Orchestrator, caller: &Caller, by: Option<&ByTool>, intent: &mut AuditBody) -> Result<Option<About>, Refusal> {
-    let Some(task) = by.and_then(|by| by.task) else { return Ok(None) };
-    let about = db::soon(orchestrator.about_task(caller, task)).await.map_err(at("task"))?;
+async fn check_task(
+    orchestrator: &Orchestrator,
+    caller: &Caller,
+    by: Option<&ByTool>,
+    intent: &mut AuditBody,
+) -> Result<Option<About>, Refusal> {
+    let Some(task) = by.and_then(|by| by.task) else {
+        return Ok(None);
+    };
+    let about = db::soon(orchestrator.about_task(caller, task))
+        .await
+        .map_err(at("task"))?;
     place(intent, &about);
     // What runs in a sandbox need not see its task to be good for it.
     if caller.kind == TokenKind::Sandbox && caller.task_ids.first() == Some(&task) {
         return Ok(Some(about));
     }
-    let decision = orchestrator.policies.decide(&caller.principal(), Action::TaskShow, &about.resource, &cynode_policy::Call::default());
+    let decision = orchestrator.policies.decide(
+        &caller.principal(),
+        Action::TaskShow,
+        &about.resource,
+        &cynode_policy::Call::default(),
+    );
     if decision.allowed {
         return Ok(Some(about));
     }
     intent.decision = Some(AuditDecision::Deny);
     intent.rules = decision.rules;
-    Err(Refusal { stage: "task", error: about.missing() })
+    Err(Refusal {
+        stage: "task",
+        error: about.missing(),
+    })
 }
 
 /// What a tool's call names belongs to its task, or to the project of that. Whoever is good for the task may know of it then.
@@ -205,7 +307,14 @@ fn check_belongs(task: Option<&About>, about: &mut About) -> Result<(), Refusal>
         (None, None) => true,
     };
     about.visible |= belongs;
-    if belongs { Ok(()) } else { Err(Refusal { stage: "task", error: about.missing() }) }
+    if belongs {
+        Ok(())
+    } else {
+        Err(Refusal {
+            stage: "task",
+            error: about.missing(),
+        })
+    }
 }
 
 /// Decides whether a call may go on. What is learnt on the way is in the record, whatever is decided.
@@ -230,23 +339,46 @@ async fn admit(
     let mut project = None;
     // Bytes of any size are taken only from somebody who may send them there.
     if matches!(rule.takes, Takes::File | Takes::Archive | Takes::Stream) {
-        let named = Named { path: &path, query: &query, body: &Value::Null, seen: seen.take() };
-        let mut about = db::soon(orchestrator.about(rule.on, caller, &named)).await.map_err(at("resource"))?;
+        let named = Named {
+            path: &path,
+            query: &query,
+            body: &Value::Null,
+            seen: seen.take(),
+        };
+        let mut about = db::soon(orchestrator.about(rule.on, caller, &named))
+            .await
+            .map_err(at("resource"))?;
         place(intent, &about);
         keep_clean(orchestrator, intent);
         check_belongs(task.as_ref(), &mut about)?;
         project = about.project_id;
-        let calls = Calls::new(rule.action, &Value::Null, &query, std::iter::empty()).map_err(at("arguments"))?;
+        let calls = Calls::new(rule.action, &Value::Null, &query, std::iter::empty())
+            .map_err(at("arguments"))?;
         decide(orchestrator, rule.action, caller, &about, &calls, intent)?;
     }
     let target = target(rule.action, &path, &query);
-    let intake = Intake { caller, rule, shapes: orchestrator.shapes.of(project), path: &target, headers: &parts.headers };
-    let mut brought = Brought::take(orchestrator, intake, incoming).await.map_err(at("arguments"))?;
+    let intake = Intake {
+        caller,
+        rule,
+        shapes: orchestrator.shapes.of(project),
+        path: &target,
+        headers: &parts.headers,
+    };
+    let mut brought = Brought::take(orchestrator, intake, incoming)
+        .await
+        .map_err(at("arguments"))?;
     let size = brought.size();
     let permit = compute::permit(size).await;
     permit.run(|| identify(rule, &mut brought, intent, &path));
-    let named = Named { path: &path, query: &query, body: brought.json(), seen };
-    let mut about = db::soon(orchestrator.about(rule.on, caller, &named)).await.map_err(at("resource"))?;
+    let named = Named {
+        path: &path,
+        query: &query,
+        body: brought.json(),
+        seen,
+    };
+    let mut about = db::soon(orchestrator.about(rule.on, caller, &named))
+        .await
+        .map_err(at("resource"))?;
     place(intent, &about);
     if let Err(refusal) = check_belongs(task.as_ref(), &mut about) {
         keep_clean(orchestrator, intent);
@@ -256,7 +388,9 @@ async fn admit(
     let shapes = orchestrator.shapes.of(about.project_id);
     let judge = || {
         let within = check_path_bytes(&query, brought.archive_paths());
-        let calls = within.and_then(|()| Calls::new(rule.action, brought.json(), &query, brought.archive_paths()));
+        let calls = within.and_then(|()| {
+            Calls::new(rule.action, brought.json(), &query, brought.archive_paths())
+        });
         let mut detail = facts::detail(rule.action, brought.json(), &query);
         detail.extend(by_tool(by.as_ref()));
         if let Ok(calls) = &calls {
@@ -266,46 +400,107 @@ async fn admit(
         intent.detail = facts::bounded(detail);
         let mut flags = Flags::default();
         if rule.enters {
-            let address = query.iter().map(|(name, value)| (name, value)).chain(path.iter());
-            flags = check_secrets(orchestrator, rule.action, shapes, &brought, address).map_err(|leak| {
-                // The record says where, never what; nothing that could hold it stays.
-                intent.detail = leak.record();
-                intent.resource = None;
-                // Who may not know of a thing does not learn of it by this either.
-                Refusal { stage: "secrets", error: if about.visible { leak.error() } else { about.missing() } }
-            })?;
+            let address = query
+                .iter()
+                .map(|(name, value)| (name, value))
+                .chain(path.iter());
+            flags = check_secrets(orchestrator, rule.action, shapes, &brought, address).map_err(
+                |leak| {
+                    // The record says where, never what; nothing that could hold it stays.
+                    intent.detail = leak.record();
+                    intent.resource = None;
+                    // Who may not know of a thing does not learn of it by this either.
+                    Refusal {
+                        stage: "secrets",
+                        error: if about.visible {
+                            leak.error()
+                        } else {
+                            about.missing()
+                        },
+                    }
+                },
+            )?;
         }
         keep_clean(orchestrator, intent);
-        let too_many = || ApiError::new(ErrorCode::TooLarge, format!("names more than {MAX_PATHS} paths; split it"));
-        let calls = calls.and_then(|calls| if calls.len() > MAX_PATHS { Err(too_many()) } else { Ok(calls) });
+        let too_many = || {
+            ApiError::new(
+                ErrorCode::TooLarge,
+                format!("names more than {MAX_PATHS} paths; split it"),
+            )
+        };
+        let calls = calls.and_then(|calls| {
+            if calls.len() > MAX_PATHS {
+                Err(too_many())
+            } else {
+                Ok(calls)
+            }
+        });
         // A caller who may not see the session does not learn from a bad diff that it exists.
-        let calls = calls.map_err(|error| Refusal { stage: "arguments", error: if about.visible { error } else { about.missing() } })?;
+        let calls = calls.map_err(|error| Refusal {
+            stage: "arguments",
+            error: if about.visible {
+                error
+            } else {
+                about.missing()
+            },
+        })?;
         decide(orchestrator, rule.action, caller, &about, &calls, intent)?;
         Ok(flags)
     };
     let mut flags = permit_to_judge.run(judge)?;
-    let implied = db::soon(orchestrator.implied(rule.action, caller, &about, &parts.headers, brought.json())).await.map_err(at("resource"))?;
+    let implied =
+        db::soon(orchestrator.implied(rule.action, caller, &about, &parts.headers, brought.json()))
+            .await
+            .map_err(at("resource"))?;
     for (action, about) in implied {
-        decide(orchestrator, action, caller, &about, &Calls::default(), intent)?;
+        decide(
+            orchestrator,
+            action,
+            caller,
+            &about,
+            &Calls::default(),
+            intent,
+        )?;
     }
     // Whoever may do something may know of it.
-    if let Some(input) = brought.take_input(orchestrator, caller, orchestrator.shapes.of(about.project_id)).await.map_err(at("arguments"))? {
+    if let Some(input) = brought
+        .take_input(
+            orchestrator,
+            caller,
+            orchestrator.shapes.of(about.project_id),
+        )
+        .await
+        .map_err(at("arguments"))?
+    {
         match input.judged {
-            Ok(found) => found.flagged.iter().for_each(|file| flags.add(&file.path, &file.shape)),
+            Ok(found) => found
+                .flagged
+                .iter()
+                .for_each(|file| flags.add(&file.path, &file.shape)),
             Err(leak) => {
                 intent.detail = leak.record();
-                return Err(Refusal { stage: "secrets", error: leak.error() });
+                return Err(Refusal {
+                    stage: "secrets",
+                    error: leak.error(),
+                });
             }
         }
         intent.detail.insert("stdin".to_owned(), input.record);
     }
     leaks::record(&flags, &mut intent.detail);
-    let Passage { body, found, scan, content_type } = brought.into_passage();
+    let Passage {
+        body,
+        found,
+        scan,
+        content_type,
+    } = brought.into_passage();
     if let Some(scan) = scan {
         parts.extensions.insert(scan);
     }
     if let Some(content_type) = content_type {
-        parts.headers.insert(http::header::CONTENT_TYPE, content_type);
+        parts
+            .headers
+            .insert(http::header::CONTENT_TYPE, content_type);
     }
     parts.headers.remove(http::header::CONTENT_LENGTH);
     if let Some(id) = intent.call_id {
@@ -320,7 +515,11 @@ async fn admit(
     if let Some(at) = about.session.filter(|_| about.visible) {
         parts.extensions.insert(Decided(at));
     }
-    Ok(Admitted { request: Request::from_parts(parts, body), found, flags })
+    Ok(Admitted {
+        request: Request::from_parts(parts, body),
+        found,
+        flags,
+    })
 }
 
 /// Where a file, an archive or an artifact is to be.
@@ -333,22 +532,43 @@ fn target(action: Action, path: &HashMap<String, String>, query: &[(String, Stri
 }
 
 /// Refuses an archive whose paths, each with the directory that it is unpacked into, would take too much memory.
-fn check_path_bytes<'a>(query: &[(String, String)], entries: impl Iterator<Item = &'a str>) -> Result<(), ApiError> {
-    let directory = query.iter().filter(|(name, _)| name.starts_with("path")).map(|(_, value)| value.len() + 1).sum::<usize>();
-    let bytes = entries.map(|entry| entry.len().saturating_add(directory)).fold(0, usize::saturating_add);
+fn check_path_bytes<'a>(
+    query: &[(String, String)],
+    entries: impl Iterator<Item = &'a str>,
+) -> Result<(), ApiError> {
+    let directory = query
+        .iter()
+        .filter(|(name, _)| name.starts_with("path"))
+        .map(|(_, value)| value.len() + 1)
+        .sum::<usize>();
+    let bytes = entries
+        .map(|entry| entry.len().saturating_add(directory))
+        .fold(0, usize::saturating_add);
     if bytes > MAX_PATHS_BYTES {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("the paths of the archive have more than {MAX_PATHS_BYTES} bytes together")));
+        return Err(ApiError::new(
+            ErrorCode::TooLarge,
+            format!("the paths of the archive have more than {MAX_PATHS_BYTES} bytes together"),
+        ));
     }
     Ok(())
 }
 
 /// Asks the policies; for each path that a call touches. The rules of an earlier decision on the same call stay in its record.
-fn decide(orchestrator: &Orchestrator, action: Action, caller: &Caller, about: &About, calls: &Calls<'_>, intent: &mut AuditBody) -> Result<(), Refusal> {
+fn decide(
+    orchestrator: &Orchestrator,
+    action: Action,
+    caller: &Caller,
+    about: &About,
+    calls: &Calls<'_>,
+    intent: &mut AuditBody,
+) -> Result<(), Refusal> {
     let principal = caller.principal();
     let mut rules: std::collections::BTreeSet<String> = intent.rules.iter().cloned().collect();
     let mut ask = || {
         for call in calls.iter() {
-            let decision = orchestrator.policies.decide(&principal, action, &about.resource, &call);
+            let decision = orchestrator
+                .policies
+                .decide(&principal, action, &about.resource, &call);
             if !decision.allowed {
                 return Some(decision);
             }
@@ -357,11 +577,22 @@ fn decide(orchestrator: &Orchestrator, action: Action, caller: &Caller, about: &
         None
     };
     // Many of them take their time; others need not wait for it.
-    let refused = if calls.len() > MANY_PATHS { tokio::task::block_in_place(ask) } else { ask() };
+    let refused = if calls.len() > MANY_PATHS {
+        tokio::task::block_in_place(ask)
+    } else {
+        ask()
+    };
     if let Some(decision) = refused {
         intent.decision = Some(AuditDecision::Deny);
         intent.rules.clone_from(&decision.rules);
-        return Err(Refusal { stage: "policy", error: if about.visible { denied(action, &decision) } else { about.missing() } });
+        return Err(Refusal {
+            stage: "policy",
+            error: if about.visible {
+                denied(action, &decision)
+            } else {
+                about.missing()
+            },
+        });
     }
     intent.decision = Some(AuditDecision::Allow);
     intent.rules = rules.into_iter().collect();
@@ -371,42 +602,86 @@ fn decide(orchestrator: &Orchestrator, action: Action, caller: &Caller, about: &
 /// A record never holds a secret, whatever a caller put where.
 fn keep_clean(orchestrator: &Orchestrator, intent: &mut AuditBody) {
     let detail = Value::Object(std::mem::take(&mut intent.detail));
-    let scanner = if orchestrator.shapes.is_off() { &orchestrator.system_scanner } else { &orchestrator.scanner };
+    let scanner = if orchestrator.shapes.is_off() {
+        &orchestrator.system_scanner
+    } else {
+        &orchestrator.scanner
+    };
     let found = scanner.find_in_json(&detail).is_some();
     if let Value::Object(detail) = detail {
-        intent.detail = if found { Map::from_iter([("redacted".to_owned(), json!(true))]) } else { detail };
+        intent.detail = if found {
+            Map::from_iter([("redacted".to_owned(), json!(true))])
+        } else {
+            detail
+        };
     }
-    intent.resource = intent.resource.take().filter(|resource| !orchestrator.is_secret(resource));
+    intent.resource = intent
+        .resource
+        .take()
+        .filter(|resource| !orchestrator.is_secret(resource));
 }
 
 fn check_kind(rule: &Rule, caller: &Caller) -> Result<(), ApiError> {
     match caller.kind {
         TokenKind::User => Ok(()),
-        TokenKind::Sandbox => Err(ApiError::new(ErrorCode::Forbidden, "this address is not for sandboxes")),
+        TokenKind::Sandbox => Err(ApiError::new(
+            ErrorCode::Forbidden,
+            "this address is not for sandboxes",
+        )),
         TokenKind::ProjectManager | TokenKind::ProjectAnalyst if rule.agents => Ok(()),
-        TokenKind::ProjectManager | TokenKind::ProjectAnalyst => Err(ApiError::new(ErrorCode::Forbidden, "this address is not for agents' tokens")),
+        TokenKind::ProjectManager | TokenKind::ProjectAnalyst => Err(ApiError::new(
+            ErrorCode::Forbidden,
+            "this address is not for agents' tokens",
+        )),
     }
 }
 
 async fn path_of(parts: &mut Parts) -> Result<HashMap<String, String>, ApiError> {
-    let params = RawPathParams::from_request_parts(parts, &()).await.map_err(|error| ApiError::invalid(error.body_text()))?;
-    let path: HashMap<String, String> = params.iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
-    if let Some(text) = path.get("exec_id").filter(|text| text.parse::<ExecId>().is_err()) {
-        return Err(ApiError::new(ErrorCode::ExecNotFound, format!("'{}' is not an id", text.chars().take(100).collect::<String>())));
+    let params = RawPathParams::from_request_parts(parts, &())
+        .await
+        .map_err(|error| ApiError::invalid(error.body_text()))?;
+    let path: HashMap<String, String> = params
+        .iter()
+        .map(|(name, value)| (name.to_owned(), value.to_owned()))
+        .collect();
+    if let Some(text) = path
+        .get("exec_id")
+        .filter(|text| text.parse::<ExecId>().is_err())
+    {
+        return Err(ApiError::new(
+            ErrorCode::ExecNotFound,
+            format!(
+                "'{}' is not an id",
+                text.chars().take(100).collect::<String>()
+            ),
+        ));
     }
     Ok(path)
 }
 
 /// The query as far as it can be read; who takes the call reads it strictly.
 fn query_of(uri: &http::Uri) -> Vec<(String, String)> {
-    Query::<Vec<(String, String)>>::try_from_uri(uri).map(|query| query.0).unwrap_or_default()
+    Query::<Vec<(String, String)>>::try_from_uri(uri)
+        .map(|query| query.0)
+        .unwrap_or_default()
 }
 
 /// What is made gets its id here, so that its record has it.
-fn identify(rule: &Rule, brought: &mut Brought, intent: &mut AuditBody, path: &HashMap<String, String>) {
+fn identify(
+    rule: &Rule,
+    brought: &mut Brought,
+    intent: &mut AuditBody,
+    path: &HashMap<String, String>,
+) {
     match rule.action {
-        Action::SessionExec => intent.exec_id = brought.identify("exec_id", || ExecId::generate().to_string()).and_then(|id| id.parse().ok()),
-        Action::SessionCreate => drop(brought.identify("session_id", || SessionId::generate().to_string())),
+        Action::SessionExec => {
+            intent.exec_id = brought
+                .identify("exec_id", || ExecId::generate().to_string())
+                .and_then(|id| id.parse().ok())
+        }
+        Action::SessionCreate => {
+            drop(brought.identify("session_id", || SessionId::generate().to_string()))
+        }
         Action::JobCreate => drop(brought.identify("job_id", || JobId::generate().to_string())),
         _ => intent.exec_id = path.get("exec_id").and_then(|id| id.parse().ok()),
     }
@@ -432,16 +707,35 @@ fn check_secrets<'a>(
     let mut flags = Flags::default();
     // First: what is found in a body is told by names that stand here.
     for (name, value) in address {
-        let decoded = if name.ends_with("_b64") { STANDARD.decode(value).ok() } else { None };
+        let decoded = if name.ends_with("_b64") {
+            STANDARD.decode(value).ok()
+        } else {
+            None
+        };
         let forms = || std::iter::once(value.as_bytes()).chain(decoded.as_deref());
         if let Some(hit) = forms().find_map(|bytes| orchestrator.system_scanner.find(bytes)) {
             return Err(Leak::of_system(name, hit.what));
         }
-        let treatment = if action == Action::SessionPty && name == "argv" { shapes.action(Channel::Argv) } else { leaks::of_names(shapes) };
-        let hit = if treatment == ShapeAction::Off { None } else { forms().find_map(|bytes| orchestrator.scanner.find(bytes)) };
+        let treatment = if action == Action::SessionPty && name == "argv" {
+            shapes.action(Channel::Argv)
+        } else {
+            leaks::of_names(shapes)
+        };
+        let hit = if treatment == ShapeAction::Off {
+            None
+        } else {
+            forms().find_map(|bytes| orchestrator.scanner.find(bytes))
+        };
         match (hit, treatment) {
             (Some(hit), ShapeAction::Flag) => flags.add(name, hit.what),
-            (Some(hit), _) => return Err(Leak { field: name.clone(), path: None, what: hit.what, is_system: false }),
+            (Some(hit), _) => {
+                return Err(Leak {
+                    field: name.clone(),
+                    path: None,
+                    what: hit.what,
+                    is_system: false,
+                });
+            }
             (None, _) => {}
         }
     }
@@ -456,7 +750,10 @@ pub(crate) fn count_secret() {
 pub(crate) fn denied(action: Action, decision: &Decision) -> ApiError {
     let detail = match (decision.rules.as_slice(), decision.errors.as_slice()) {
         ([], []) => format!("no rule allows {} here", action.as_str()),
-        (_, [error, ..]) => format!("{} is refused, because a rule could not be evaluated: {error}", action.as_str()),
+        (_, [error, ..]) => format!(
+            "{} is refused, because a rule could not be evaluated: {error}",
+            action.as_str()
+        ),
         (rules, []) => format!("{} is forbidden by {}", action.as_str(), rules.join(", ")),
     };
     let error = ApiError::new(ErrorCode::DeniedByPolicy, detail);
@@ -464,7 +761,11 @@ pub(crate) fn denied(action: Action, decision: &Decision) -> ApiError {
 }
 
 /// Writes a refusal down, and answers it.
-async fn refuse(orchestrator: &Orchestrator, mut intent: AuditBody, Refusal { stage, error }: Refusal) -> Response {
+async fn refuse(
+    orchestrator: &Orchestrator,
+    mut intent: AuditBody,
+    Refusal { stage, error }: Refusal,
+) -> Response {
     // That the database does not answer is no refusal, and can't be written.
     if error.0.is(ErrorCode::StoreUnavailable) {
         return error.into_response();
@@ -473,10 +774,17 @@ async fn refuse(orchestrator: &Orchestrator, mut intent: AuditBody, Refusal { st
         count_secret();
     }
     intent.stage = Some(stage.to_owned());
-    if matches!(stage, "agent_type" | "secrets" | "task") || intent.decision.is_none() && stage == "resource" {
+    if matches!(stage, "agent_type" | "secrets" | "task")
+        || intent.decision.is_none() && stage == "resource"
+    {
         intent.decision = Some(AuditDecision::Deny);
     }
-    let outcome = Said { status: error.0.status, code: Some(error.0.code.clone()), rules: intent.rules.clone(), detail: Map::new() };
+    let outcome = Said {
+        status: error.0.status,
+        code: Some(error.0.code.clone()),
+        rules: intent.rules.clone(),
+        detail: Map::new(),
+    };
     let outcome = outcome.outcome(intent.clone());
     match orchestrator.audit.note(vec![intent, outcome]).await {
         Ok(()) => {
@@ -514,7 +822,9 @@ async fn run(
                     Err(error) => error.into_response(),
                 }
             });
-            done.await.unwrap_or_else(|_| ApiError::new(ErrorCode::Internal, "the call was interrupted").into_response())
+            done.await.unwrap_or_else(|_| {
+                ApiError::new(ErrorCode::Internal, "the call was interrupted").into_response()
+            })
         }
         Effect::Node => {
             let begun = match guess {
@@ -536,7 +846,11 @@ async fn begin(orchestrator: &Orchestrator, intent: AuditBody) -> Result<Begun, 
 }
 
 /// Writes the intent, and makes sure meanwhile of what it was decided by. If that was wrong, nothing is begun, and that is written.
-async fn begin_surely(orchestrator: &Orchestrator, intent: AuditBody, guess: &Guess) -> Result<Result<Begun, ApiError>, Wrong> {
+async fn begin_surely(
+    orchestrator: &Orchestrator,
+    intent: AuditBody,
+    guess: &Guess,
+) -> Result<Result<Begun, ApiError>, Wrong> {
     let (begun, sure) = tokio::join!(begin(orchestrator, intent), guess.make_sure(orchestrator));
     if let Err(wrong) = sure {
         let call_id = match begun {
@@ -548,64 +862,133 @@ async fn begin_surely(orchestrator: &Orchestrator, intent: AuditBody, guess: &Gu
     Ok(begun)
 }
 
-async fn effect(orchestrator: &Orchestrator, rule: &Rule, mut begun: Begun, admitted: Admitted, next: Next) -> Response {
-    let Admitted { request, found, flags } = admitted;
+async fn effect(
+    orchestrator: &Orchestrator,
+    rule: &Rule,
+    mut begun: Begun,
+    admitted: Admitted,
+    next: Next,
+) -> Response {
+    let Admitted {
+        request,
+        found,
+        flags,
+    } = admitted;
     begun.carry_out();
     let mut response = next.run(request).await;
     if let Some(what) = found.what() {
         count_secret();
         response = Leak::of_system("body", what).error().into_response();
     }
-    leaks::answer(rule.action, answer::conclude(orchestrator, rule, begun, response).await, &flags)
+    leaks::answer(
+        rule.action,
+        answer::conclude(orchestrator, rule, begun, response).await,
+        &flags,
+    )
 }
 
 impl Orchestrator {
     /// Whether a record must not hold a text.
     pub(crate) fn is_secret(&self, text: &str) -> bool {
-        let scanner = if self.shapes.is_off() { &self.system_scanner } else { &self.scanner };
+        let scanner = if self.shapes.is_off() {
+            &self.system_scanner
+        } else {
+            &self.scanner
+        };
         scanner.find(text.as_bytes()).is_some()
     }
 
     /// Decides something that is known only while a call is carried out.
-    pub(crate) fn check(&self, caller: &Caller, action: Action, resource: &Resource, call: &cynode_policy::Call) -> Result<(), ApiError> {
-        let decision = self.policies.decide(&caller.principal(), action, resource, call);
-        if decision.allowed { Ok(()) } else { Err(denied(action, &decision)) }
+    pub(crate) fn check(
+        &self,
+        caller: &Caller,
+        action: Action,
+        resource: &Resource,
+        call: &cynode_policy::Call,
+    ) -> Result<(), ApiError> {
+        let decision = self
+            .policies
+            .decide(&caller.principal(), action, resource, call);
+        if decision.allowed {
+            Ok(())
+        } else {
+            Err(denied(action, &decision))
+        }
     }
 
     /// Writes down that a node has registered.
-    pub(crate) async fn note_registration(&self, node: &crate::db::NodeRow) -> Result<(), ApiError> {
+    pub(crate) async fn note_registration(
+        &self,
+        node: &crate::db::NodeRow,
+    ) -> Result<(), ApiError> {
         let mut body = AuditBody::new(AuditKind::Authentication, "node.register");
-        body.subject = Some(AuditSubject { kind: "node".to_owned(), name: Some(node.name.clone()), user_id: None, token_id: None, node_id: Some(node.id) });
+        body.subject = Some(AuditSubject {
+            kind: "node".to_owned(),
+            name: Some(node.name.clone()),
+            user_id: None,
+            token_id: None,
+            node_id: Some(node.id),
+        });
         body.decision = Some(AuditDecision::Allow);
         body.result = Some(cynode_api::AuditResult::Done);
-        body.detail.insert("api_url".to_owned(), json!(node.api_url));
+        body.detail
+            .insert("api_url".to_owned(), json!(node.api_url));
         self.audit.note(vec![body]).await
     }
 
     /// Writes down that a node was given the bytes of an artifact.
-    pub(crate) async fn note_artifact(&self, node: &crate::db::NodeRow, artifact: &cynode_api::Artifact) -> Result<(), ApiError> {
+    pub(crate) async fn note_artifact(
+        &self,
+        node: &crate::db::NodeRow,
+        artifact: &cynode_api::Artifact,
+    ) -> Result<(), ApiError> {
         let mut body = AuditBody::new(AuditKind::Event, "artifact.get");
-        body.subject = Some(AuditSubject { kind: "node".to_owned(), name: Some(node.name.clone()), user_id: None, token_id: None, node_id: Some(node.id) });
+        body.subject = Some(AuditSubject {
+            kind: "node".to_owned(),
+            name: Some(node.name.clone()),
+            user_id: None,
+            token_id: None,
+            node_id: Some(node.id),
+        });
         body.task_id = Some(artifact.task_id);
         body.resource = Some(format!("artifact:{}", artifact.id));
         body.result = Some(cynode_api::AuditResult::Done);
-        body.detail.insert("sha256".to_owned(), json!(artifact.sha256));
+        body.detail
+            .insert("sha256".to_owned(), json!(artifact.sha256));
         self.audit.note(vec![body]).await
     }
 
     /// What to do when a terminal is closed: to say so in the trail.
-    pub(crate) fn note_closed_terminal(&self, caller: &Caller, session_id: SessionId, called: Option<Called>) -> impl FnOnce() + Send + use<> {
+    pub(crate) fn note_closed_terminal(
+        &self,
+        caller: &Caller,
+        session_id: SessionId,
+        called: Option<Called>,
+    ) -> impl FnOnce() + Send + use<> {
         let (audit, subject) = (self.audit.clone(), caller.subject());
         move || {
             let event = AuditBody::new(AuditKind::Event, "session.pty.closed");
-            audit.tell(AuditBody { subject: Some(subject), session_id: Some(session_id), call_id: called.map(|called| called.0), ..event });
+            audit.tell(AuditBody {
+                subject: Some(subject),
+                session_id: Some(session_id),
+                call_id: called.map(|called| called.0),
+                ..event
+            });
         }
     }
 
     /// Notes a command that goes on after its call, so that its end is told too.
     pub(crate) async fn follow_exec(&self, intent: &AuditBody) {
-        let (Some(exec_id), Some(session_id), Some(call_id)) = (intent.exec_id, intent.session_id, intent.call_id) else { return };
-        let by = intent.subject.as_ref().and_then(|subject| subject.name.clone()).unwrap_or_default();
+        let (Some(exec_id), Some(session_id), Some(call_id)) =
+            (intent.exec_id, intent.session_id, intent.call_id)
+        else {
+            return;
+        };
+        let by = intent
+            .subject
+            .as_ref()
+            .and_then(|subject| subject.name.clone())
+            .unwrap_or_default();
         if let Err(error) = self.db.insert_exec(exec_id, session_id, call_id, &by).await {
             tracing::warn!(%exec_id, error = %error.0, "The end of a command will not be told.");
         }

@@ -46,7 +46,12 @@ struct Seen {
 
 impl SeedScan {
     pub(crate) fn new(content: ContentScan, action: ShapeAction) -> Self {
-        Self(Arc::new(Mutex::new(Some(Seen { content, action, names_git: false, last: Vec::new() }))))
+        Self(Arc::new(Mutex::new(Some(Seen {
+            content,
+            action,
+            names_git: false,
+            last: Vec::new(),
+        }))))
     }
 
     fn feed(&self, piece: &[u8]) {
@@ -65,8 +70,11 @@ impl Seen {
         self.content.feed(piece);
         if !self.names_git {
             let border = GIT.len() - 1;
-            self.last.extend_from_slice(&piece[..piece.len().min(border)]);
-            self.names_git = [&self.last, piece].iter().any(|bytes| memchr::memmem::find(bytes, GIT).is_some());
+            self.last
+                .extend_from_slice(&piece[..piece.len().min(border)]);
+            self.names_git = [&self.last, piece]
+                .iter()
+                .any(|bytes| memchr::memmem::find(bytes, GIT).is_some());
             if piece.len() > border {
                 self.last = piece[piece.len() - border..].to_vec();
             }
@@ -91,13 +99,31 @@ pub(crate) fn watched(mut watch: Watch, body: Body, found: Found, scan: SeedScan
 
 impl Orchestrator {
     /// Judges an artifact that was taken in whole. In an archive each entry counts by its own path.
-    pub(crate) async fn judge_seed(&self, scan: Option<&SeedScan>, path: &str, staged: &Staged) -> Result<Flags, ApiError> {
-        let Some(Seen { content, action, names_git, .. }) = scan.and_then(|scan| scan.0.lock().take()) else { return Ok(Flags::default()) };
+    pub(crate) async fn judge_seed(
+        &self,
+        scan: Option<&SeedScan>,
+        path: &str,
+        staged: &Staged,
+    ) -> Result<Flags, ApiError> {
+        let Some(Seen {
+            content,
+            action,
+            names_git,
+            ..
+        }) = scan.and_then(|scan| scan.0.lock().take())
+        else {
+            return Ok(Flags::default());
+        };
         let mut flags = Flags::default();
         let mut judged = judge("body", path, content, &mut flags).map(|()| flags);
         let looks_clean = judged.as_ref().is_ok_and(Flags::is_empty) && !names_git;
         if action != ShapeAction::Off && !looks_clean {
-            let scan = ArchiveScan { scanner: self.scanner.clone(), action, base: WORKSPACE.to_owned(), flags: Flags::default() };
+            let scan = ArchiveScan {
+                scanner: self.scanner.clone(),
+                action,
+                base: WORKSPACE.to_owned(),
+                flags: Flags::default(),
+            };
             let pieces = self.blobs.staged(staged).await?;
             judged = judge_archive(pieces, scan).await?.unwrap_or(judged);
         }
@@ -109,11 +135,22 @@ impl Orchestrator {
 }
 
 /// `None` when it is no archive, or can't be read to its end.
-async fn judge_archive(pieces: impl Stream<Item = io::Result<Bytes>> + Send + 'static, scan: ArchiveScan) -> Result<Option<Result<Flags, Leak>>, ApiError> {
+async fn judge_archive(
+    pieces: impl Stream<Item = io::Result<Bytes>> + Send + 'static,
+    scan: ArchiveScan,
+) -> Result<Option<Result<Flags, Leak>>, ApiError> {
     let interrupted = || ApiError::new(ErrorCode::Internal, "reading the archive was interrupted");
     let _permit = READ_AGAIN.acquire().await.map_err(|_| interrupted())?;
     let (sender, receiver) = mpsc::channel(PIECES);
-    let reading = tokio::task::spawn_blocking(move || read_archive(Pieces { receiver, current: Bytes::new() }, scan));
+    let reading = tokio::task::spawn_blocking(move || {
+        read_archive(
+            Pieces {
+                receiver,
+                current: Bytes::new(),
+            },
+            scan,
+        )
+    });
     let mut pieces = std::pin::pin!(pieces);
     while let Some(piece) = pieces.next().await {
         if sender.send(piece).await.is_err() {
@@ -157,7 +194,9 @@ impl ArchiveScan {
         entry: &cynode_archive::Entry,
         mut piece: impl FnMut(&[u8]),
     ) -> Result<(), EntryError> {
-        self.check_name(&entry.path).and_then(|()| self.check_name(&entry.link)).map_err(EntryError::Leak)?;
+        self.check_name(&entry.path)
+            .and_then(|()| self.check_name(&entry.link))
+            .map_err(EntryError::Leak)?;
         let name = String::from_utf8_lossy(&entry.path).into_owned();
         let mut content = self.content(&name);
         let read = archive.read(|bytes| {
@@ -201,7 +240,12 @@ mod tests {
         let scanner = Scanner::new(Held::new([7; 32]), true);
         let text = b"some .gi and .git and more";
         for size in 1..text.len() {
-            let mut seen = Seen { content: scanner.content("a", ShapeAction::Flag), action: ShapeAction::Flag, names_git: false, last: Vec::new() };
+            let mut seen = Seen {
+                content: scanner.content("a", ShapeAction::Flag),
+                action: ShapeAction::Flag,
+                names_git: false,
+                last: Vec::new(),
+            };
             text[..9].chunks(size).for_each(|piece| seen.feed(piece));
             assert!(!seen.names_git, "{size}");
             text[9..].chunks(size).for_each(|piece| seen.feed(piece));

@@ -9,7 +9,11 @@ use serde::Serialize;
 use serde_json::Value;
 
 /// What stays as it is in an address.
-const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b'~');
+const PLAIN: &AsciiSet = &NON_ALPHANUMERIC
+    .remove(b'-')
+    .remove(b'_')
+    .remove(b'.')
+    .remove(b'~');
 
 /// What a tool does with arguments that were read.
 #[derive(Debug)]
@@ -68,18 +72,37 @@ fn encoded(text: &str) -> String {
 
 /// A word in an address. Without one the address would be another.
 pub(crate) fn word(name: &str, text: &str) -> Result<String, ApiError> {
-    if text.is_empty() { Err(ApiError::invalid(format!("{name}: must not be empty"))) } else { Ok(encoded(text)) }
+    if text.is_empty() {
+        Err(ApiError::invalid(format!("{name}: must not be empty")))
+    } else {
+        Ok(encoded(text))
+    }
 }
 
 /// Words with slashes between them.
 pub(crate) fn words(name: &str, text: &str) -> Result<String, ApiError> {
-    let words: Result<Vec<String>, ApiError> = text.split('/').map(|part| word(name, part)).collect();
-    words.map(|words| words.join("/")).map_err(|_| ApiError::invalid(format!("{name}: must be relative, without empty parts")))
+    let words: Result<Vec<String>, ApiError> =
+        text.split('/').map(|part| word(name, part)).collect();
+    words
+        .map(|words| words.join("/"))
+        .map_err(|_| ApiError::invalid(format!("{name}: must be relative, without empty parts")))
 }
 
 impl Call {
-    pub(crate) fn new(method: Method, path: impl Into<String>, task: impl Into<Option<TaskId>>) -> Self {
-        Self { task: task.into(), method, path: path.into(), query: Vec::new(), headers: Vec::new(), body: Bytes::new(), shape: Shape::Object }
+    pub(crate) fn new(
+        method: Method,
+        path: impl Into<String>,
+        task: impl Into<Option<TaskId>>,
+    ) -> Self {
+        Self {
+            task: task.into(),
+            method,
+            path: path.into(),
+            query: Vec::new(),
+            headers: Vec::new(),
+            body: Bytes::new(),
+            shape: Shape::Object,
+        }
     }
 
     pub(crate) fn get(path: impl Into<String>, task: impl Into<Option<TaskId>>) -> Self {
@@ -88,21 +111,36 @@ impl Call {
 
     /// With what a parameter has, if it has something.
     pub(crate) fn query(mut self, name: &'static str, value: Option<impl ToString>) -> Self {
-        self.query.extend(value.map(|value| (name, value.to_string())));
+        self.query
+            .extend(value.map(|value| (name, value.to_string())));
         self
     }
 
-    pub(crate) fn header(mut self, name: &'static str, value: Option<&str>) -> Result<Self, ApiError> {
+    pub(crate) fn header(
+        mut self,
+        name: &'static str,
+        value: Option<&str>,
+    ) -> Result<Self, ApiError> {
         if let Some(value) = value {
-            let value = HeaderValue::from_str(value).map_err(|_| ApiError::invalid(format!("{}: holds what no header can", name.replace('-', "_"))))?;
+            let value = HeaderValue::from_str(value).map_err(|_| {
+                ApiError::invalid(format!(
+                    "{}: holds what no header can",
+                    name.replace('-', "_")
+                ))
+            })?;
             self.headers.push((HeaderName::from_static(name), value));
         }
         Ok(self)
     }
 
     pub(crate) fn json(mut self, body: &impl Serialize) -> Result<Self, ApiError> {
-        self.body = serde_json::to_vec(body).map_err(|error| ApiError::invalid(error.to_string()))?.into();
-        self.headers.push((http::header::CONTENT_TYPE, HeaderValue::from_static("application/json")));
+        self.body = serde_json::to_vec(body)
+            .map_err(|error| ApiError::invalid(error.to_string()))?
+            .into();
+        self.headers.push((
+            http::header::CONTENT_TYPE,
+            HeaderValue::from_static("application/json"),
+        ));
         Ok(self)
     }
 
@@ -118,7 +156,15 @@ impl Call {
 
     /// The address, with its parameters.
     pub(crate) fn uri(&self) -> String {
-        let query: Vec<String> = self.query.iter().map(|(name, value)| format!("{name}={}", encoded(value))).collect();
-        if query.is_empty() { self.path.clone() } else { format!("{}?{}", self.path, query.join("&")) }
+        let query: Vec<String> = self
+            .query
+            .iter()
+            .map(|(name, value)| format!("{name}={}", encoded(value)))
+            .collect();
+        if query.is_empty() {
+            self.path.clone()
+        } else {
+            format!("{}?{}", self.path, query.join("&"))
+        }
     }
 }

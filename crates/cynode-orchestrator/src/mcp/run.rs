@@ -4,7 +4,9 @@ use axum::{
     body::{Body, BodyDataStream},
     response::Response,
 };
-use cynode_api::{AuditBody, AuditDecision, AuditKind, AuditResult, Base64Bytes, ErrorCode, Problem, TaskId};
+use cynode_api::{
+    AuditBody, AuditDecision, AuditKind, AuditResult, Base64Bytes, ErrorCode, Problem, TaskId,
+};
 use cynode_service::{ApiError, compute, json};
 use futures_util::StreamExt as _;
 use http::{Method, Request, StatusCode, header};
@@ -43,12 +45,23 @@ pub(super) struct Failed {
 impl Failed {
     /// One that nobody but the gateway knows of.
     fn here(stage: &'static str, error: ApiError) -> Self {
-        Self { stage, error, is_recorded: false }
+        Self {
+            stage,
+            error,
+            is_recorded: false,
+        }
     }
 
     pub(super) fn result(self, asked: &Asked<'_>) -> CallToolResult {
         let request_id = asked.request_id;
-        let Problem { status, code, detail, remedy, extensions, .. } = *self.error.0;
+        let Problem {
+            status,
+            code,
+            detail,
+            remedy,
+            extensions,
+            ..
+        } = *self.error.0;
         if status >= 500 {
             tracing::warn!(request_id, code, detail, "A tool failed.");
         }
@@ -60,7 +73,8 @@ impl Failed {
             }
         }
         let told = format!("{code} ({}): {detail}\n{remedy}", self.stage);
-        let mut answer = CallToolResult::error(vec![ContentBlock::text(text::of(&json!({ "text": told })))]);
+        let mut answer =
+            CallToolResult::error(vec![ContentBlock::text(text::of(&json!({ "text": told })))]);
         answer.structured_content = Some(failure);
         answer
     }
@@ -77,30 +91,61 @@ pub(super) struct Refused<'a> {
 }
 
 impl Gateway {
-    pub(super) async fn run(&self, asked: &Asked<'_>, tool: &'static Tool, plan: Plan) -> Result<Value, Failed> {
+    pub(super) async fn run(
+        &self,
+        asked: &Asked<'_>,
+        tool: &'static Tool,
+        plan: Plan,
+    ) -> Result<Value, Failed> {
         match plan {
             Plan::Call(call) => self.call(asked, tool, call).await,
             Plan::Answer(answer) => {
-                self.note_answer(asked, tool).await.map_err(|error| Failed { stage: "audit", error, is_recorded: true })?;
+                self.note_answer(asked, tool)
+                    .await
+                    .map_err(|error| Failed {
+                        stage: "audit",
+                        error,
+                        is_recorded: true,
+                    })?;
                 Ok(answer)
             }
             Plan::NewTask(mut new) => {
                 new.project_id = new.project_id.or(asked.caller.project_id);
-                let call = Call::new(Method::POST, "/v1/tasks", None).json(&new).map_err(|error| Failed::here("arguments", error))?;
+                let call = Call::new(Method::POST, "/v1/tasks", None)
+                    .json(&new)
+                    .map_err(|error| Failed::here("arguments", error))?;
                 self.call(asked, tool, call).await
             }
             Plan::OwnProject(task) => {
-                let of = self.call(asked, tool, Call::get(format!("/v1/tasks/{task}"), task)).await?;
-                let missing = || ApiError::new(ErrorCode::NotFound, format!("task {task} has no project"));
-                let id = of["project_id"].as_str().ok_or_else(|| Failed::here("run", missing()))?;
-                self.call(asked, tool, Call::get(format!("/v1/projects/{id}"), task)).await
+                let of = self
+                    .call(asked, tool, Call::get(format!("/v1/tasks/{task}"), task))
+                    .await?;
+                let missing =
+                    || ApiError::new(ErrorCode::NotFound, format!("task {task} has no project"));
+                let id = of["project_id"]
+                    .as_str()
+                    .ok_or_else(|| Failed::here("run", missing()))?;
+                self.call(asked, tool, Call::get(format!("/v1/projects/{id}"), task))
+                    .await
             }
             Plan::LastOutput(call) => {
                 let (mut last, mut cursor) = (None, None);
                 loop {
-                    let execs = self.call(asked, tool, Call::get(call.path.clone(), call.task).query("cursor", cursor.take())).await?;
+                    let execs = self
+                        .call(
+                            asked,
+                            tool,
+                            Call::get(call.path.clone(), call.task).query("cursor", cursor.take()),
+                        )
+                        .await?;
                     let started =
-                        execs["items"].as_array().into_iter().flatten().filter_map(|exec| Some((exec["started_at"].as_str()?, exec["exec_id"].as_str()?)));
+                        execs["items"]
+                            .as_array()
+                            .into_iter()
+                            .flatten()
+                            .filter_map(|exec| {
+                                Some((exec["started_at"].as_str()?, exec["exec_id"].as_str()?))
+                            });
                     let newest = started.max().map(|(at, id)| (at.to_owned(), id.to_owned()));
                     last = last.max(newest);
                     cursor = execs["next_cursor"].as_str().map(str::to_owned);
@@ -108,24 +153,53 @@ impl Gateway {
                         break;
                     }
                 }
-                let missing = || ApiError::new(ErrorCode::ExecNotFound, "no command has been run in this sandbox");
+                let missing = || {
+                    ApiError::new(
+                        ErrorCode::ExecNotFound,
+                        "no command has been run in this sandbox",
+                    )
+                };
                 let (_, id) = last.ok_or_else(|| Failed::here("run", missing()))?;
                 let path = format!("{}/{id}/output", call.path);
                 self.call(asked, tool, Call { path, ..call }).await
             }
             Plan::Missing(task, remedy) => {
                 // Whether the caller is good for the task is found out first.
-                self.call(asked, tool, Call::get(format!("/v1/tasks/{task}"), task)).await?;
-                let error = ApiError::new(ErrorCode::Unavailable, format!("{} needs a service that this system does not have yet", tool.name));
-                Err(Failed::here("run", ApiError(Box::new(error.0.with_remedy(remedy)))))
+                self.call(asked, tool, Call::get(format!("/v1/tasks/{task}"), task))
+                    .await?;
+                let error = ApiError::new(
+                    ErrorCode::Unavailable,
+                    format!(
+                        "{} needs a service that this system does not have yet",
+                        tool.name
+                    ),
+                );
+                Err(Failed::here(
+                    "run",
+                    ApiError(Box::new(error.0.with_remedy(remedy))),
+                ))
             }
         }
     }
 
     /// A call of the user API, in the caller's name.
-    async fn call(&self, asked: &Asked<'_>, tool: &'static Tool, call: Call) -> Result<Value, Failed> {
-        let broken = |_| Failed::here("arguments", ApiError::invalid("what is named is too long for an address"));
-        let mut request = Request::builder().method(call.method.clone()).uri(call.uri()).body(Body::from(call.body)).map_err(broken)?;
+    async fn call(
+        &self,
+        asked: &Asked<'_>,
+        tool: &'static Tool,
+        call: Call,
+    ) -> Result<Value, Failed> {
+        let broken = |_| {
+            Failed::here(
+                "arguments",
+                ApiError::invalid("what is named is too long for an address"),
+            )
+        };
+        let mut request = Request::builder()
+            .method(call.method.clone())
+            .uri(call.uri())
+            .body(Body::from(call.body))
+            .map_err(broken)?;
         let headers = request.headers_mut();
         for (name, value) in call.headers {
             headers.insert(name, value);
@@ -134,11 +208,18 @@ impl Gateway {
             headers.insert("x-request-id", id);
         }
         request.extensions_mut().insert(asked.caller.clone());
-        request.extensions_mut().insert(ByTool { name: tool.name, task: call.task });
+        request.extensions_mut().insert(ByTool {
+            name: tool.name,
+            task: call.task,
+        });
         let Ok(response) = self.routes.clone().oneshot(request).await;
         let response = response.map(|body| ANSWERS.body(asked.caller.id(), body));
         if response.status().is_success() {
-            return shaped(response, call.shape).await.map_err(|error| Failed { stage: "run", error, is_recorded: true });
+            return shaped(response, call.shape).await.map_err(|error| Failed {
+                stage: "run",
+                error,
+                is_recorded: true,
+            });
         }
         let stage = response.extensions().get::<Stage>().map(|stage| stage.0);
         let error = problem(response).await;
@@ -148,7 +229,11 @@ impl Gateway {
             Some(stage) => stage,
             None => stage_of(&error),
         };
-        Err(Failed { stage, error, is_recorded: true })
+        Err(Failed {
+            stage,
+            error,
+            is_recorded: true,
+        })
     }
 }
 
@@ -174,10 +259,15 @@ async fn problem(response: Response) -> ApiError {
         return error.clone();
     }
     let status = response.status();
-    let bytes = axum::body::to_bytes(response.into_body(), MAX_ANSWER).await.unwrap_or_default();
+    let bytes = axum::body::to_bytes(response.into_body(), MAX_ANSWER)
+        .await
+        .unwrap_or_default();
     match serde_json::from_slice::<Problem>(&bytes) {
         Ok(problem) => problem.into(),
-        Err(_) => ApiError::new(ErrorCode::Internal, format!("an answer with status {status} could not be read")),
+        Err(_) => ApiError::new(
+            ErrorCode::Internal,
+            format!("an answer with status {status} could not be read"),
+        ),
     }
 }
 
@@ -187,8 +277,13 @@ async fn shaped(response: Response, shape: Shape) -> Result<Value, ApiError> {
         Shape::Object => object(response).await,
         Shape::Preference(key) => {
             let list = object(response).await?;
-            let found = list["items"].as_array().and_then(|items| items.iter().find(|item| item["key"] == key.as_str())).cloned();
-            found.ok_or_else(|| ApiError::new(ErrorCode::NotFound, "the scope has no such preference"))
+            let found = list["items"]
+                .as_array()
+                .and_then(|items| items.iter().find(|item| item["key"] == key.as_str()))
+                .cloned();
+            found.ok_or_else(|| {
+                ApiError::new(ErrorCode::NotFound, "the scope has no such preference")
+            })
         }
         Shape::File(part) => file(response, part).await,
     }
@@ -198,7 +293,9 @@ async fn object(response: Response) -> Result<Value, ApiError> {
     if response.status() == StatusCode::NO_CONTENT {
         return Ok(json!({}));
     }
-    let bytes = axum::body::to_bytes(response.into_body(), MAX_ANSWER).await.map_err(|error| too_long(&error))?;
+    let bytes = axum::body::to_bytes(response.into_body(), MAX_ANSWER)
+        .await
+        .map_err(|error| too_long(&error))?;
     if bytes.is_empty() {
         return Ok(json!({}));
     }
@@ -206,7 +303,12 @@ async fn object(response: Response) -> Result<Value, ApiError> {
     scan.feed(&bytes)?;
     let _room = json::room(bytes.len(), scan.nodes()).await;
     let read = compute::apart(bytes.len(), || serde_json::from_slice(&bytes)).await;
-    read.map_err(|error| ApiError::new(ErrorCode::Internal, format!("an answer could not be read: {error}")))
+    read.map_err(|error| {
+        ApiError::new(
+            ErrorCode::Internal,
+            format!("an answer could not be read: {error}"),
+        )
+    })
 }
 
 /// An answer that can't be taken whole. What was asked for has been done.
@@ -214,8 +316,15 @@ fn too_long(error: &axum::Error) -> ApiError {
     let mut cause: Option<&dyn std::error::Error> = Some(error);
     while let Some(error) = cause {
         if error.is::<http_body_util::LengthLimitError>() {
-            let error = ApiError::new(ErrorCode::TooLarge, format!("the answer is longer than {MAX_ANSWER} bytes; what was asked for was done"));
-            return ApiError(Box::new(error.0.with_remedy("Ask for less: a smaller limit, max_bytes or max_output_bytes.")));
+            let error = ApiError::new(
+                ErrorCode::TooLarge,
+                format!(
+                    "the answer is longer than {MAX_ANSWER} bytes; what was asked for was done"
+                ),
+            );
+            return ApiError(Box::new(error.0.with_remedy(
+                "Ask for less: a smaller limit, max_bytes or max_output_bytes.",
+            )));
         }
         cause = error.source();
     }
@@ -228,13 +337,23 @@ fn broke_off() -> ApiError {
 
 async fn file(response: Response, part: Part) -> Result<Value, ApiError> {
     let (parts, body) = response.into_parts();
-    let text = |name: &str| parts.headers.get(name).and_then(|value| value.to_str().ok());
-    let (sha256, size) = (text("x-content-sha256"), text(header::CONTENT_LENGTH.as_str()).and_then(|size| size.parse::<u64>().ok()));
+    let text = |name: &str| {
+        parts
+            .headers
+            .get(name)
+            .and_then(|value| value.to_str().ok())
+    };
+    let (sha256, size) = (
+        text("x-content-sha256"),
+        text(header::CONTENT_LENGTH.as_str()).and_then(|size| size.parse::<u64>().ok()),
+    );
     let (bytes, truncated) = taken(body.into_data_stream(), part).await?;
     let mut result = json!({"sha256": sha256, "size": size, "truncated": truncated});
     match as_text(bytes, truncated) {
         Ok(text) => result["content"] = text.into(),
-        Err(bytes) => result["content_b64"] = serde_json::to_value(Base64Bytes(bytes)).unwrap_or_default(),
+        Err(bytes) => {
+            result["content_b64"] = serde_json::to_value(Base64Bytes(bytes)).unwrap_or_default()
+        }
     }
     Ok(result)
 }
@@ -242,7 +361,10 @@ async fn file(response: Response, part: Part) -> Result<Value, ApiError> {
 /// Text, when it is; a letter that the end cuts through is left out.
 fn as_text(bytes: Vec<u8>, truncated: bool) -> Result<String, Vec<u8>> {
     String::from_utf8(bytes).or_else(|error| {
-        let (whole, cut) = (error.utf8_error().valid_up_to(), error.utf8_error().error_len().is_none());
+        let (whole, cut) = (
+            error.utf8_error().valid_up_to(),
+            error.utf8_error().error_len().is_none(),
+        );
         let mut bytes = error.into_bytes();
         if !truncated || !cut {
             return Err(bytes);
@@ -278,7 +400,10 @@ impl Gateway {
     fn record(&self, asked: &Asked<'_>, tool: &str) -> AuditBody {
         // What a caller chose may be anything.
         let clean = |text: &str| !self.orchestrator.is_secret(text);
-        let is_name = (1..=64).contains(&tool.len()) && tool.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'));
+        let is_name = (1..=64).contains(&tool.len())
+            && tool
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'));
         let mut body = AuditBody::new(AuditKind::Intent, "tool.call");
         body.call_id = Some(Uuid::now_v7());
         body.request_id = asked.request_id.filter(|id| clean(id)).map(str::to_owned);
@@ -290,7 +415,11 @@ impl Gateway {
     }
 
     /// Writes down a call that was refused.
-    pub(super) async fn note(&self, asked: &Asked<'_>, refused: &Refused<'_>) -> Result<(), ApiError> {
+    pub(super) async fn note(
+        &self,
+        asked: &Asked<'_>,
+        refused: &Refused<'_>,
+    ) -> Result<(), ApiError> {
         let mut intent = self.record(asked, refused.tool);
         intent.decision = (refused.stage != "run").then_some(AuditDecision::Deny);
         intent.stage = Some(refused.stage.to_owned());
@@ -309,7 +438,12 @@ impl Gateway {
     async fn note_answer(&self, asked: &Asked<'_>, tool: &Tool) -> Result<(), ApiError> {
         let mut intent = self.record(asked, tool.name);
         intent.decision = Some(AuditDecision::Allow);
-        let outcome = AuditBody { kind: AuditKind::Outcome, result: Some(AuditResult::Done), status: Some(200), ..intent.clone() };
+        let outcome = AuditBody {
+            kind: AuditKind::Outcome,
+            result: Some(AuditResult::Done),
+            status: Some(200),
+            ..intent.clone()
+        };
         self.orchestrator.audit.note(vec![intent, outcome]).await
     }
 }
@@ -321,10 +455,26 @@ mod tests {
 
     use super::*;
 
-    async fn lines(pieces: &[&'static str], start_line: u64, end_line: Option<u64>, max_bytes: usize) -> (String, bool) {
-        let pieces: Vec<Result<Bytes, std::io::Error>> = pieces.iter().map(|piece| Ok(Bytes::from_static(piece.as_bytes()))).collect();
-        let (bytes, truncated) =
-            taken(Body::from_stream(stream::iter(pieces)).into_data_stream(), Part { start_line, end_line, max_bytes }).await.expect("read");
+    async fn lines(
+        pieces: &[&'static str],
+        start_line: u64,
+        end_line: Option<u64>,
+        max_bytes: usize,
+    ) -> (String, bool) {
+        let pieces: Vec<Result<Bytes, std::io::Error>> = pieces
+            .iter()
+            .map(|piece| Ok(Bytes::from_static(piece.as_bytes())))
+            .collect();
+        let (bytes, truncated) = taken(
+            Body::from_stream(stream::iter(pieces)).into_data_stream(),
+            Part {
+                start_line,
+                end_line,
+                max_bytes,
+            },
+        )
+        .await
+        .expect("read");
         (String::from_utf8(bytes).expect("text"), truncated)
     }
 
@@ -342,14 +492,24 @@ mod tests {
             (4, Some(9), 100, "four", false),
             (9, None, 100, "", false),
         ] {
-            assert_eq!(lines(&pieces, start, end, room).await, (text.to_owned(), truncated), "{start} {end:?} {room}");
+            assert_eq!(
+                lines(&pieces, start, end, room).await,
+                (text.to_owned(), truncated),
+                "{start} {end:?} {room}"
+            );
         }
     }
 
     #[test]
     fn a_letter_that_is_cut_through_is_left_out_and_what_is_no_text_is_bytes() {
-        assert_eq!(as_text("aü".as_bytes()[..2].to_vec(), true), Ok("a".to_owned()));
-        assert_eq!(as_text("aü".as_bytes()[..2].to_vec(), false), Err("aü".as_bytes()[..2].to_vec()));
+        assert_eq!(
+            as_text("aü".as_bytes()[..2].to_vec(), true),
+            Ok("a".to_owned())
+        );
+        assert_eq!(
+            as_text("aü".as_bytes()[..2].to_vec(), false),
+            Err("aü".as_bytes()[..2].to_vec())
+        );
         assert_eq!(as_text(vec![0xff, b'a'], true), Err(vec![0xff, b'a']));
     }
 }

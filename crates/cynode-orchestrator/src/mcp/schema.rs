@@ -25,8 +25,13 @@ pub(crate) fn of<T: ToSchema>() -> Map<String, Value> {
         if definitions.contains_key(&name) {
             continue;
         }
-        let found = named.iter().find(|(known, _)| *known == name).map(|(_, found)| Value::Object(object(found)));
-        let Some(found) = found.or_else(|| DESCRIBED.get(&name).cloned()) else { continue };
+        let found = named
+            .iter()
+            .find(|(known, _)| *known == name)
+            .map(|(_, found)| Value::Object(object(found)));
+        let Some(found) = found.or_else(|| DESCRIBED.get(&name).cloned()) else {
+            continue;
+        };
         needed.extend(references(&found));
         definitions.insert(name, found);
     }
@@ -57,7 +62,9 @@ fn tidy(value: &mut Value) {
             }
             for (name, member) in members {
                 match member {
-                    Value::String(text) if name == "$ref" => *text = text.replace(COMPONENTS, "#/$defs/"),
+                    Value::String(text) if name == "$ref" => {
+                        *text = text.replace(COMPONENTS, "#/$defs/")
+                    }
                     _ => tidy(member),
                 }
             }
@@ -72,7 +79,11 @@ fn references(value: &Value) -> Vec<String> {
         Value::Object(members) => members
             .iter()
             .flat_map(|(name, member)| match member {
-                Value::String(text) if name == "$ref" => text.strip_prefix("#/$defs/").map(str::to_owned).into_iter().collect(),
+                Value::String(text) if name == "$ref" => text
+                    .strip_prefix("#/$defs/")
+                    .map(str::to_owned)
+                    .into_iter()
+                    .collect(),
                 _ => references(member),
             })
             .collect(),

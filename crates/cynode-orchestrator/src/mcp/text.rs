@@ -16,14 +16,31 @@ fn told(result: &Value) -> String {
     if let (Some(stdout), Some(stderr)) = (text("stdout"), text("stderr"))
         && result.get("exit_code").is_some()
     {
-        let job = text("job_id").map(|id| format!("job {id}: ")).unwrap_or_default();
-        let error = result.get("error").filter(|error| error.is_object()).map(|error| format!("\nerror: {error}")).unwrap_or_default();
-        let note = if text("encoding") == Some("base64") { " (base64)" } else { "" };
-        let streams = [("stdout", stdout), ("stderr", stderr)].into_iter().filter(|(_, stream)| !stream.is_empty());
+        let job = text("job_id")
+            .map(|id| format!("job {id}: "))
+            .unwrap_or_default();
+        let error = result
+            .get("error")
+            .filter(|error| error.is_object())
+            .map(|error| format!("\nerror: {error}"))
+            .unwrap_or_default();
+        let note = if text("encoding") == Some("base64") {
+            " (base64)"
+        } else {
+            ""
+        };
+        let streams = [("stdout", stdout), ("stderr", stderr)]
+            .into_iter()
+            .filter(|(_, stream)| !stream.is_empty());
         let streams = streams.map(|(name, stream)| format!("\n{name}{note}:\n{}", cut(stream)));
-        return std::iter::once(job + &ended(result) + &error).chain(streams).collect();
+        return std::iter::once(job + &ended(result) + &error)
+            .chain(streams)
+            .collect();
     }
-    if let Some(content) = text("content").or_else(|| text("content_b64")).or_else(|| text("text")) {
+    if let Some(content) = text("content")
+        .or_else(|| text("content_b64"))
+        .or_else(|| text("text"))
+    {
         return cut(content);
     }
     let mut written = Beginning(Vec::new());
@@ -69,22 +86,33 @@ fn ended(result: &Value) -> String {
         }
     };
     let mut notes = Vec::new();
-    for (name, note) in [("timed_out", "timed out"), ("oom_killed", "out of memory"), ("lost", "its end was not seen")] {
+    for (name, note) in [
+        ("timed_out", "timed out"),
+        ("oom_killed", "out of memory"),
+        ("lost", "its end was not seen"),
+    ] {
         if result[name] == Value::Bool(true) {
             notes.push(note);
         }
     }
-    if result["truncated"]["stdout"] == Value::Bool(true) || result["truncated"]["stderr"] == Value::Bool(true) {
+    if result["truncated"]["stdout"] == Value::Bool(true)
+        || result["truncated"]["stderr"] == Value::Bool(true)
+    {
         notes.push("output cut");
     }
-    if notes.is_empty() { state } else { format!("{state} ({})", notes.join(", ")) }
+    if notes.is_empty() {
+        state
+    } else {
+        format!("{state} ({})", notes.join(", "))
+    }
 }
 
 fn cut(text: &str) -> String {
     if text.len() <= MAX_TEXT {
         return text.to_owned();
     }
-    let note = |left: usize| format!("\n… {left} bytes are left out here; structuredContent has them …\n");
+    let note =
+        |left: usize| format!("\n… {left} bytes are left out here; structuredContent has them …\n");
     let half = (MAX_TEXT - note(usize::MAX).len()) / 2;
     let begin = &text[..text.floor_char_boundary(half)];
     let end = &text[text.ceil_char_boundary(text.len() - half)..];
@@ -99,10 +127,15 @@ mod tests {
 
     #[test]
     fn a_command_is_told_by_its_end_and_its_output() {
-        let result =
-            json!({"exit_code": 3, "signal": null, "stdout": "out\n", "stderr": "", "encoding": "utf-8", "truncated": {"stdout": true}, "timed_out": true});
-        assert_eq!(of(&result), "exit code 3 (timed out, output cut)\nstdout:\nout\n");
-        assert_eq!(of(&json!({"exit_code": null, "signal": "KILL", "stdout": "", "stderr": ""})), "ended by signal KILL");
+        let result = json!({"exit_code": 3, "signal": null, "stdout": "out\n", "stderr": "", "encoding": "utf-8", "truncated": {"stdout": true}, "timed_out": true});
+        assert_eq!(
+            of(&result),
+            "exit code 3 (timed out, output cut)\nstdout:\nout\n"
+        );
+        assert_eq!(
+            of(&json!({"exit_code": null, "signal": "KILL", "stdout": "", "stderr": ""})),
+            "ended by signal KILL"
+        );
         assert_eq!(of(&json!({"content": "fn main() {}"})), "fn main() {}");
         assert_eq!(of(&json!({"items": []})), "{\"items\":[]}");
         let job = json!({"job_id": "1", "state": "failed", "exit_code": null, "signal": null, "stdout": "", "stderr": "", "error": {"code": "node_lost"}});
@@ -113,14 +146,26 @@ mod tests {
     fn no_text_is_longer_than_a_page_and_letters_stay_whole() {
         for letter in ["a", "ü", "€", "🦀"] {
             for extra in 0..4 {
-                let long = of(&json!({"content": "x".repeat(extra) + &letter.repeat(MAX_TEXT + 1)}));
-                assert!(long.len() <= MAX_TEXT && long.contains("left out here"), "{letter} {}", long.len());
+                let long =
+                    of(&json!({"content": "x".repeat(extra) + &letter.repeat(MAX_TEXT + 1)}));
+                assert!(
+                    long.len() <= MAX_TEXT && long.contains("left out here"),
+                    "{letter} {}",
+                    long.len()
+                );
             }
         }
-        assert_eq!(of(&json!({"content": "a".repeat(MAX_TEXT)})).len(), MAX_TEXT);
+        assert_eq!(
+            of(&json!({"content": "a".repeat(MAX_TEXT)})).len(),
+            MAX_TEXT
+        );
         for letter in ["a", "ü"] {
             let long = of(&json!({"items": [letter.repeat(MAX_TEXT)]}));
-            assert!(long.len() <= MAX_TEXT && long.ends_with(MORE), "{}", long.len());
+            assert!(
+                long.len() <= MAX_TEXT && long.ends_with(MORE),
+                "{}",
+                long.len()
+            );
         }
     }
 }

@@ -30,7 +30,10 @@ pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
 }
 
 /// Before a session ends: its node forgets then what became of its commands.
-pub(crate) async fn settle(orchestrator: &Orchestrator, session_id: SessionId) -> Result<(), ApiError> {
+pub(crate) async fn settle(
+    orchestrator: &Orchestrator,
+    session_id: SessionId,
+) -> Result<(), ApiError> {
     for exec in orchestrator.db.running_execs(session_id).await? {
         look(orchestrator, &exec).await?;
     }
@@ -41,20 +44,55 @@ async fn look(orchestrator: &Orchestrator, exec: &RunningExec) -> Result<(), Api
     if exec.is_gone {
         return ended(orchestrator, exec, "lost", None).await;
     }
-    let client = orchestrator.fleet.client(&orchestrator.db, exec.node_id).await?;
-    match orchestrator.fleet.call(exec.node_id, ASK, client.get_exec(exec.session_id, exec.exec_id)).await {
+    let client = orchestrator
+        .fleet
+        .client(&orchestrator.db, exec.node_id)
+        .await?;
+    match orchestrator
+        .fleet
+        .call(
+            exec.node_id,
+            ASK,
+            client.get_exec(exec.session_id, exec.exec_id),
+        )
+        .await
+    {
         Ok(found) if found.state == ExecState::Running => Ok(()),
-        Ok(found) if found.state == ExecState::Exited => ended(orchestrator, exec, "exited", found.exit.as_ref().map(to_json)).await,
+        Ok(found) if found.state == ExecState::Exited => {
+            ended(
+                orchestrator,
+                exec,
+                "exited",
+                found.exit.as_ref().map(to_json),
+            )
+            .await
+        }
         Ok(_) => ended(orchestrator, exec, "lost", None).await,
-        Err(Failed::Refused(error)) if [ErrorCode::ExecNotFound, ErrorCode::SessionNotFound, ErrorCode::SessionEnded].iter().any(|code| error.0.is(*code)) => {
+        Err(Failed::Refused(error))
+            if [
+                ErrorCode::ExecNotFound,
+                ErrorCode::SessionNotFound,
+                ErrorCode::SessionEnded,
+            ]
+            .iter()
+            .any(|code| error.0.is(*code)) =>
+        {
             ended(orchestrator, exec, "lost", None).await
         }
         Err(failed) => Err(failed.problem()),
     }
 }
 
-async fn ended(orchestrator: &Orchestrator, exec: &RunningExec, state: &str, exit: Option<Value>) -> Result<(), ApiError> {
-    let mut detail: Map<String, Value> = exit.clone().and_then(|exit| exit.as_object().cloned()).unwrap_or_default();
+async fn ended(
+    orchestrator: &Orchestrator,
+    exec: &RunningExec,
+    state: &str,
+    exit: Option<Value>,
+) -> Result<(), ApiError> {
+    let mut detail: Map<String, Value> = exit
+        .clone()
+        .and_then(|exit| exit.as_object().cloned())
+        .unwrap_or_default();
     detail.insert("state".to_owned(), json!(state));
     let row = orchestrator.db.any_session(exec.session_id).await?;
     let body = AuditBody {
@@ -62,11 +100,19 @@ async fn ended(orchestrator: &Orchestrator, exec: &RunningExec, state: &str, exi
         session_id: Some(exec.session_id),
         exec_id: Some(exec.exec_id),
         call_id: Some(exec.call_id),
-        result: Some(if state == "exited" { AuditResult::Done } else { AuditResult::Unknown }),
+        result: Some(if state == "exited" {
+            AuditResult::Done
+        } else {
+            AuditResult::Unknown
+        }),
         detail,
         ..AuditBody::new(AuditKind::Event, "exec.ended")
     };
     // The record first: whoever dies between the two tells it twice, and never not at all.
     orchestrator.audit.note(vec![body]).await?;
-    orchestrator.db.end_exec(exec.exec_id, state, exit.as_ref()).await.map(drop)
+    orchestrator
+        .db
+        .end_exec(exec.exec_id, state, exit.as_ref())
+        .await
+        .map(drop)
 }

@@ -32,7 +32,12 @@ impl Drop for Place {
 
 impl Lanes {
     pub(crate) fn new(all: usize, per_node: usize, left: Arc<Notify>) -> Self {
-        Self { all: Arc::new(Semaphore::new(all)), per_node, nodes: Arc::default(), left }
+        Self {
+            all: Arc::new(Semaphore::new(all)),
+            per_node,
+            nodes: Arc::default(),
+            left,
+        }
     }
 
     /// How many more can be taken, wherever they go.
@@ -45,12 +50,21 @@ impl Lanes {
         let all = Arc::clone(&self.all).try_acquire_owned().ok()?;
         let node = match node {
             Some(id) => {
-                let lane = Arc::clone(self.nodes.lock().entry(id).or_insert_with(|| Arc::new(Semaphore::new(self.per_node))));
+                let lane = Arc::clone(
+                    self.nodes
+                        .lock()
+                        .entry(id)
+                        .or_insert_with(|| Arc::new(Semaphore::new(self.per_node))),
+                );
                 Some(lane.try_acquire_owned().ok()?)
             }
             None => None,
         };
-        Some(Place { all: Some(all), node, left: Arc::clone(&self.left) })
+        Some(Place {
+            all: Some(all),
+            node,
+            left: Arc::clone(&self.left),
+        })
     }
 }
 

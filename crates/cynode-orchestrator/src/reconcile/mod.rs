@@ -26,16 +26,67 @@ type Round<'a> = BoxFuture<'a, Result<(), ApiError>>;
 
 /// Starts them all. They end when the orchestrator stops.
 pub(crate) fn spawn(orchestrator: &Orchestrator) -> Vec<JoinHandle<()>> {
-    let (jobs_wait, sessions_wait) = (Arc::clone(&orchestrator.jobs_wait), Arc::clone(&orchestrator.sessions_wait));
+    let (jobs_wait, sessions_wait) = (
+        Arc::clone(&orchestrator.jobs_wait),
+        Arc::clone(&orchestrator.sessions_wait),
+    );
     vec![
-        every(orchestrator, "jobs", Duration::from_millis(500), jobs_wait, |orchestrator| jobs::round(orchestrator).boxed()),
-        every(orchestrator, "sessions", Duration::from_secs(1), sessions_wait, |orchestrator| sessions::round(orchestrator).boxed()),
-        every(orchestrator, "nodes", Duration::from_secs(1), Arc::default(), |orchestrator| nodes::round(orchestrator).boxed()),
-        every(orchestrator, "reach", Duration::from_secs(2), Arc::default(), |orchestrator| reach(orchestrator).boxed()),
-        every(orchestrator, "execs", Duration::from_secs(1), Arc::default(), |orchestrator| execs::round(orchestrator).boxed()),
-        every(orchestrator, "open calls", Duration::from_secs(2), Arc::default(), |orchestrator| crate::audit::close_round(orchestrator).boxed()),
-        every(orchestrator, "shapes", Duration::from_secs(1), Arc::default(), |orchestrator| crate::shapes::round(orchestrator).boxed()),
-        every(orchestrator, "retention", Duration::from_secs(600), Arc::default(), |orchestrator| retention::round(orchestrator).boxed()),
+        every(
+            orchestrator,
+            "jobs",
+            Duration::from_millis(500),
+            jobs_wait,
+            |orchestrator| jobs::round(orchestrator).boxed(),
+        ),
+        every(
+            orchestrator,
+            "sessions",
+            Duration::from_secs(1),
+            sessions_wait,
+            |orchestrator| sessions::round(orchestrator).boxed(),
+        ),
+        every(
+            orchestrator,
+            "nodes",
+            Duration::from_secs(1),
+            Arc::default(),
+            |orchestrator| nodes::round(orchestrator).boxed(),
+        ),
+        every(
+            orchestrator,
+            "reach",
+            Duration::from_secs(2),
+            Arc::default(),
+            |orchestrator| reach(orchestrator).boxed(),
+        ),
+        every(
+            orchestrator,
+            "execs",
+            Duration::from_secs(1),
+            Arc::default(),
+            |orchestrator| execs::round(orchestrator).boxed(),
+        ),
+        every(
+            orchestrator,
+            "open calls",
+            Duration::from_secs(2),
+            Arc::default(),
+            |orchestrator| crate::audit::close_round(orchestrator).boxed(),
+        ),
+        every(
+            orchestrator,
+            "shapes",
+            Duration::from_secs(1),
+            Arc::default(),
+            |orchestrator| crate::shapes::round(orchestrator).boxed(),
+        ),
+        every(
+            orchestrator,
+            "retention",
+            Duration::from_secs(600),
+            Arc::default(),
+            |orchestrator| retention::round(orchestrator).boxed(),
+        ),
         tokio::spawn(listen(orchestrator.clone())),
         tokio::spawn(crate::policies::Policies::follow(orchestrator.clone())),
     ]
@@ -67,8 +118,12 @@ fn every(
 /// Which nodes can be called from here.
 async fn reach(orchestrator: &Orchestrator) -> Result<(), ApiError> {
     let nodes = orchestrator.db.nodes().await?;
-    let heard = nodes.iter().filter(|node| !node.is_lost && node.silent_seconds <= orchestrator.config.unreachable_after());
-    stream::iter(heard).for_each_concurrent(None, |node| orchestrator.fleet.try_node(node)).await;
+    let heard = nodes.iter().filter(|node| {
+        !node.is_lost && node.silent_seconds <= orchestrator.config.unreachable_after()
+    });
+    stream::iter(heard)
+        .for_each_concurrent(None, |node| orchestrator.fleet.try_node(node))
+        .await;
     Ok(())
 }
 
@@ -79,7 +134,9 @@ async fn listen(orchestrator: Orchestrator) {
             if let Ok(mut listener) = orchestrator.db.listener().await {
                 while let Ok(heard) = listener.recv().await {
                     if heard.channel() == crate::db::POLICY_CHANNEL {
-                        orchestrator.policy_news.send_modify(|number| *number = number.wrapping_add(1));
+                        orchestrator
+                            .policy_news
+                            .send_modify(|number| *number = number.wrapping_add(1));
                     } else {
                         orchestrator.told();
                     }

@@ -29,7 +29,11 @@ pub(super) async fn round(orchestrator: &Orchestrator) -> Result<(), ApiError> {
     }
     let now = OffsetDateTime::now_utc();
     orchestrator.blobs.sweep_incoming(now - UNFINISHED).await?;
-    let mut batches = orchestrator.blobs.stored_before(now - YOUNG).try_chunks(BATCH).boxed();
+    let mut batches = orchestrator
+        .blobs
+        .stored_before(now - YOUNG)
+        .try_chunks(BATCH)
+        .boxed();
     let mut removed = 0;
     while let Some(hashes) = batches.try_next().await.map_err(|error| error.1)? {
         removed += db.remove_unneeded(&orchestrator.blobs, &hashes).await?;
@@ -48,7 +52,9 @@ async fn truncate_audit(orchestrator: &Orchestrator, days: u32) -> Result<(), Ap
     // What was changed must not be forgotten, and signed over, as if it were only old.
     crate::audit::sign_once(orchestrator).await?;
     let (told, mut heard) = tokio::sync::mpsc::channel(1);
-    let (verdict, ()) = tokio::join!(crate::audit::verify(orchestrator, told), async { while heard.recv().await.is_some() {} });
+    let (verdict, ()) = tokio::join!(crate::audit::verify(orchestrator, told), async {
+        while heard.recv().await.is_some() {}
+    });
     let verdict = verdict?;
     if !verdict.intact {
         tracing::error!(
@@ -58,9 +64,14 @@ async fn truncate_audit(orchestrator: &Orchestrator, days: u32) -> Result<(), Ap
         return Ok(());
     }
     let mut removed = 0;
-    while let Some((count, line)) = orchestrator.db.truncate_audit(days, &orchestrator.checkpoints.key).await? {
+    while let Some((count, line)) = orchestrator
+        .db
+        .truncate_audit(days, &orchestrator.checkpoints.key)
+        .await?
+    {
         removed += count;
-        if let Err(error) = tokio::task::block_in_place(|| orchestrator.checkpoints.restart(&line)) {
+        if let Err(error) = tokio::task::block_in_place(|| orchestrator.checkpoints.restart(&line))
+        {
             tracing::error!(%error, "The file of checkpoints could not be begun anew.");
         }
     }

@@ -50,7 +50,15 @@ pub enum ShapeSetting {
 pub struct ShapePolicy([ShapeAction; Channel::ALL.len()]);
 
 impl Channel {
-    pub const ALL: [Self; 7] = [Self::Env, Self::Argv, Self::Stdin, Self::Files, Self::Archives, Self::Patches, Self::Seeds];
+    pub const ALL: [Self; 7] = [
+        Self::Env,
+        Self::Argv,
+        Self::Stdin,
+        Self::Files,
+        Self::Archives,
+        Self::Patches,
+        Self::Seeds,
+    ];
 
     const fn default_action(self) -> ShapeAction {
         match self {
@@ -86,7 +94,9 @@ impl ShapePolicy {
             let wanted = match by {
                 ShapeSetting::All(true) => channel.default_action(),
                 ShapeSetting::All(false) => ShapeAction::Off,
-                ShapeSetting::Each(actions) => actions.get(&channel).copied().unwrap_or(ShapeAction::Off),
+                ShapeSetting::Each(actions) => {
+                    actions.get(&channel).copied().unwrap_or(ShapeAction::Off)
+                }
             };
             let action = &mut self.0[channel as usize];
             *action = wanted.max(*action);
@@ -101,7 +111,12 @@ impl From<&ShapeSetting> for ShapePolicy {
         match setting {
             ShapeSetting::All(true) => Self::default(),
             ShapeSetting::All(false) => Self::OFF,
-            ShapeSetting::Each(actions) => Self(Channel::ALL.map(|channel| actions.get(&channel).copied().unwrap_or(channel.default_action()))),
+            ShapeSetting::Each(actions) => Self(Channel::ALL.map(|channel| {
+                actions
+                    .get(&channel)
+                    .copied()
+                    .unwrap_or(channel.default_action())
+            })),
         }
     }
 }
@@ -128,7 +143,10 @@ impl<'de> Deserialize<'de> for ShapeSetting {
                 Ok(ShapeSetting::All(value))
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut members: A) -> Result<ShapeSetting, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut members: A,
+            ) -> Result<ShapeSetting, A::Error> {
                 let mut actions = BTreeMap::new();
                 while let Some((channel, action)) = members.next_entry()? {
                     actions.insert(channel, action);
@@ -154,7 +172,10 @@ mod tests {
     #[test]
     fn true_is_the_default_false_is_off_and_a_table_changes_what_it_names() {
         use ShapeAction::{Flag, Off, Refuse};
-        assert_eq!(ShapePolicy::from(&setting(json!(true))), ShapePolicy::default());
+        assert_eq!(
+            ShapePolicy::from(&setting(json!(true))),
+            ShapePolicy::default()
+        );
         assert!(ShapePolicy::from(&setting(json!(false))).is_off());
         let policy = ShapePolicy::from(&setting(json!({"files": "refuse", "stdin": "off"})));
         let actions = Channel::ALL.map(|channel| policy.action(channel));
@@ -163,8 +184,14 @@ mod tests {
 
     #[test]
     fn a_wrong_key_and_a_wrong_action_are_named() {
-        for (value, named) in [(json!({"file": "flag"}), "`file`"), (json!({"files": "deny"}), "`deny`"), (json!("flag"), "true, false, or an action")] {
-            let error = serde_json::from_value::<ShapeSetting>(value).expect_err("wrong").to_string();
+        for (value, named) in [
+            (json!({"file": "flag"}), "`file`"),
+            (json!({"files": "deny"}), "`deny`"),
+            (json!("flag"), "true, false, or an action"),
+        ] {
+            let error = serde_json::from_value::<ShapeSetting>(value)
+                .expect_err("wrong")
+                .to_string();
             assert!(error.contains(named), "{error}");
         }
     }
@@ -175,13 +202,26 @@ mod tests {
         for system in all {
             for project in all {
                 let system_policy = ShapePolicy([system; 7]);
-                let tightened = system_policy.tightened(&ShapeSetting::Each(Channel::ALL.map(|channel| (channel, project)).into()));
+                let tightened = system_policy.tightened(&ShapeSetting::Each(
+                    Channel::ALL.map(|channel| (channel, project)).into(),
+                ));
                 assert_eq!(tightened, ShapePolicy([system.max(project); 7]));
             }
             let system_policy = ShapePolicy([system; 7]);
-            assert_eq!(system_policy.tightened(&ShapeSetting::All(false)), system_policy);
-            assert_eq!(system_policy.tightened(&setting(json!({"env": "refuse"}))).action(Channel::Files), system);
+            assert_eq!(
+                system_policy.tightened(&ShapeSetting::All(false)),
+                system_policy
+            );
+            assert_eq!(
+                system_policy
+                    .tightened(&setting(json!({"env": "refuse"})))
+                    .action(Channel::Files),
+                system
+            );
         }
-        assert_eq!(ShapePolicy::OFF.tightened(&ShapeSetting::All(true)), ShapePolicy::default());
+        assert_eq!(
+            ShapePolicy::OFF.tightened(&ShapeSetting::All(true)),
+            ShapePolicy::default()
+        );
     }
 }

@@ -27,8 +27,20 @@ impl Scanner {
     /// Starts on the content of the file at `path`.
     #[must_use]
     pub fn content(&self, path: &str, action: ShapeAction) -> ContentScan {
-        let place = if action == ShapeAction::Off { Place::Anywhere } else { place(path) };
-        ContentScan { scanner: self.clone(), action, place, recent: Vec::new(), is_cut: false, found: Vec::new(), git_config: Vec::new() }
+        let place = if action == ShapeAction::Off {
+            Place::Anywhere
+        } else {
+            place(path)
+        };
+        ContentScan {
+            scanner: self.clone(),
+            action,
+            place,
+            recent: Vec::new(),
+            is_cut: false,
+            found: Vec::new(),
+            git_config: Vec::new(),
+        }
     }
 }
 
@@ -39,7 +51,8 @@ impl ContentScan {
         }
         if self.place == Place::GitConfig {
             let room = MAX_GIT_CONFIG - self.git_config.len();
-            self.git_config.extend_from_slice(&bytes[..bytes.len().min(room)]);
+            self.git_config
+                .extend_from_slice(&bytes[..bytes.len().min(room)]);
         }
         for piece in bytes.chunks(PIECE) {
             self.recent.extend_from_slice(piece);
@@ -72,33 +85,51 @@ impl ContentScan {
 
     fn look(&mut self, is_end: bool) {
         let (scanner, found) = (&self.scanner, &mut self.found);
-        scanner.0.shapes.each(&self.recent, if self.is_cut { BEFORE } else { 0 }, is_end, |shape| {
-            if !shape.is_ours && !found.contains(&shape.what) {
-                found.push(shape.what);
-            }
-            true
-        });
+        scanner.0.shapes.each(
+            &self.recent,
+            if self.is_cut { BEFORE } else { 0 },
+            is_end,
+            |shape| {
+                if !shape.is_ours && !found.contains(&shape.what) {
+                    found.push(shape.what);
+                }
+                true
+            },
+        );
     }
 }
 
 /// Without the bytes, which may be of a secret.
 impl std::fmt::Debug for ContentScan {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("ContentScan").field("place", &self.place).field("action", &self.action).finish_non_exhaustive()
+        formatter
+            .debug_struct("ContentScan")
+            .field("place", &self.place)
+            .field("action", &self.action)
+            .finish_non_exhaustive()
     }
 }
 
 /// A credential in the authority of a URL: `https://user:password@host`, or a token in place of the user.
 fn url_credential(text: &[u8], scanner: &Scanner) -> Option<&'static str> {
     const MARK: &[u8] = b"://";
-    let ends = |byte: &u8| byte.is_ascii_whitespace() || matches!(byte, b'/' | b'"' | b'\'' | b'<' | b'>' | b'?' | b'#');
+    let ends = |byte: &u8| {
+        byte.is_ascii_whitespace()
+            || matches!(byte, b'/' | b'"' | b'\'' | b'<' | b'>' | b'?' | b'#')
+    };
     let mut rest = text;
     while let Some(at) = rest.windows(MARK.len()).position(|window| window == MARK) {
         rest = &rest[at + MARK.len()..];
         let authority = &rest[..rest.iter().position(ends).unwrap_or(rest.len())];
-        let Some(end) = authority.iter().rposition(|byte| *byte == b'@') else { continue };
+        let Some(end) = authority.iter().rposition(|byte| *byte == b'@') else {
+            continue;
+        };
         let user = &authority[..end];
-        if user.iter().position(|byte| *byte == b':').is_some_and(|colon| colon + 1 < user.len()) {
+        if user
+            .iter()
+            .position(|byte| *byte == b':')
+            .is_some_and(|colon| colon + 1 < user.len())
+        {
             return Some(URL_PASSWORD);
         }
         if let Some(shape) = scanner.0.shapes.find(user, 0, true) {
@@ -117,13 +148,28 @@ mod tests {
     }
 
     fn key() -> String {
-        ["-----BEGIN ", "OPENSSH PRIVATE", " KEY-----\n", &"A7q3Zx9LmK2vRt5YwB8n".repeat(4), "\n"].concat()
+        [
+            "-----BEGIN ",
+            "OPENSSH PRIVATE",
+            " KEY-----\n",
+            &"A7q3Zx9LmK2vRt5YwB8n".repeat(4),
+            "\n",
+        ]
+        .concat()
     }
 
-    fn scan(path: &str, content: &str, action: ShapeAction, piece: usize) -> Result<Vec<&'static str>, &'static str> {
+    fn scan(
+        path: &str,
+        content: &str,
+        action: ShapeAction,
+        piece: usize,
+    ) -> Result<Vec<&'static str>, &'static str> {
         let scanner = Scanner::new(Held::new([7; 32]), true);
         let mut scan = scanner.content(path, action);
-        content.as_bytes().chunks(piece).for_each(|piece| scan.feed(piece));
+        content
+            .as_bytes()
+            .chunks(piece)
+            .for_each(|piece| scan.feed(piece));
         scan.finish()
     }
 
@@ -132,13 +178,37 @@ mod tests {
         let (flag, refuse, off) = (ShapeAction::Flag, ShapeAction::Refuse, ShapeAction::Off);
         let text = format!("KEY={}\n", token());
         for piece in [1, 7, 30, 10_000] {
-            assert_eq!(scan("tests/auth.rs", &text, flag, piece), Ok(vec!["a GitHub token"]));
-            assert_eq!(scan("tests/auth.rs", &text, refuse, piece), Err("a GitHub token"));
-            assert_eq!(scan(".env.local", &text, flag, piece), Err("a GitHub token"));
+            assert_eq!(
+                scan("tests/auth.rs", &text, flag, piece),
+                Ok(vec!["a GitHub token"])
+            );
+            assert_eq!(
+                scan("tests/auth.rs", &text, refuse, piece),
+                Err("a GitHub token")
+            );
+            assert_eq!(
+                scan(".env.local", &text, flag, piece),
+                Err("a GitHub token")
+            );
             assert_eq!(scan(".env.local", &text, off, piece), Ok(vec![]));
-            assert_eq!(scan("/home/agent/id_rsa", &key(), flag, piece), Err(PRIVATE_KEY));
-            assert_eq!(scan("/home/agent/id_rsa", &text, flag, piece), Ok(vec!["a GitHub token"]));
-            assert_eq!(scan("tests/id_rsa", &format!("{}{text}{text}", key()), flag, piece), Ok(vec![PRIVATE_KEY, "a GitHub token"]), "each once");
+            assert_eq!(
+                scan("/home/agent/id_rsa", &key(), flag, piece),
+                Err(PRIVATE_KEY)
+            );
+            assert_eq!(
+                scan("/home/agent/id_rsa", &text, flag, piece),
+                Ok(vec!["a GitHub token"])
+            );
+            assert_eq!(
+                scan(
+                    "tests/id_rsa",
+                    &format!("{}{text}{text}", key()),
+                    flag,
+                    piece
+                ),
+                Ok(vec![PRIVATE_KEY, "a GitHub token"]),
+                "each once"
+            );
         }
         assert_eq!(scan(".env", "KEY=\n", flag, 3), Ok(vec![]));
     }
@@ -148,25 +218,67 @@ mod tests {
         // One letter too many for a token; a reader that takes the end of a piece for the end of the file sees one.
         let text = format!("{}A\n", token());
         for piece in 1..text.len() {
-            assert_eq!(scan("a", &text, ShapeAction::Flag, piece), Ok(vec![]), "{piece}");
+            assert_eq!(
+                scan("a", &text, ShapeAction::Flag, piece),
+                Ok(vec![]),
+                "{piece}"
+            );
         }
-        assert_eq!(scan("a", &token(), ShapeAction::Flag, 5), Ok(vec!["a GitHub token"]), "the end of the file is one");
+        assert_eq!(
+            scan("a", &token(), ShapeAction::Flag, 5),
+            Ok(vec!["a GitHub token"]),
+            "the end of the file is one"
+        );
     }
 
     #[test]
     fn a_configuration_of_git_holds_no_credential_in_its_urls() {
-        let config = |url: &str| format!("[core]\n\tbare = false\n[remote \"origin\"]\n\turl = {url}\n\tfetch = +refs/heads/*\n");
+        let config = |url: &str| {
+            format!(
+                "[core]\n\tbare = false\n[remote \"origin\"]\n\turl = {url}\n\tfetch = +refs/heads/*\n"
+            )
+        };
         let refused = |url: &str| scan(".git/config", &config(url), ShapeAction::Flag, 11);
-        assert_eq!(refused("https://me:hunter2@example.org/a.git"), Err(URL_PASSWORD));
-        assert_eq!(refused("https://x-access-token:abc@example.org/a.git"), Err(URL_PASSWORD));
-        assert_eq!(refused(&format!("https://{}@github.com/a.git", token())), Err("a GitHub token"));
-        for url in
-            ["https://example.org/a.git", "ssh://git@example.org:22/a", "https://me@example.org/a@b:c", "git@example.org:a/b.git", "https://me:@example.org/"]
-        {
+        assert_eq!(
+            refused("https://me:hunter2@example.org/a.git"),
+            Err(URL_PASSWORD)
+        );
+        assert_eq!(
+            refused("https://x-access-token:abc@example.org/a.git"),
+            Err(URL_PASSWORD)
+        );
+        assert_eq!(
+            refused(&format!("https://{}@github.com/a.git", token())),
+            Err("a GitHub token")
+        );
+        for url in [
+            "https://example.org/a.git",
+            "ssh://git@example.org:22/a",
+            "https://me@example.org/a@b:c",
+            "git@example.org:a/b.git",
+            "https://me:@example.org/",
+        ] {
             assert_eq!(refused(url), Ok(vec![]), "{url}");
         }
-        assert_eq!(scan("docs/config", &config("https://me:hunter2@example.org/"), ShapeAction::Flag, 11), Ok(vec![]), "only in git's");
-        assert_eq!(scan(".git/config", &config("https://me:hunter2@example.org/"), ShapeAction::Off, 11), Ok(vec![]));
+        assert_eq!(
+            scan(
+                "docs/config",
+                &config("https://me:hunter2@example.org/"),
+                ShapeAction::Flag,
+                11
+            ),
+            Ok(vec![]),
+            "only in git's"
+        );
+        assert_eq!(
+            scan(
+                ".git/config",
+                &config("https://me:hunter2@example.org/"),
+                ShapeAction::Off,
+                11
+            ),
+            Ok(vec![])
+        );
     }
 
     #[test]
@@ -175,7 +287,11 @@ mod tests {
         let mut scan = scanner.content(".git/config", ShapeAction::Flag);
         for size in [1, 999, PIECE, 3 * PIECE, 2 * MAX_GIT_CONFIG] {
             scan.feed(&vec![b'.'; size]);
-            assert!(scan.recent.len() < 500 && scan.git_config.len() <= MAX_GIT_CONFIG, "{}", scan.recent.len());
+            assert!(
+                scan.recent.len() < 500 && scan.git_config.len() <= MAX_GIT_CONFIG,
+                "{}",
+                scan.recent.len()
+            );
         }
     }
 }

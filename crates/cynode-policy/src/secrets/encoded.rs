@@ -6,8 +6,10 @@ use base64::{
 };
 
 /// Others may be lenient, so this is: padding or none, and whatever the last bits are.
-const LENIENT: GeneralPurposeConfig =
-    GeneralPurposeConfig::new().with_encode_padding(false).with_decode_padding_mode(DecodePaddingMode::Indifferent).with_decode_allow_trailing_bits(true);
+const LENIENT: GeneralPurposeConfig = GeneralPurposeConfig::new()
+    .with_encode_padding(false)
+    .with_decode_padding_mode(DecodePaddingMode::Indifferent)
+    .with_decode_allow_trailing_bits(true);
 pub(super) const STANDARD: GeneralPurpose = GeneralPurpose::new(&alphabet::STANDARD, LENIENT);
 const URL_SAFE: GeneralPurpose = GeneralPurpose::new(&alphabet::URL_SAFE, LENIENT);
 
@@ -27,7 +29,10 @@ pub(super) fn encodings(bytes: &[u8], engine: &GeneralPurpose) -> [Vec<u8>; 3] {
 
 /// The same in both alphabets; often they do not differ.
 pub(super) fn all_encodings(bytes: &[u8]) -> Vec<Vec<u8>> {
-    let mut all: Vec<Vec<u8>> = [STANDARD, URL_SAFE].iter().flat_map(|engine| encodings(bytes, engine)).collect();
+    let mut all: Vec<Vec<u8>> = [STANDARD, URL_SAFE]
+        .iter()
+        .flat_map(|engine| encodings(bytes, engine))
+        .collect();
     all.sort();
     all.dedup();
     all
@@ -52,5 +57,8 @@ pub(super) fn decode_start(bytes: &[u8]) -> Vec<u8> {
 /// A whole text, in either alphabet, with or without padding.
 pub(super) fn decode(text: &str) -> Option<Vec<u8>> {
     let text = text.trim_ascii();
-    STANDARD.decode(text).or_else(|_| URL_SAFE.decode(text)).ok()
+    STANDARD
+        .decode(text)
+        .or_else(|_| URL_SAFE.decode(text))
+        .ok()
 }

@@ -47,10 +47,21 @@ impl Held {
         for (number, value) in (0_u64..).zip(enters.iter_mut()) {
             // Eight bytes are never a secret: these are longer.
             let tag = hmac::sign(&key, &number.to_be_bytes());
-            *value = tag.as_ref().iter().take(8).fold(0, |value, byte| value << 8 | u64::from(*byte));
+            *value = tag
+                .as_ref()
+                .iter()
+                .take(8)
+                .fold(0, |value, byte| value << 8 | u64::from(*byte));
         }
         let leaves = Box::new(enters.map(|value| value.rotate_left(ROTATIONS)));
-        Self { key, enters, leaves, secrets: Vec::new(), filter: vec![0; 1 << (FILTER_BITS - 6)], longest: 0 }
+        Self {
+            key,
+            enters,
+            leaves,
+            secrets: Vec::new(),
+            filter: vec![0; 1 << (FILTER_BITS - 6)],
+            longest: 0,
+        }
     }
 
     /// Holds a secret, without the blanks around it, and how it looks inside base64. False when it is shorter than 12 bytes: then it
@@ -76,7 +87,13 @@ impl Held {
         let (word, bit) = filter_place(fingerprint);
         self.filter[word] |= bit;
         self.longest = self.longest.max(form.len());
-        self.secrets.push(Secret { what, fingerprint, offset, length: form.len(), tag: hmac::sign(&self.key, form) });
+        self.secrets.push(Secret {
+            what,
+            fingerprint,
+            offset,
+            length: form.len(),
+            tag: hmac::sign(&self.key, form),
+        });
     }
 
     /// The longest form of a secret.
@@ -96,7 +113,9 @@ impl Held {
             {
                 return Some(what);
             }
-            fingerprint = fingerprint.rotate_left(1) ^ self.enters[usize::from(*entering)] ^ self.leaves[usize::from(*leaving)];
+            fingerprint = fingerprint.rotate_left(1)
+                ^ self.enters[usize::from(*entering)]
+                ^ self.leaves[usize::from(*leaving)];
         }
         self.whole_at(bytes, rest.len(), fingerprint)
     }
@@ -108,31 +127,47 @@ impl Held {
 
     /// The secret whose window starts here, when all of it is there.
     fn whole_at(&self, bytes: &[u8], window: usize, fingerprint: u64) -> Option<&'static str> {
-        let first = self.secrets.partition_point(|secret| secret.fingerprint < fingerprint);
-        let alike = self.secrets[first..].iter().take_while(|secret| secret.fingerprint == fingerprint);
+        let first = self
+            .secrets
+            .partition_point(|secret| secret.fingerprint < fingerprint);
+        let alike = self.secrets[first..]
+            .iter()
+            .take_while(|secret| secret.fingerprint == fingerprint);
         let mut whole = alike.filter(|secret| {
-            let Some(start) = window.checked_sub(secret.offset) else { return false };
-            let Some(bytes) = bytes.get(start..start + secret.length) else { return false };
+            let Some(start) = window.checked_sub(secret.offset) else {
+                return false;
+            };
+            let Some(bytes) = bytes.get(start..start + secret.length) else {
+                return false;
+            };
             hmac::verify(&self.key, bytes, secret.tag.as_ref()).is_ok()
         });
         whole.next().map(|secret| secret.what)
     }
 
     fn fingerprint(&self, window: &[u8]) -> u64 {
-        window.iter().fold(0, |fingerprint: u64, byte| fingerprint.rotate_left(1) ^ self.enters[usize::from(*byte)])
+        window.iter().fold(0, |fingerprint: u64, byte| {
+            fingerprint.rotate_left(1) ^ self.enters[usize::from(*byte)]
+        })
     }
 }
 
 /// Without the key.
 impl fmt::Debug for Held {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("Held").field("forms", &self.secrets.len()).finish_non_exhaustive()
+        formatter
+            .debug_struct("Held")
+            .field("forms", &self.secrets.len())
+            .finish_non_exhaustive()
     }
 }
 
 fn filter_place(fingerprint: u64) -> (usize, u64) {
     let place = fingerprint >> (u64::BITS - FILTER_BITS);
-    (usize::try_from(place >> 6).unwrap_or_default(), 1 << (place & 63))
+    (
+        usize::try_from(place >> 6).unwrap_or_default(),
+        1 << (place & 63),
+    )
 }
 
 #[cfg(test)]
@@ -144,9 +179,16 @@ mod tests {
     fn few_places_are_looked_at_closely() {
         let mut held = Held::new([7; 32]);
         assert!(held.add("a secret", b"of no particular kind"));
-        assert!(held.secrets.iter().all(|secret| held.is_likely(secret.fingerprint)));
+        assert!(
+            held.secrets
+                .iter()
+                .all(|secret| held.is_likely(secret.fingerprint))
+        );
         let text: Vec<u8> = (0_u32..20_000).flat_map(u32::to_be_bytes).collect();
-        let likely = text.windows(WINDOW).filter(|window| held.is_likely(held.fingerprint(window))).count();
+        let likely = text
+            .windows(WINDOW)
+            .filter(|window| held.is_likely(held.fingerprint(window)))
+            .count();
         assert!(likely < 100, "{likely} of {}", text.len());
     }
 }

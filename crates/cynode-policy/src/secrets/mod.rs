@@ -59,13 +59,19 @@ impl Scanner {
     /// Tokens of this system are always looked for; with `shapes` those of well-known others, too.
     #[must_use]
     pub fn new(held: Held, shapes: bool) -> Self {
-        Self(Arc::new(Looked { held: Arc::new(held), shapes: Shapes::new(shapes) }))
+        Self(Arc::new(Looked {
+            held: Arc::new(held),
+            shapes: Shapes::new(shapes),
+        }))
     }
 
     /// Looks for secrets that the system holds and for its own tokens, not for shapes of others.
     #[must_use]
     pub fn of_the_system(&self) -> Self {
-        Self(Arc::new(Looked { held: Arc::clone(&self.0.held), shapes: Shapes::new(false) }))
+        Self(Arc::new(Looked {
+            held: Arc::clone(&self.0.held),
+            shapes: Shapes::new(false),
+        }))
     }
 
     #[must_use]
@@ -77,23 +83,39 @@ impl Scanner {
     /// is itself not named: its place is `env.(name)`. Members whose names end in `_b64` are looked at decoded as well.
     #[must_use]
     pub fn find_in_json(&self, value: &Value) -> Option<(String, Hit)> {
-        self.find_in_value(value, false).map(|(place, hit)| (place.strip_prefix('.').unwrap_or(&place).to_owned(), hit))
+        self.find_in_value(value, false)
+            .map(|(place, hit)| (place.strip_prefix('.').unwrap_or(&place).to_owned(), hit))
     }
 
     /// Every place in a member of a request's body with the shape of somebody else's token. Names and `_b64` count as in `find_in_json`.
-    pub fn each_shape_in_member(&self, name: &str, value: &Value, found: &mut dyn FnMut(&str, &'static str)) {
-        self.each_shape_in_named(name, value, "", &mut |place, shape| found(place.strip_prefix('.').unwrap_or(place), shape));
+    pub fn each_shape_in_member(
+        &self,
+        name: &str,
+        value: &Value,
+        found: &mut dyn FnMut(&str, &'static str),
+    ) {
+        self.each_shape_in_named(name, value, "", &mut |place, shape| {
+            found(place.strip_prefix('.').unwrap_or(place), shape)
+        });
     }
 
     #[must_use]
     pub fn watch(&self) -> Watch {
-        Watch { scanner: self.clone(), recent: Vec::new(), is_cut: false }
+        Watch {
+            scanner: self.clone(),
+            recent: Vec::new(),
+            is_cut: false,
+        }
     }
 
     /// Shapes are looked for from an offset; what is before it only tells where words begin. `is_end`: what stands at the end of the
     /// bytes ends there.
     fn find_from(&self, bytes: &[u8], from: usize, is_end: bool) -> Option<Hit> {
-        let what = self.0.held.find(bytes).or_else(|| self.0.shapes.find(bytes, from, is_end))?;
+        let what = self
+            .0
+            .held
+            .find(bytes)
+            .or_else(|| self.0.shapes.find(bytes, from, is_end))?;
         Some(Hit { what })
     }
 
@@ -106,20 +128,31 @@ impl Scanner {
         });
     }
 
-    fn each_shape_in(&self, value: &Value, is_base64: bool, place: &str, found: &mut dyn FnMut(&str, &'static str)) {
+    fn each_shape_in(
+        &self,
+        value: &Value,
+        is_base64: bool,
+        place: &str,
+        found: &mut dyn FnMut(&str, &'static str),
+    ) {
         match value {
             // No number has the shape of a token.
             Value::Null | Value::Bool(_) | Value::Number(_) => {}
             Value::String(text) => {
                 self.each_shape(text.as_bytes(), &mut |shape| found(place, shape));
-                if let Some(decoded) = if is_base64 { encoded::decode(text) } else { None } {
+                if let Some(decoded) = if is_base64 {
+                    encoded::decode(text)
+                } else {
+                    None
+                } {
                     self.each_shape(&decoded, &mut |shape| found(place, shape));
                 }
             }
             Value::Array(values) => {
                 for (index, value) in values.iter().enumerate() {
                     // The place of a long list is made only for what can hold something.
-                    if !matches!(value, Value::String(text) if self.find_shape(text, is_base64).is_none()) {
+                    if !matches!(value, Value::String(text) if self.find_shape(text, is_base64).is_none())
+                    {
                         self.each_shape_in(value, is_base64, &format!("{place}[{index}]"), found);
                     }
                 }
@@ -132,39 +165,70 @@ impl Scanner {
         }
     }
 
-    fn each_shape_in_named(&self, name: &str, value: &Value, place: &str, found: &mut dyn FnMut(&str, &'static str)) {
+    fn each_shape_in_named(
+        &self,
+        name: &str,
+        value: &Value,
+        place: &str,
+        found: &mut dyn FnMut(&str, &'static str),
+    ) {
         let mut holds_one = false;
         self.each_shape(name.as_bytes(), &mut |shape| {
             holds_one = true;
             found(&format!("{place}.(name)"), shape);
         });
-        let shown = if holds_one { "(name)".to_owned() } else { name.chars().take(NAME).collect() };
-        self.each_shape_in(value, name.ends_with("_b64"), &format!("{place}.{shown}"), found);
+        let shown = if holds_one {
+            "(name)".to_owned()
+        } else {
+            name.chars().take(NAME).collect()
+        };
+        self.each_shape_in(
+            value,
+            name.ends_with("_b64"),
+            &format!("{place}.{shown}"),
+            found,
+        );
     }
 
     fn find_shape(&self, text: &str, is_base64: bool) -> Option<&'static str> {
         let find = |bytes: &[u8]| self.0.shapes.find(bytes, 0, true);
-        find(text.as_bytes()).or_else(|| if is_base64 { find(&encoded::decode(text)?) } else { None })
+        find(text.as_bytes()).or_else(|| {
+            if is_base64 {
+                find(&encoded::decode(text)?)
+            } else {
+                None
+            }
+        })
     }
 
     fn find_in_value(&self, value: &Value, is_base64: bool) -> Option<(String, Hit)> {
         match value {
             Value::Null | Value::Bool(_) => None,
-            Value::Number(number) => Some((String::new(), self.find(number.to_string().as_bytes())?)),
+            Value::Number(number) => {
+                Some((String::new(), self.find(number.to_string().as_bytes())?))
+            }
             Value::String(text) => {
                 let decoded = || self.find(&encoded::decode(text)?);
-                let hit = self.find(text.as_bytes()).or_else(|| if is_base64 { decoded() } else { None })?;
+                let hit = self
+                    .find(text.as_bytes())
+                    .or_else(|| if is_base64 { decoded() } else { None })?;
                 Some((String::new(), hit))
             }
-            Value::Array(values) => {
-                values.iter().enumerate().find_map(|(index, value)| Some(under(&format!("[{index}]"), self.find_in_value(value, is_base64)?)))
-            }
+            Value::Array(values) => values.iter().enumerate().find_map(|(index, value)| {
+                Some(under(
+                    &format!("[{index}]"),
+                    self.find_in_value(value, is_base64)?,
+                ))
+            }),
             Value::Object(members) => members.iter().find_map(|(name, value)| {
                 if let Some(hit) = self.find(name.as_bytes()) {
                     return Some((".(name)".to_owned(), hit));
                 }
                 let found = self.find_in_value(value, name.ends_with("_b64"))?;
-                Some(under(&format!(".{}", name.chars().take(NAME).collect::<String>()), found))
+                Some(under(
+                    &format!(".{}", name.chars().take(NAME).collect::<String>()),
+                    found,
+                ))
             }),
         }
     }
@@ -178,8 +242,16 @@ impl Watch {
         while let Some(piece) = pieces.next() {
             self.recent.extend_from_slice(piece);
             let from = if self.is_cut { BEFORE } else { 0 };
-            let hit = self.scanner.find_from(&self.recent, from, pieces.peek().is_none());
-            let keep = BEFORE + self.scanner.0.held.longest().max(self.scanner.0.shapes.longest());
+            let hit = self
+                .scanner
+                .find_from(&self.recent, from, pieces.peek().is_none());
+            let keep = BEFORE
+                + self
+                    .scanner
+                    .0
+                    .held
+                    .longest()
+                    .max(self.scanner.0.shapes.longest());
             if self.recent.len() > keep {
                 self.recent.drain(..self.recent.len() - keep);
                 self.is_cut = true;
@@ -194,14 +266,20 @@ impl Watch {
 
 impl fmt::Debug for Scanner {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("Scanner").field("held", &self.0.held).finish_non_exhaustive()
+        formatter
+            .debug_struct("Scanner")
+            .field("held", &self.0.held)
+            .finish_non_exhaustive()
     }
 }
 
 /// Without the bytes, which may be of a secret.
 impl fmt::Debug for Watch {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.debug_struct("Watch").field("scanner", &self.scanner).finish_non_exhaustive()
+        formatter
+            .debug_struct("Watch")
+            .field("scanner", &self.scanner)
+            .finish_non_exhaustive()
     }
 }
 
@@ -223,7 +301,11 @@ mod tests {
         for size in [1, 999, 5_000, PIECE, PIECE + 1, 3 * PIECE, 1] {
             assert_eq!(watch.feed(&vec![b'.'; size]), None);
             // Base64 of a thousand bytes is the longest form.
-            assert!(watch.recent.len() <= BEFORE + 1_334, "{}", watch.recent.len());
+            assert!(
+                watch.recent.len() <= BEFORE + 1_334,
+                "{}",
+                watch.recent.len()
+            );
         }
         assert!(Scanner::new(Held::new([7; 32]), true).0.shapes.longest() < 400);
     }

@@ -28,9 +28,14 @@ pub(super) fn place(path: &str) -> Place {
             word => words.push(word),
         }
     }
-    let Some((name, above)) = words.split_last() else { return Place::Anywhere };
+    let Some((name, above)) = words.split_last() else {
+        return Place::Anywhere;
+    };
     let is_below = |directory: &str| above.contains(&directory);
-    if name.starts_with(".env") || FILES.contains(name) || DIRECTORIES.iter().any(|directory| is_below(directory)) {
+    if name.starts_with(".env")
+        || FILES.contains(name)
+        || DIRECTORIES.iter().any(|directory| is_below(directory))
+    {
         return Place::Credentials;
     }
     match (above, *name) {
@@ -68,10 +73,19 @@ mod tests {
         ] {
             assert_eq!(place(path), Place::Credentials, "{path}");
         }
-        for path in ["/home/agent/id_rsa", "rootfs/home/me/id_ed25519", "/root/id_ecdsa"] {
+        for path in [
+            "/home/agent/id_rsa",
+            "rootfs/home/me/id_ed25519",
+            "/root/id_ecdsa",
+        ] {
             assert_eq!(place(path), Place::KeyInHome, "{path}");
         }
-        for path in [".git/config", "sub/.git/config", ".git/modules/lib/config", "/workspace/.git/worktrees/w/config.worktree"] {
+        for path in [
+            ".git/config",
+            "sub/.git/config",
+            ".git/modules/lib/config",
+            "/workspace/.git/worktrees/w/config.worktree",
+        ] {
             assert_eq!(place(path), Place::GitConfig, "{path}");
         }
         for path in [

@@ -8,21 +8,33 @@ fn flaws(documents: &[(&str, &str)]) -> Vec<Flaw> {
 }
 
 fn one_flaw(text: &str) -> String {
-    let flaws = flaws(&[("good", "permit (principal, action, resource);"), ("site", text)]);
-    let [flaw] = flaws.as_slice() else { panic!("one flaw, not {flaws:?}") };
+    let flaws = flaws(&[
+        ("good", "permit (principal, action, resource);"),
+        ("site", text),
+    ]);
+    let [flaw] = flaws.as_slice() else {
+        panic!("one flaw, not {flaws:?}")
+    };
     assert_eq!(flaw.policy, "site");
     flaw.message.clone()
 }
 
 fn names(text: &str) -> Vec<String> {
     let policies = Policies::parse([("site", text)]).expect("rules without flaw");
-    policies.rules().iter().map(|rule| rule.name.clone()).collect()
+    policies
+        .rules()
+        .iter()
+        .map(|rule| rule.name.clone())
+        .collect()
 }
 
 #[test]
 fn a_rule_is_named_by_its_annotation_or_its_number() {
     let rule = "permit (principal, action, resource);";
-    assert_eq!(names(&format!("{rule} @id(\"mine\") {rule} {rule}")), ["1", "3", "mine"]);
+    assert_eq!(
+        names(&format!("{rule} @id(\"mine\") {rule} {rule}")),
+        ["1", "3", "mine"]
+    );
     assert_eq!(names(&rule.repeat(12)).len(), 12);
     assert_eq!(names(&format!("@id(\"\") {rule}")), ["1"]);
 }
@@ -30,8 +42,17 @@ fn a_rule_is_named_by_its_annotation_or_its_number() {
 #[test]
 fn two_rules_of_one_name_are_a_flaw_in_one_document_only() {
     let rule = "@id(\"mine\") permit (principal, action, resource);";
-    assert_eq!(one_flaw(&rule.repeat(2)), "there are two rules of the name 'mine'");
-    assert_eq!(one_flaw(&format!("@id(\"2\") {0} {0}", "permit (principal, action, resource);")), "there are two rules of the name '2'");
+    assert_eq!(
+        one_flaw(&rule.repeat(2)),
+        "there are two rules of the name 'mine'"
+    );
+    assert_eq!(
+        one_flaw(&format!(
+            "@id(\"2\") {0} {0}",
+            "permit (principal, action, resource);"
+        )),
+        "there are two rules of the name '2'"
+    );
     assert!(Policies::parse([("one", rule), ("other", rule)]).is_ok());
 }
 
@@ -39,7 +60,13 @@ fn two_rules_of_one_name_are_a_flaw_in_one_document_only() {
 fn rules_that_decisions_would_name_alike_are_a_flaw() {
     let rule = |name: &str| format!("@id(\"{name}\") permit (principal, action, resource);");
     let flaws = flaws(&[("a/b", &rule("c")), ("a", &rule("b/c"))]);
-    assert_eq!(flaws, [Flaw { policy: "a".to_owned(), message: "there are two rules of the name 'b/c'".to_owned() }]);
+    assert_eq!(
+        flaws,
+        [Flaw {
+            policy: "a".to_owned(),
+            message: "there are two rules of the name 'b/c'".to_owned()
+        }]
+    );
 }
 
 #[test]
@@ -47,33 +74,63 @@ fn whatever_names_are_made_of_they_are_told_as_they_are() {
     let document = "a \"quoted\" \\ name\nof é\u{202e}";
     let all = "@id(\"it's \\\"mine\\\"\\n\") permit (principal, action, resource);";
     let policies = Policies::parse([(document, all)]).expect("a rule without flaw");
-    let decision = policies.decide(&crate::people::administrator(), Action::FileRead, &crate::people::session(), &Call::default());
+    let decision = policies.decide(
+        &crate::people::administrator(),
+        Action::FileRead,
+        &crate::people::session(),
+        &Call::default(),
+    );
     assert_eq!(decision.rules, [format!("{document}/it's \"mine\"\n")]);
     assert_eq!(policies.rules()[0].to_string(), decision.rules[0]);
-    let flaws = flaws(&[(document, "permit (principal, action, resource) when { principal.admin };")]);
-    assert!(flaws.iter().all(|flaw| flaw.policy == document && flaw.message.starts_with("line 1, column ")), "{flaws:?}");
+    let flaws = flaws(&[(
+        document,
+        "permit (principal, action, resource) when { principal.admin };",
+    )]);
+    assert!(
+        flaws
+            .iter()
+            .all(|flaw| flaw.policy == document && flaw.message.starts_with("line 1, column ")),
+        "{flaws:?}"
+    );
 }
 
 #[test]
 fn two_documents_of_one_name_are_a_flaw() {
     let flaws = flaws(&[("site", ""), ("site", "")]);
-    assert_eq!(flaws[0].to_string(), "policy 'site': there are two documents of this name");
+    assert_eq!(
+        flaws[0].to_string(),
+        "policy 'site': there are two documents of this name"
+    );
 }
 
 #[test]
 fn a_template_is_a_flaw() {
-    let message = one_flaw("permit (principal, action, resource);\npermit (principal == ?principal, action, resource);");
+    let message = one_flaw(
+        "permit (principal, action, resource);\npermit (principal == ?principal, action, resource);",
+    );
     assert!(message.starts_with("rule 2 is a template"), "{message}");
 }
 
 #[test]
 fn what_cedar_can_not_read_is_told_with_its_place() {
     for (text, place) in [
-        ("permit (principal, action resource);", "line 1, column 27: "),
+        (
+            "permit (principal, action resource);",
+            "line 1, column 27: ",
+        ),
         ("\n\n  permit principal;", "line 3, column 10: "),
-        ("// 💥 é\nforbid (principal, action, resource) when { \"é💥\" ++ };", "line 2, column 51: "),
-        ("permit (principal, action, resource)", "line 1, column 37: "),
-        ("permit (principal, action, resource) when { \"", "line 1, column 45: "),
+        (
+            "// 💥 é\nforbid (principal, action, resource) when { \"é💥\" ++ };",
+            "line 2, column 51: ",
+        ),
+        (
+            "permit (principal, action, resource)",
+            "line 1, column 37: ",
+        ),
+        (
+            "permit (principal, action, resource) when { \"",
+            "line 1, column 45: ",
+        ),
     ] {
         let message = one_flaw(text);
         assert!(message.starts_with(place), "{text}: {message}");
@@ -83,25 +140,43 @@ fn what_cedar_can_not_read_is_told_with_its_place() {
 #[test]
 fn what_the_schema_does_not_know_is_told_with_its_place() {
     for (condition, complaint) in [
-        ("action == CyNode::Action::\"session.exce\", resource);", "session.exce"),
+        (
+            "action == CyNode::Action::\"session.exce\", resource);",
+            "session.exce",
+        ),
         ("action, resource is CyNode::Sesion);", "CyNode::Sesion"),
-        ("action, resource) when { resource.owners.contains(principal) };", "owners"),
-        ("action, resource) when { context.path like \"*\" };", "path"),
+        (
+            "action, resource) when { resource.owners.contains(principal) };",
+            "owners",
+        ),
+        (
+            "action, resource) when { context.path like \"*\" };",
+            "path",
+        ),
         ("action, resource) when { context.ptty };", "ptty"),
         ("action, resource) when { context.pty == \"yes\" };", "type"),
         ("action, resource) when { principal.admin };", "admin"),
         ("action, resource == CyNode::System::\"other\");", "other"),
     ] {
-        let text = format!("permit (principal, action, resource);\n@id(\"here\") permit (principal, {condition}");
+        let text = format!(
+            "permit (principal, action, resource);\n@id(\"here\") permit (principal, {condition}"
+        );
         let all = flaws(&[("site", &text)]);
-        assert!(all.iter().any(|flaw| flaw.message.starts_with("line 2, column ") && flaw.message.contains(complaint)), "{text}: {all:?}");
+        assert!(
+            all.iter()
+                .any(|flaw| flaw.message.starts_with("line 2, column ")
+                    && flaw.message.contains(complaint)),
+            "{text}: {all:?}"
+        );
         assert!(all.iter().all(|flaw| flaw.policy == "site"), "{all:?}");
     }
 }
 
 #[test]
 fn a_rule_can_not_look_into_what_it_is_not_told_of() {
-    let message = one_flaw("permit (principal is CyNode::Agent, action, resource) when { principal.user.admin };");
+    let message = one_flaw(
+        "permit (principal is CyNode::Agent, action, resource) when { principal.user.admin };",
+    );
     assert!(message.starts_with("line 1, column "), "{message}");
 }
 
@@ -113,12 +188,19 @@ fn a_rule_that_can_never_hold_is_no_flaw() {
 #[test]
 fn flaws_of_all_documents_are_told_at_once() {
     let flaws = flaws(&[("b", "permit;"), ("good", ""), ("a", "forbid;")]);
-    assert_eq!(flaws.iter().map(|flaw| flaw.policy.as_str()).collect::<Vec<_>>(), ["a", "b"]);
+    assert_eq!(
+        flaws
+            .iter()
+            .map(|flaw| flaw.policy.as_str())
+            .collect::<Vec<_>>(),
+        ["a", "b"]
+    );
 }
 
 /// Ways to write something that nests, or applies to itself, as often as one likes.
 fn nested(count: usize) -> Vec<String> {
-    let between = |open: &str, close: &str| format!("{}true{}", open.repeat(count), close.repeat(count));
+    let between =
+        |open: &str, close: &str| format!("{}true{}", open.repeat(count), close.repeat(count));
     vec![
         between("(", ")"),
         between("[", "]"),
@@ -145,25 +227,43 @@ fn nested(count: usize) -> Vec<String> {
 #[test]
 fn a_text_that_nests_without_end_is_told_before_cedar_reads_it() {
     for condition in nested(700).into_iter().chain(nested(10_000)) {
-        let text = format!("permit (principal, action, resource);\npermit (principal, action, resource) when {{ {condition} }};");
+        let text = format!(
+            "permit (principal, action, resource);\npermit (principal, action, resource) when {{ {condition} }};"
+        );
         let text = &text[..text.len().min(cynode_policy::MAX_DOCUMENT_BYTES)];
         let message = one_flaw(text);
-        assert!(message.starts_with("line 2, column ") && message.contains("nested too deeply"), "{}: {message}", &text[..200]);
+        assert!(
+            message.starts_with("line 2, column ") && message.contains("nested too deeply"),
+            "{}: {message}",
+            &text[..200]
+        );
     }
 }
 
 /// Neither the parser nor the validator nor the evaluator runs out of stack below the bound, in either direction.
 #[test]
 fn what_is_not_too_deep_is_read_checked_and_decided() {
-    for count in [1, 2, 5, 10, 20, 28, 29, 30, 31, 32, 50, 100, 149, 150, 200, 298, 299, 300] {
+    for count in [
+        1, 2, 5, 10, 20, 28, 29, 30, 31, 32, 50, 100, 149, 150, 200, 298, 299, 300,
+    ] {
         for condition in nested(count) {
             let text = format!("permit (principal, action, resource) when {{ {condition} }};");
             match Policies::parse([("site", text.as_str())]) {
                 Ok(policies) => {
-                    let decision = policies.decide(&crate::people::administrator(), Action::FileRead, &crate::people::session(), &Call::default());
+                    let decision = policies.decide(
+                        &crate::people::administrator(),
+                        Action::FileRead,
+                        &crate::people::session(),
+                        &Call::default(),
+                    );
                     assert!(decision.errors.is_empty(), "{count}: {text}: {decision:?}");
                 }
-                Err(flaws) => assert!(flaws.iter().all(|flaw| flaw.message.starts_with("line 1, column ")), "{count}: {text}: {flaws:?}"),
+                Err(flaws) => assert!(
+                    flaws
+                        .iter()
+                        .all(|flaw| flaw.message.starts_with("line 1, column ")),
+                    "{count}: {text}: {flaws:?}"
+                ),
             }
         }
     }
@@ -181,7 +281,8 @@ fn what_is_said_in_strings_and_comments_and_lists_is_not_deep() {
          when {{ context has path && [\"{brackets}\", \"{operators}\"].contains(context.path) }}; // {brackets}\r"
     );
     assert_eq!(names(&text), ["1"]);
-    let rules = "permit (principal, action, resource) when { context.pty && context.pty };\n".repeat(200);
+    let rules =
+        "permit (principal, action, resource) when { context.pty && context.pty };\n".repeat(200);
     assert_eq!(names(&rules).len(), 200);
 }
 
@@ -189,7 +290,10 @@ fn what_is_said_in_strings_and_comments_and_lists_is_not_deep() {
 fn a_document_that_is_too_long_is_a_flaw() {
     let fitting = " ".repeat(cynode_policy::MAX_DOCUMENT_BYTES);
     assert!(Policies::parse([("site", fitting.as_str())]).is_ok());
-    assert_eq!(one_flaw(&format!("{fitting} ")), "longer than 65536 bytes; make more documents of it");
+    assert_eq!(
+        one_flaw(&format!("{fitting} ")),
+        "longer than 65536 bytes; make more documents of it"
+    );
 }
 
 proptest! {

@@ -6,7 +6,9 @@ use std::{
 };
 
 use cedar_policy::Schema;
-use cynode_policy::{Action, Call, CallLimits, DEFAULTS, Place, Policies, Principal, Resource, SCHEMA};
+use cynode_policy::{
+    Action, Call, CallLimits, DEFAULTS, Place, Policies, Principal, Resource, SCHEMA,
+};
 use proptest::{prelude::*, sample::select};
 use uuid::Uuid;
 
@@ -14,14 +16,26 @@ use crate::default_rules::defaults;
 use crate::people::{OWNER, STRANGER, every_question, everybody, session, user};
 
 fn schema() -> Schema {
-    Schema::from_cedarschema_str(SCHEMA).expect("the schema can be read").0
+    Schema::from_cedarschema_str(SCHEMA)
+        .expect("the schema can be read")
+        .0
 }
 
 /// The types that the schema lets each action be about.
 pub(crate) fn types_by_action() -> BTreeMap<String, BTreeSet<String>> {
     let schema = schema();
-    let types = |action| schema.resources_for_action(action).into_iter().flatten().map(|name| name.basename().to_owned()).collect();
-    schema.actions().map(|action| (action.id().unescaped().to_owned(), types(action))).collect()
+    let types = |action| {
+        schema
+            .resources_for_action(action)
+            .into_iter()
+            .flatten()
+            .map(|name| name.basename().to_owned())
+            .collect()
+    };
+    schema
+        .actions()
+        .map(|action| (action.id().unescaped().to_owned(), types(action)))
+        .collect()
 }
 
 #[test]
@@ -29,23 +43,49 @@ fn the_schema_and_the_code_know_the_same_actions_in_the_same_groups() {
     let entities = schema().action_entities().expect("actions are entities");
     let mut of_schema: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for action in schema().actions() {
-        let groups = entities.ancestors(action).into_iter().flatten().map(|group| group.id().unescaped().to_owned());
+        let groups = entities
+            .ancestors(action)
+            .into_iter()
+            .flatten()
+            .map(|group| group.id().unescaped().to_owned());
         of_schema.insert(action.id().unescaped().to_owned(), groups.collect());
     }
     let groups: BTreeSet<String> = of_schema.values().flatten().cloned().collect();
     of_schema.retain(|name, _| !groups.contains(name));
-    let of_code: BTreeMap<String, BTreeSet<String>> =
-        Action::ALL.iter().map(|action| (action.to_string(), action.groups().iter().map(ToString::to_string).collect())).collect();
+    let of_code: BTreeMap<String, BTreeSet<String>> = Action::ALL
+        .iter()
+        .map(|action| {
+            (
+                action.to_string(),
+                action.groups().iter().map(ToString::to_string).collect(),
+            )
+        })
+        .collect();
     assert_eq!(of_schema, of_code);
-    assert_eq!(groups, ["administer", "files", "read", "run", "write"].map(ToOwned::to_owned).into());
+    assert_eq!(
+        groups,
+        ["administer", "files", "read", "run", "write"]
+            .map(ToOwned::to_owned)
+            .into()
+    );
 }
 
 #[test]
 fn an_action_either_reads_or_writes() {
     for action in Action::ALL {
-        assert!(action.groups().contains(&"read") != action.groups().contains(&"write"), "{action}");
-        assert_eq!(action.groups().contains(&"files"), action.as_str().starts_with("file."), "{action}");
-        assert!(!action.groups().contains(&"run") || action.groups().contains(&"write"), "{action}");
+        assert!(
+            action.groups().contains(&"read") != action.groups().contains(&"write"),
+            "{action}"
+        );
+        assert_eq!(
+            action.groups().contains(&"files"),
+            action.as_str().starts_with("file."),
+            "{action}"
+        );
+        assert!(
+            !action.groups().contains(&"run") || action.groups().contains(&"write"),
+            "{action}"
+        );
     }
 }
 
@@ -54,7 +94,14 @@ fn a_name_leads_back_to_its_action() {
     for action in Action::ALL {
         assert_eq!(Action::from_str(action.as_str()), Ok(*action));
     }
-    for unknown in ["", "session", "session.exec ", "Session.Exec", "read", "session.exec\0"] {
+    for unknown in [
+        "",
+        "session",
+        "session.exec ",
+        "Session.Exec",
+        "read",
+        "session.exec\0",
+    ] {
         let error = Action::from_str(unknown).expect_err("there is no such action");
         assert_eq!(error.to_string(), format!("unknown action '{unknown}'"));
     }
@@ -62,13 +109,17 @@ fn a_name_leads_back_to_its_action() {
 
 #[test]
 fn every_action_is_asked_and_every_question_fits_the_schema() {
-    let all = Policies::parse([("all", "permit (principal, action, resource);")]).expect("a rule without flaw");
+    let all = Policies::parse([("all", "permit (principal, action, resource);")])
+        .expect("a rule without flaw");
     let mut asked = BTreeSet::new();
     for (action, name, resource) in every_question() {
         asked.insert(action);
         for (caller, principal) in everybody() {
             let decision = all.decide(&principal, action, &resource, &Call::default());
-            assert!(decision.allowed, "{caller}: {action} of {name}: {decision:?}");
+            assert!(
+                decision.allowed,
+                "{caller}: {action} of {name}: {decision:?}"
+            );
         }
     }
     assert_eq!(asked.len(), Action::ALL.len());
@@ -76,10 +127,19 @@ fn every_action_is_asked_and_every_question_fits_the_schema() {
 
 #[test]
 fn what_an_action_is_not_about_is_denied_with_the_reason() {
-    let all = Policies::parse([("all", "permit (principal, action, resource);")]).expect("a rule without flaw");
-    let decision = all.decide(&user(OWNER), Action::SessionExec, &Resource::System, &Call::default());
+    let all = Policies::parse([("all", "permit (principal, action, resource);")])
+        .expect("a rule without flaw");
+    let decision = all.decide(
+        &user(OWNER),
+        Action::SessionExec,
+        &Resource::System,
+        &Call::default(),
+    );
     assert!(!decision.allowed && decision.rules.is_empty());
-    assert!(decision.errors[0].contains("CyNode::System"), "{decision:?}");
+    assert!(
+        decision.errors[0].contains("CyNode::System"),
+        "{decision:?}"
+    );
 }
 
 #[test]
@@ -103,14 +163,48 @@ fn a_rule_sees_the_caller_the_thing_and_the_call() {
         token_kind: Some("user".to_owned()),
         network: Some("none".to_owned()),
         pty: true,
-        limits: Some(CallLimits { memory_bytes: 1_000, millicpus: 1_500, pids: 10 }),
+        limits: Some(CallLimits {
+            memory_bytes: 1_000,
+            millicpus: 1_500,
+            pids: 10,
+        }),
     };
-    let nobody = Principal::User { id: STRANGER, name: "nobody".to_owned(), admin: false, groups: vec![] };
-    let nowhere = Resource::Session { id: Uuid::from_u128(40), place: Place::default() };
-    for text in [of_groups, of_name, of_path, of_program, of_image, of_kind, of_network, of_terminal, of_limits, of_task, of_project] {
+    let nobody = Principal::User {
+        id: STRANGER,
+        name: "nobody".to_owned(),
+        admin: false,
+        groups: vec![],
+    };
+    let nowhere = Resource::Session {
+        id: Uuid::from_u128(40),
+        place: Place::default(),
+    };
+    for text in [
+        of_groups,
+        of_name,
+        of_path,
+        of_program,
+        of_image,
+        of_kind,
+        of_network,
+        of_terminal,
+        of_limits,
+        of_task,
+        of_project,
+    ] {
         let policies = Policies::parse([("one", text)]).expect("a rule without flaw");
-        assert!(policies.decide(&user(OWNER), Action::FileRead, &session(), &call).allowed, "{text}");
-        assert!(!policies.decide(&nobody, Action::FileRead, &nowhere, &Call::default()).allowed, "{text}");
+        assert!(
+            policies
+                .decide(&user(OWNER), Action::FileRead, &session(), &call)
+                .allowed,
+            "{text}"
+        );
+        assert!(
+            !policies
+                .decide(&nobody, Action::FileRead, &nowhere, &Call::default())
+                .allowed,
+            "{text}"
+        );
     }
 }
 
@@ -120,14 +214,45 @@ fn a_rule_about_a_program_holds_for_its_path_too() {
         forbid (principal, action, resource) when { context has program_name && ["rm", "git"].contains(context.program_name) };"#;
     let policies = Policies::parse([("one", forbidden)]).expect("a rule without flaw");
     let allowed = |action, program: Option<&str>| {
-        let resource = if action == Action::JobCreate { Resource::System } else { session() };
-        policies.decide(&user(OWNER), action, &resource, &Call { program: program.map(str::to_owned), ..Call::default() }).allowed
+        let resource = if action == Action::JobCreate {
+            Resource::System
+        } else {
+            session()
+        };
+        policies
+            .decide(
+                &user(OWNER),
+                action,
+                &resource,
+                &Call {
+                    program: program.map(str::to_owned),
+                    ..Call::default()
+                },
+            )
+            .allowed
     };
     for action in [Action::SessionExec, Action::SessionPty, Action::JobCreate] {
-        for program in ["rm", "/bin/rm", "/usr/bin/rm", "./rm", "../../bin/rm", "//bin//rm", "/bin/rm/", "git", "/usr/bin/git"] {
+        for program in [
+            "rm",
+            "/bin/rm",
+            "/usr/bin/rm",
+            "./rm",
+            "../../bin/rm",
+            "//bin//rm",
+            "/bin/rm/",
+            "git",
+            "/usr/bin/git",
+        ] {
             assert!(!allowed(action, Some(program)), "{action} {program}");
         }
-        for program in [Some("rmdir"), Some("/bin/xrm"), Some("rm/x"), Some("/rm/ls"), Some(""), None] {
+        for program in [
+            Some("rmdir"),
+            Some("/bin/xrm"),
+            Some("rm/x"),
+            Some("/rm/ls"),
+            Some(""),
+            None,
+        ] {
             assert!(allowed(action, program), "{action} {program:?}");
         }
     }
@@ -141,8 +266,22 @@ fn a_rule_bounds_what_a_sandbox_may_ask_for() {
         forbid (principal, action, resource) when { context has pids && context.pids > 10 };";
     let policies = Policies::parse([("one", text)]).expect("rules without flaw");
     let allowed = |memory_bytes, millicpus, pids| {
-        let call = Call { limits: Some(CallLimits { memory_bytes, millicpus, pids }), ..Call::default() };
-        policies.decide(&user(OWNER), Action::SessionCreate, &Resource::System, &call).allowed
+        let call = Call {
+            limits: Some(CallLimits {
+                memory_bytes,
+                millicpus,
+                pids,
+            }),
+            ..Call::default()
+        };
+        policies
+            .decide(
+                &user(OWNER),
+                Action::SessionCreate,
+                &Resource::System,
+                &call,
+            )
+            .allowed
     };
     assert!(allowed(1_000, 1_500, 10));
     assert!(!allowed(1_001, 1_500, 10) && !allowed(1_000, 1_501, 10) && !allowed(1_000, 1_500, 11));
@@ -150,39 +289,92 @@ fn a_rule_bounds_what_a_sandbox_may_ask_for() {
 
 #[test]
 fn attributes_of_things_are_theirs() {
-    let image = |pinned, agent_compatible| Resource::Image { reference: "registry.example/a".to_owned(), agent_compatible, pinned };
+    let image = |pinned, agent_compatible| Resource::Image {
+        reference: "registry.example/a".to_owned(),
+        agent_compatible,
+        pinned,
+    };
     let pinned = "permit (principal, action, resource is CyNode::Image) when { resource.pinned && !resource.agent_compatible };";
     let policies = Policies::parse([("one", pinned)]).expect("a rule without flaw");
-    let allowed = |resource| policies.decide(&user(OWNER), Action::ImageUse, &resource, &Call::default()).allowed;
+    let allowed = |resource| {
+        policies
+            .decide(&user(OWNER), Action::ImageUse, &resource, &Call::default())
+            .allowed
+    };
     assert!(allowed(image(true, false)));
     assert!(!allowed(image(true, true)) && !allowed(image(false, false)));
 
     let kind = r#"permit (principal, action, resource is CyNode::Token) when { resource.kind == "sandbox" && resource.user != principal };"#;
     let policies = Policies::parse([("one", kind)]).expect("a rule without flaw");
-    let token = |kind: &str, user| Resource::Token { id: "1".to_owned(), user, kind: kind.to_owned() };
-    let allowed = |resource| policies.decide(&user(OWNER), Action::TokenShow, &resource, &Call::default()).allowed;
+    let token = |kind: &str, user| Resource::Token {
+        id: "1".to_owned(),
+        user,
+        kind: kind.to_owned(),
+    };
+    let allowed = |resource| {
+        policies
+            .decide(&user(OWNER), Action::TokenShow, &resource, &Call::default())
+            .allowed
+    };
     assert!(allowed(token("sandbox", STRANGER)));
     assert!(!allowed(token("sandbox", OWNER)) && !allowed(token("user", STRANGER)));
 
     let key = r#"permit (principal, action, resource is CyNode::Setting) when { resource.key like "sandbox.*" };"#;
     let policies = Policies::parse([("one", key)]).expect("a rule without flaw");
-    let allowed = |key: &str| policies.decide(&user(OWNER), Action::SettingPut, &Resource::Setting { key: key.to_owned() }, &Call::default()).allowed;
+    let allowed = |key: &str| {
+        policies
+            .decide(
+                &user(OWNER),
+                Action::SettingPut,
+                &Resource::Setting {
+                    key: key.to_owned(),
+                },
+                &Call::default(),
+            )
+            .allowed
+    };
     assert!(allowed("sandbox.default_image"));
     assert!(!allowed("agents.sandbox."));
 
     let sandbox_task = r#"permit (principal is CyNode::Sandbox, action, resource in CyNode::Task::"00000000-0000-0000-0000-00000000000b") when { resource in principal.task };"#;
     let policies = Policies::parse([("one", sandbox_task)]).expect("a rule without flaw");
-    let decide = |task| policies.decide(&Principal::Sandbox { token: Uuid::from_u128(9), task }, Action::FileRead, &session(), &Call::default()).allowed;
+    let decide = |task| {
+        policies
+            .decide(
+                &Principal::Sandbox {
+                    token: Uuid::from_u128(9),
+                    task,
+                },
+                Action::FileRead,
+                &session(),
+                &Call::default(),
+            )
+            .allowed
+    };
     assert!(decide(crate::people::TASK) && !decide(crate::people::OTHER_TASK));
 }
 
 #[test]
 fn a_user_who_asks_about_themselves_is_known_as_the_caller() {
-    let policies = Policies::parse([("one", "permit (principal, action, resource is CyNode::User) when { !resource.admin };")]).expect("a rule without flaw");
-    let show = |of| policies.decide(&user(OWNER), Action::UserShow, &Resource::User { id: of }, &Call::default());
+    let policies = Policies::parse([(
+        "one",
+        "permit (principal, action, resource is CyNode::User) when { !resource.admin };",
+    )])
+    .expect("a rule without flaw");
+    let show = |of| {
+        policies.decide(
+            &user(OWNER),
+            Action::UserShow,
+            &Resource::User { id: of },
+            &Call::default(),
+        )
+    };
     assert!(show(OWNER).allowed);
     let of_another = show(STRANGER);
-    assert!(!of_another.allowed && of_another.errors.len() == 1, "{of_another:?}");
+    assert!(
+        !of_another.allowed && of_another.errors.len() == 1,
+        "{of_another:?}"
+    );
 }
 
 /// Fails for everybody, because the sum does not fit; the condition keeps Cedar from finding that out beforehand.
@@ -192,29 +384,76 @@ const FAILING: &str = "when { 9223372036854775807 + (if context.pty then 1 else 
 fn a_rule_that_fails_denies_whatever_others_permit() {
     for effect in ["permit", "forbid"] {
         let failing = format!("@id(\"broken\") {effect} (principal, action, resource) {FAILING}");
-        let policies = Policies::parse([("all", "permit (principal, action, resource);"), ("site", &failing)]).expect("Cedar does not add up beforehand");
-        let decision = policies.decide(&user(OWNER), Action::SessionExec, &session(), &Call::default());
+        let policies = Policies::parse([
+            ("all", "permit (principal, action, resource);"),
+            ("site", &failing),
+        ])
+        .expect("Cedar does not add up beforehand");
+        let decision = policies.decide(
+            &user(OWNER),
+            Action::SessionExec,
+            &session(),
+            &Call::default(),
+        );
         assert!(!decision.allowed);
-        assert_eq!(decision.rules, ["site/broken"], "what permitted it did not decide");
+        assert_eq!(
+            decision.rules,
+            ["site/broken"],
+            "what permitted it did not decide"
+        );
         assert_eq!(decision.errors.len(), 1);
-        assert!(decision.errors[0].starts_with("site/broken: ") && decision.errors[0].contains("overflow"), "{decision:?}");
+        assert!(
+            decision.errors[0].starts_with("site/broken: ")
+                && decision.errors[0].contains("overflow"),
+            "{decision:?}"
+        );
     }
 }
 
 #[test]
 fn a_denial_by_rule_and_by_failure_names_both() {
-    let failing = format!("forbid (principal, action, resource); permit (principal, action, resource) {FAILING}");
-    let policies = Policies::parse([("site", failing.as_str())]).expect("Cedar does not add up beforehand");
-    assert_eq!(policies.decide(&user(OWNER), Action::SessionExec, &session(), &Call::default()).rules, ["site/1", "site/2"]);
+    let failing = format!(
+        "forbid (principal, action, resource); permit (principal, action, resource) {FAILING}"
+    );
+    let policies =
+        Policies::parse([("site", failing.as_str())]).expect("Cedar does not add up beforehand");
+    assert_eq!(
+        policies
+            .decide(
+                &user(OWNER),
+                Action::SessionExec,
+                &session(),
+                &Call::default()
+            )
+            .rules,
+        ["site/1", "site/2"]
+    );
 }
 
 fn any_head() -> impl Strategy<Value = String> {
-    let principal = select(vec!["principal", "principal is CyNode::User", "principal is CyNode::Agent", "principal in CyNode::Group::\"reviewers\""]);
+    let principal = select(vec![
+        "principal",
+        "principal is CyNode::User",
+        "principal is CyNode::Agent",
+        "principal in CyNode::Group::\"reviewers\"",
+    ]);
     let groups = ["read", "write", "run", "files", "administer"];
-    let names: Vec<&str> = Action::ALL.iter().map(|action| action.as_str()).chain(groups).collect();
-    let action = prop_oneof![Just("action".to_owned()), select(names).prop_map(|name| format!("action in CyNode::Action::\"{name}\""))];
-    let resource = select(vec!["resource", "resource is CyNode::Session", "resource in CyNode::Project::\"00000000-0000-0000-0000-00000000000a\""]);
-    (principal, action, resource).prop_map(|(principal, action, resource)| format!("({principal}, {action}, {resource})"))
+    let names: Vec<&str> = Action::ALL
+        .iter()
+        .map(|action| action.as_str())
+        .chain(groups)
+        .collect();
+    let action = prop_oneof![
+        Just("action".to_owned()),
+        select(names).prop_map(|name| format!("action in CyNode::Action::\"{name}\""))
+    ];
+    let resource = select(vec![
+        "resource",
+        "resource is CyNode::Session",
+        "resource in CyNode::Project::\"00000000-0000-0000-0000-00000000000a\"",
+    ]);
+    (principal, action, resource)
+        .prop_map(|(principal, action, resource)| format!("({principal}, {action}, {resource})"))
 }
 
 fn any_condition() -> impl Strategy<Value = &'static str> {
@@ -235,7 +474,8 @@ prop_compose! {
 }
 
 fn any_document() -> impl Strategy<Value = String> {
-    prop::collection::vec(prop_oneof![any_rule("permit"), any_rule("forbid")], 0..6).prop_map(|rules| rules.concat())
+    prop::collection::vec(prop_oneof![any_rule("permit"), any_rule("forbid")], 0..6)
+        .prop_map(|rules| rules.concat())
 }
 
 prop_compose! {
@@ -245,8 +485,12 @@ prop_compose! {
 }
 
 fn any_question() -> impl Strategy<Value = (Principal, Action, Resource, Call)> {
-    let principals: Vec<Principal> = everybody().into_iter().map(|(_, principal)| principal).collect();
-    (select(principals), select(every_question()), any_call()).prop_map(|(principal, (action, _, resource), call)| (principal, action, resource, call))
+    let principals: Vec<Principal> = everybody()
+        .into_iter()
+        .map(|(_, principal)| principal)
+        .collect();
+    (select(principals), select(every_question()), any_call())
+        .prop_map(|(principal, (action, _, resource), call)| (principal, action, resource, call))
 }
 
 fn parsed(documents: &[(&str, &str)]) -> Policies {

@@ -12,7 +12,9 @@ use crate::shapes::{ALPHANUMERIC, letters, our_token};
 
 /// With letters that the two alphabets of base64 write differently, wherever it stands.
 const PASSWORD: &str = "correct/horse+battery~~~???>>>staple";
-const PASSWORD_HIT: Hit = Hit { what: "the database's password" };
+const PASSWORD_HIT: Hit = Hit {
+    what: "the database's password",
+};
 
 fn holding(secrets: &[(&'static str, &[u8])]) -> Scanner {
     let mut held = Held::new([7; 32]);
@@ -23,15 +25,32 @@ fn holding(secrets: &[(&'static str, &[u8])]) -> Scanner {
 }
 
 fn scanner() -> Scanner {
-    holding(&[(PASSWORD_HIT.what, PASSWORD.as_bytes()), ("a registry's password", b"another one, of a registry")])
+    holding(&[
+        (PASSWORD_HIT.what, PASSWORD.as_bytes()),
+        ("a registry's password", b"another one, of a registry"),
+    ])
 }
 
 #[test]
 fn a_held_secret_is_found_within_anything() {
-    for text in [PASSWORD.to_owned(), format!("x{PASSWORD}x"), format!("postgres://a:{PASSWORD}@host/db"), PASSWORD.repeat(3)] {
-        assert_eq!(scanner().find(text.as_bytes()), Some(PASSWORD_HIT), "{text}");
+    for text in [
+        PASSWORD.to_owned(),
+        format!("x{PASSWORD}x"),
+        format!("postgres://a:{PASSWORD}@host/db"),
+        PASSWORD.repeat(3),
+    ] {
+        assert_eq!(
+            scanner().find(text.as_bytes()),
+            Some(PASSWORD_HIT),
+            "{text}"
+        );
     }
-    assert_eq!(scanner().find(b"another one, of a registry").map(|hit| hit.what), Some("a registry's password"));
+    assert_eq!(
+        scanner()
+            .find(b"another one, of a registry")
+            .map(|hit| hit.what),
+        Some("a registry's password")
+    );
 }
 
 #[test]
@@ -59,23 +78,46 @@ fn a_secret_shorter_than_twelve_bytes_is_not_held() {
     assert!(held.add("a phrase", b"hello worlds"));
     let scanner = Scanner::new(held, true);
     assert_eq!(scanner.find(b"hello world"), None);
-    assert_eq!(scanner.find(b"hello worlds"), Some(Hit { what: "a phrase" }));
+    assert_eq!(
+        scanner.find(b"hello worlds"),
+        Some(Hit { what: "a phrase" })
+    );
 }
 
 #[test]
 fn the_blanks_around_a_secret_are_no_part_of_it() {
     let scanner = holding(&[(PASSWORD_HIT.what, format!(" {PASSWORD}\r\n").as_bytes())]);
-    assert_eq!(scanner.find(format!("PASSWORD={PASSWORD};").as_bytes()), Some(PASSWORD_HIT));
+    assert_eq!(
+        scanner.find(format!("PASSWORD={PASSWORD};").as_bytes()),
+        Some(PASSWORD_HIT)
+    );
 }
 
 #[test]
 fn secrets_that_are_partly_alike_are_told_apart() {
     let long = format!("{0}{0}{0}", "the same in all of them, ");
-    let scanner = holding(&[("the first", format!("{long}1").as_bytes()), ("the second", format!("{long}2").as_bytes()), ("the whole", long.as_bytes())]);
-    assert_eq!(scanner.find(format!("{long}2").as_bytes()).map(|hit| hit.what), Some("the whole"));
-    let scanner = holding(&[("the first", format!("1{long}1").as_bytes()), ("the second", format!("2{long}2").as_bytes())]);
+    let scanner = holding(&[
+        ("the first", format!("{long}1").as_bytes()),
+        ("the second", format!("{long}2").as_bytes()),
+        ("the whole", long.as_bytes()),
+    ]);
+    assert_eq!(
+        scanner
+            .find(format!("{long}2").as_bytes())
+            .map(|hit| hit.what),
+        Some("the whole")
+    );
+    let scanner = holding(&[
+        ("the first", format!("1{long}1").as_bytes()),
+        ("the second", format!("2{long}2").as_bytes()),
+    ]);
     assert_eq!(scanner.find(format!("1{long}2").as_bytes()), None);
-    assert_eq!(scanner.find(format!("1{long}22{long}2").as_bytes()).map(|hit| hit.what), Some("the second"));
+    assert_eq!(
+        scanner
+            .find(format!("1{long}22{long}2").as_bytes())
+            .map(|hit| hit.what),
+        Some("the second")
+    );
 }
 
 #[test]
@@ -84,12 +126,30 @@ fn a_held_secret_is_found_in_base64_at_each_alignment() {
         for after in ["", "x", "xy", "xyz"] {
             let text = format!("{before}{PASSWORD}{after}");
             assert_ne!(STANDARD.encode(&text), URL_SAFE.encode(&text));
-            for encoded in [STANDARD.encode(&text), STANDARD_NO_PAD.encode(&text), URL_SAFE.encode(&text), URL_SAFE_NO_PAD.encode(&text)] {
-                assert_eq!(scanner().find(format!("Basic {encoded}\r\n").as_bytes()), Some(PASSWORD_HIT), "{text}");
+            for encoded in [
+                STANDARD.encode(&text),
+                STANDARD_NO_PAD.encode(&text),
+                URL_SAFE.encode(&text),
+                URL_SAFE_NO_PAD.encode(&text),
+            ] {
+                assert_eq!(
+                    scanner().find(format!("Basic {encoded}\r\n").as_bytes()),
+                    Some(PASSWORD_HIT),
+                    "{text}"
+                );
             }
-            for (word, like_it) in [("correct", "corrupt"), ("horse", "house"), ("staple", "stapel"), ("staple", "stable")] {
+            for (word, like_it) in [
+                ("correct", "corrupt"),
+                ("horse", "house"),
+                ("staple", "stapel"),
+                ("staple", "stable"),
+            ] {
                 let other = text.replace(word, like_it);
-                assert_eq!(scanner().find(STANDARD.encode(&other).as_bytes()), None, "{other}");
+                assert_eq!(
+                    scanner().find(STANDARD.encode(&other).as_bytes()),
+                    None,
+                    "{other}"
+                );
             }
         }
     }
@@ -101,7 +161,10 @@ fn the_key_decides_nothing_about_what_is_found() {
         let mut held = Held::new(key);
         assert!(held.add(PASSWORD_HIT.what, PASSWORD.as_bytes()));
         let scanner = Scanner::new(held, false);
-        assert_eq!(scanner.find(format!("some {PASSWORD} here").as_bytes()), Some(PASSWORD_HIT));
+        assert_eq!(
+            scanner.find(format!("some {PASSWORD} here").as_bytes()),
+            Some(PASSWORD_HIT)
+        );
         assert_eq!(scanner.find(PASSWORD.to_uppercase().as_bytes()), None);
     }
 }
@@ -124,9 +187,15 @@ fn a_place_in_a_body_is_told_as_a_caller_writes_it() {
     let found = |body: Value| scanner().find_in_json(&body);
     for (body, place) in [
         (json!({"env": {"HOME": "/", "TOKEN": token}}), "env.TOKEN"),
-        (json!({"argv": ["curl", "-H", format!("Authorization: Bearer {token}")]}), "argv[2]"),
+        (
+            json!({"argv": ["curl", "-H", format!("Authorization: Bearer {token}")]}),
+            "argv[2]",
+        ),
         (json!({"stdin": format!("a\n{token}\n")}), "stdin"),
-        (json!({"job": {"steps": [{"args": {"env": {"A": token}}}]}}), "job.steps[0].args.env.A"),
+        (
+            json!({"job": {"steps": [{"args": {"env": {"A": token}}}]}}),
+            "job.steps[0].args.env.A",
+        ),
         (json!([[["", token]]]), "[0][0][1]"),
         (json!(token), ""),
         (json!({"": token}), ""),
@@ -134,49 +203,103 @@ fn a_place_in_a_body_is_told_as_a_caller_writes_it() {
         (json!({"[a": token}), "[a"),
         (json!({"a.b": {"c[0]": token}}), "a.b.c[0]"),
     ] {
-        assert_eq!(found(body), Some((place.to_owned(), Hit { what: "a CyNode token" })), "{place}");
+        assert_eq!(
+            found(body),
+            Some((
+                place.to_owned(),
+                Hit {
+                    what: "a CyNode token"
+                }
+            )),
+            "{place}"
+        );
     }
-    assert_eq!(found(json!({"argv": ["ls"], "env": {"HOME": "/"}, "timeout_ms": 1, "pty": false, "stdin": null})), None);
+    assert_eq!(
+        found(
+            json!({"argv": ["ls"], "env": {"HOME": "/"}, "timeout_ms": 1, "pty": false, "stdin": null})
+        ),
+        None
+    );
 }
 
 #[test]
 fn a_name_that_holds_a_secret_is_found_and_not_repeated() {
     for name in [our_token(), PASSWORD.to_owned(), format!("A{PASSWORD}")] {
-        let (place, _) = scanner().find_in_json(&json!({"env": {"A": "b", name.clone(): "c"}})).expect("a secret is in the name");
+        let (place, _) = scanner()
+            .find_in_json(&json!({"env": {"A": "b", name.clone(): "c"}}))
+            .expect("a secret is in the name");
         assert_eq!(place, "env.(name)");
-        let (place, _) = scanner().find_in_json(&json!({"env": {name: our_token()}})).expect("a secret is in name and value");
+        let (place, _) = scanner()
+            .find_in_json(&json!({"env": {name: our_token()}}))
+            .expect("a secret is in name and value");
         assert_eq!(place, "env.(name)");
     }
 }
 
 #[test]
 fn a_long_name_does_not_make_a_long_place() {
-    let (place, _) = scanner().find_in_json(&json!({"é".repeat(10_000): our_token()})).expect("it is a secret");
+    let (place, _) = scanner()
+        .find_in_json(&json!({"é".repeat(10_000): our_token()}))
+        .expect("it is a secret");
     assert_eq!(place, "é".repeat(64));
 }
 
 #[test]
 fn a_number_can_be_a_secret() {
     let scanner = holding(&[("an account's number", b"123456789012")]);
-    assert_eq!(scanner.find_in_json(&json!({"a": 123_456_789_012_u64})), Some(("a".to_owned(), Hit { what: "an account's number" })));
-    assert_eq!(scanner.find_in_json(&json!({"a": 123_456_789_013_u64})), None);
+    assert_eq!(
+        scanner.find_in_json(&json!({"a": 123_456_789_012_u64})),
+        Some((
+            "a".to_owned(),
+            Hit {
+                what: "an account's number"
+            }
+        ))
+    );
+    assert_eq!(
+        scanner.find_in_json(&json!({"a": 123_456_789_013_u64})),
+        None
+    );
 }
 
 #[test]
 fn what_is_named_base64_is_looked_at_decoded() {
     let token = format!("gh{}{}", "p_", letters(ALPHANUMERIC, 36));
     let text = format!("é\0?>{token}\n");
-    for encoded in
-        [STANDARD.encode(&text), STANDARD_NO_PAD.encode(&text), URL_SAFE.encode(&text), URL_SAFE_NO_PAD.encode(&text), format!("{}\n", STANDARD.encode(&text))]
-    {
-        let hit = Hit { what: "a GitHub token" };
-        assert_eq!(scanner().find_in_json(&json!({"content_b64": encoded})), Some(("content_b64".to_owned(), hit)));
-        assert_eq!(scanner().find_in_json(&json!({"parts_b64": ["", encoded]})), Some(("parts_b64[1]".to_owned(), hit)));
+    for encoded in [
+        STANDARD.encode(&text),
+        STANDARD_NO_PAD.encode(&text),
+        URL_SAFE.encode(&text),
+        URL_SAFE_NO_PAD.encode(&text),
+        format!("{}\n", STANDARD.encode(&text)),
+    ] {
+        let hit = Hit {
+            what: "a GitHub token",
+        };
+        assert_eq!(
+            scanner().find_in_json(&json!({"content_b64": encoded})),
+            Some(("content_b64".to_owned(), hit))
+        );
+        assert_eq!(
+            scanner().find_in_json(&json!({"parts_b64": ["", encoded]})),
+            Some(("parts_b64[1]".to_owned(), hit))
+        );
         assert_eq!(scanner().find_in_json(&json!({"content": encoded})), None);
-        assert_eq!(scanner().find_in_json(&json!({"content_b64": {"other": encoded}})), None);
+        assert_eq!(
+            scanner().find_in_json(&json!({"content_b64": {"other": encoded}})),
+            None
+        );
     }
-    assert_eq!(scanner().find_in_json(&json!({"stdin_b64": format!("not base64 {token}")})).map(|(place, _)| place), Some("stdin_b64".to_owned()));
-    assert_eq!(scanner().find_in_json(&json!({"stdin_b64": STANDARD.encode("nothing of note")})), None);
+    assert_eq!(
+        scanner()
+            .find_in_json(&json!({"stdin_b64": format!("not base64 {token}")}))
+            .map(|(place, _)| place),
+        Some("stdin_b64".to_owned())
+    );
+    assert_eq!(
+        scanner().find_in_json(&json!({"stdin_b64": STANDARD.encode("nothing of note")})),
+        None
+    );
 }
 
 #[test]
@@ -190,7 +313,11 @@ fn a_watch_can_be_given_to_another_thread() {
 fn a_watch_goes_on_after_a_hit_and_forgets_it() {
     let mut watch = scanner().watch();
     assert_eq!(watch.feed(PASSWORD.as_bytes()), Some(PASSWORD_HIT));
-    assert_eq!(watch.feed(&vec![b'.'; 100_000]), Some(PASSWORD_HIT), "it is still what came last");
+    assert_eq!(
+        watch.feed(&vec![b'.'; 100_000]),
+        Some(PASSWORD_HIT),
+        "it is still what came last"
+    );
     assert_eq!(watch.feed(b"."), None);
     assert_eq!(watch.feed(PASSWORD.as_bytes()), Some(PASSWORD_HIT));
     assert_eq!(watch.feed(b""), None);
@@ -209,10 +336,15 @@ fn a_token_that_the_next_piece_makes_too_long_is_none_in_one_piece() {
 #[test]
 fn one_piece_can_be_of_any_size() {
     let token = format!(" gh{}{} ", "p_", letters(ALPHANUMERIC, 36));
-    for before in [0, 10, 1_000, 65_500, 65_520, 65_535, 65_536, 65_600, 200_000] {
+    for before in [
+        0, 10, 1_000, 65_500, 65_520, 65_535, 65_536, 65_600, 200_000,
+    ] {
         for secret in [token.as_str(), PASSWORD] {
             let text = format!("{}{secret}{}", ".".repeat(before), ".".repeat(300_000));
-            assert!(scanner().watch().feed(text.as_bytes()).is_some(), "{before}");
+            assert!(
+                scanner().watch().feed(text.as_bytes()).is_some(),
+                "{before}"
+            );
         }
     }
 }
@@ -224,7 +356,12 @@ fn a_word_that_began_in_an_earlier_piece_is_one_word() {
         let mut watch = scanner().watch();
         assert_eq!(watch.feed("x".repeat(before).as_bytes()), None);
         assert_eq!(watch.feed(token.as_bytes()), None);
-        assert_eq!(watch.feed(format!(" {token} ").as_bytes()).map(|hit| hit.what), Some("a GitHub token"));
+        assert_eq!(
+            watch
+                .feed(format!(" {token} ").as_bytes())
+                .map(|hit| hit.what),
+            Some("a GitHub token")
+        );
     }
 }
 
@@ -243,29 +380,44 @@ fn feed_all(watch: &mut Watch, bytes: &[u8], sizes: &[usize]) -> Option<Hit> {
 
 /// A value that holds another somewhere.
 fn around(inner: Value) -> impl Strategy<Value = Value> {
-    let leaf = prop_oneof![Just(Value::Null), any::<bool>().prop_map(Value::from), any::<i32>().prop_map(Value::from), "[a-z ]{0,8}".prop_map(Value::from)];
-    let step = (any::<bool>(), prop::collection::vec(("[a-z_]{1,6}", leaf), 0..4), 0_usize..4);
+    let leaf = prop_oneof![
+        Just(Value::Null),
+        any::<bool>().prop_map(Value::from),
+        any::<i32>().prop_map(Value::from),
+        "[a-z ]{0,8}".prop_map(Value::from)
+    ];
+    let step = (
+        any::<bool>(),
+        prop::collection::vec(("[a-z_]{1,6}", leaf), 0..4),
+        0_usize..4,
+    );
     prop::collection::vec(step, 0..12).prop_map(move |steps| {
-        steps.into_iter().fold(inner.clone(), |inner, (is_array, others, at)| {
-            if is_array {
-                let mut values: Vec<Value> = others.into_iter().map(|(_, value)| value).collect();
-                values.insert(at.min(values.len()), inner);
-                Value::Array(values)
-            } else {
-                let mut members: serde_json::Map<String, Value> = others.into_iter().collect();
-                members.insert("here".to_owned(), inner);
-                Value::Object(members)
-            }
-        })
+        steps
+            .into_iter()
+            .fold(inner.clone(), |inner, (is_array, others, at)| {
+                if is_array {
+                    let mut values: Vec<Value> =
+                        others.into_iter().map(|(_, value)| value).collect();
+                    values.insert(at.min(values.len()), inner);
+                    Value::Array(values)
+                } else {
+                    let mut members: serde_json::Map<String, Value> = others.into_iter().collect();
+                    members.insert("here".to_owned(), inner);
+                    Value::Object(members)
+                }
+            })
     })
 }
 
 /// Follows a place back to what is there.
 fn at<'a>(value: &'a Value, place: &str) -> &'a Value {
-    place.split(['.', '[']).filter(|step| !step.is_empty()).fold(value, |value, step| match step.strip_suffix(']') {
-        Some(index) => &value[index.parse::<usize>().expect("an index is a number")],
-        None => &value[step],
-    })
+    place
+        .split(['.', '['])
+        .filter(|step| !step.is_empty())
+        .fold(value, |value, step| match step.strip_suffix(']') {
+            Some(index) => &value[index.parse::<usize>().expect("an index is a number")],
+            None => &value[step],
+        })
 }
 
 proptest! {

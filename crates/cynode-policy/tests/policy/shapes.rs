@@ -30,8 +30,15 @@ fn found(text: &str) -> Option<&'static str> {
     let whole = scanner.find(text.as_bytes()).map(|hit| hit.what);
     for size in [1, 3, 17, 100] {
         let mut watch = scanner.watch();
-        let in_pieces = text.as_bytes().chunks(size).find_map(|piece| watch.feed(piece)).map(|hit| hit.what);
-        assert!(in_pieces == whole || whole.is_none(), "{size}: {in_pieces:?}");
+        let in_pieces = text
+            .as_bytes()
+            .chunks(size)
+            .find_map(|piece| watch.feed(piece))
+            .map(|hit| hit.what);
+        assert!(
+            in_pieces == whole || whole.is_none(),
+            "{size}: {in_pieces:?}"
+        );
     }
     whole
 }
@@ -66,7 +73,13 @@ fn tokens() -> Vec<(&'static str, [&'static str; 2], &'static str, usize, bool)>
         ("an npm token", ["np", "m_"], ALPHANUMERIC, 36, false),
         ("a PyPI token", ["pypi-", "AgEI"], URL_SAFE, 50, true),
         ("a Hugging Face token", ["h", "f_"], ALPHANUMERIC, 34, false),
-        ("an age secret key", ["AGE-SECRET-", "KEY-1"], "QPZRY9X8GF2TVDW0S3JN54KHCE6MUA7L", 58, false),
+        (
+            "an age secret key",
+            ["AGE-SECRET-", "KEY-1"],
+            "QPZRY9X8GF2TVDW0S3JN54KHCE6MUA7L",
+            58,
+            false,
+        ),
     ]
 }
 
@@ -75,7 +88,13 @@ fn a_token_is_found_and_its_near_misses_are_not() {
     for (what, begins, alphabet, count, may_be_longer) in tokens() {
         let begins = begins.concat();
         let token = format!("{begins}{}", letters(alphabet, count));
-        for text in [token.clone(), format!("{token}\n"), format!("token={token}&"), format!("\"{token}\""), format!("Bearer {token}, and more")] {
+        for text in [
+            token.clone(),
+            format!("{token}\n"),
+            format!("token={token}&"),
+            format!("\"{token}\""),
+            format!("Bearer {token}, and more"),
+        ] {
             assert_eq!(found(&text), Some(what), "{text}");
         }
 
@@ -83,13 +102,37 @@ fn a_token_is_found_and_its_near_misses_are_not() {
         assert_eq!(found(&longer), may_be_longer.then_some(what), "{longer}");
         let shorter = format!("{begins}{}", letters(alphabet, count - 1));
         assert_eq!(found(&shorter), None, "{shorter}");
-        let broken = format!("{begins}{}~{}", letters(alphabet, count / 2), letters(alphabet, count - count / 2));
+        let broken = format!(
+            "{begins}{}~{}",
+            letters(alphabet, count / 2),
+            letters(alphabet, count - count / 2)
+        );
         assert_eq!(found(&broken), None, "{broken}");
-        assert_eq!(found(&format!("x{token}")), None, "within a word it is none: x{token}");
-        assert_eq!(found(&format!("_{token}")), None, "within a word it is none: _{token}");
-        let other_case: String =
-            begins.chars().map(|letter| if letter.is_ascii_uppercase() { letter.to_ascii_lowercase() } else { letter.to_ascii_uppercase() }).collect();
-        assert_eq!(found(&token.replace(&begins, &other_case)), None, "{other_case}");
+        assert_eq!(
+            found(&format!("x{token}")),
+            None,
+            "within a word it is none: x{token}"
+        );
+        assert_eq!(
+            found(&format!("_{token}")),
+            None,
+            "within a word it is none: _{token}"
+        );
+        let other_case: String = begins
+            .chars()
+            .map(|letter| {
+                if letter.is_ascii_uppercase() {
+                    letter.to_ascii_lowercase()
+                } else {
+                    letter.to_ascii_uppercase()
+                }
+            })
+            .collect();
+        assert_eq!(
+            found(&token.replace(&begins, &other_case)),
+            None,
+            "{other_case}"
+        );
     }
 }
 
@@ -97,18 +140,51 @@ fn a_token_is_found_and_its_near_misses_are_not() {
 fn letters_that_no_such_token_has_end_it() {
     let upper = letters(UPPER, 15);
     assert_eq!(found(&format!("AK{}{upper}a", "IA")), None);
-    assert_eq!(found(&format!("AGE-SECRET-{}{}B", "KEY-1", "Q".repeat(57))), None);
-    assert_eq!(found(&format!("xo{}your-token-goes-in-here-please", "xb-")), None, "it begins with a number");
-    assert_eq!(found(&format!("sk-{}", "this-is-how-a-branch-could-be-called-after-all-of-it-was-said")), None);
+    assert_eq!(
+        found(&format!("AGE-SECRET-{}{}B", "KEY-1", "Q".repeat(57))),
+        None
+    );
+    assert_eq!(
+        found(&format!("xo{}your-token-goes-in-here-please", "xb-")),
+        None,
+        "it begins with a number"
+    );
+    assert_eq!(
+        found(&format!(
+            "sk-{}",
+            "this-is-how-a-branch-could-be-called-after-all-of-it-was-said"
+        )),
+        None
+    );
 }
 
 #[test]
 fn an_escape_before_a_token_is_no_part_of_its_word() {
     let token = format!("gh{}{}", "p_", letters(ALPHANUMERIC, 36));
-    for before in ["\\n", "\\t", "\\r", "\\\"", "%3D", "%20", "%0a", "\\x3d", "\\u003d", "\\u0026", "a\\n", "é", "-", "="] {
-        assert_eq!(found(&format!("{before}{token}")), Some("a GitHub token"), "{before}");
+    for before in [
+        "\\n", "\\t", "\\r", "\\\"", "%3D", "%20", "%0a", "\\x3d", "\\u003d", "\\u0026", "a\\n",
+        "é", "-", "=",
+    ] {
+        assert_eq!(
+            found(&format!("{before}{token}")),
+            Some("a GitHub token"),
+            "{before}"
+        );
     }
-    for before in ["n", "3D", "%D", "%3G", "%3DD", "\\xz0", "x3d", "\\u03d", "u003d", "\\u003g", "\\z", "\\u00033d"] {
+    for before in [
+        "n",
+        "3D",
+        "%D",
+        "%3G",
+        "%3DD",
+        "\\xz0",
+        "x3d",
+        "\\u03d",
+        "u003d",
+        "\\u003g",
+        "\\z",
+        "\\u00033d",
+    ] {
         assert_eq!(found(&format!("{before}{token}")), None, "{before}");
     }
 }
@@ -118,28 +194,46 @@ fn other_shapes_are_looked_for_only_where_asked() {
     let ours_alone = Scanner::new(Held::new([7; 32]), false);
     let others = format!("gh{}{}", "p_", letters(ALPHANUMERIC, 36));
     assert_eq!(ours_alone.find(others.as_bytes()), None);
-    assert_eq!(ours_alone.find(our_token().as_bytes()), Some(Hit { what: "a CyNode token" }));
+    assert_eq!(
+        ours_alone.find(our_token().as_bytes()),
+        Some(Hit {
+            what: "a CyNode token"
+        })
+    );
 }
 
 #[test]
 fn a_token_after_many_that_are_none_is_found() {
     for (what, begins, alphabet, count, _) in tokens() {
         let begins = begins.concat();
-        let text = format!("{}{}{} {begins}{} ", begins.repeat(40), "-", format!("x{begins} ").repeat(40), letters(alphabet, count));
+        let text = format!(
+            "{}{}{} {begins}{} ",
+            begins.repeat(40),
+            "-",
+            format!("x{begins} ").repeat(40),
+            letters(alphabet, count)
+        );
         assert_eq!(found(&text), Some(what), "{text}");
     }
 }
 
 fn private_key(label: &str, line_end: &str) -> String {
     let line = letters("MIIEvQIBADANBgkqhkiG9w0BAQEFAASC", 64);
-    format!("{0}BEGIN {label}{0}{line_end}{line}{line_end}{line}{line_end}{0}END {label}{0}{line_end}", "-----")
+    format!(
+        "{0}BEGIN {label}{0}{line_end}{line}{line_end}{line}{line_end}{0}END {label}{0}{line_end}",
+        "-----"
+    )
 }
 
 #[test]
 fn a_private_key_is_found_by_its_label_and_what_follows() {
     for kind in ["", "RSA ", "EC ", "DSA ", "OPENSSH ", "ENCRYPTED "] {
         for line_end in ["\n", "\r\n", "\\n", "\\r\\n", "\n    ", "\" +\n  \""] {
-            assert_eq!(found(&private_key(&format!("{kind}PRIVATE {}", "KEY"), line_end)), Some("a private key"), "{kind}{line_end:?}");
+            assert_eq!(
+                found(&private_key(&format!("{kind}PRIVATE {}", "KEY"), line_end)),
+                Some("a private key"),
+                "{kind}{line_end:?}"
+            );
         }
     }
     let with_headers = private_key(&format!("RSA PRIVATE {}", "KEY"), "\n").replacen(
@@ -148,8 +242,18 @@ fn a_private_key_is_found_by_its_label_and_what_follows() {
         1,
     );
     assert_eq!(found(&with_headers), Some("a private key"));
-    assert_eq!(found(&private_key(&format!("PGP PRIVATE {} BLOCK", "KEY"), "\n")), Some("a private key"));
-    assert_eq!(found(&format!("x{}", private_key(&format!("PRIVATE {}", "KEY"), "\n"))), Some("a private key"), "it needs no word of its own");
+    assert_eq!(
+        found(&private_key(&format!("PGP PRIVATE {} BLOCK", "KEY"), "\n")),
+        Some("a private key")
+    );
+    assert_eq!(
+        found(&format!(
+            "x{}",
+            private_key(&format!("PRIVATE {}", "KEY"), "\n")
+        )),
+        Some("a private key"),
+        "it needs no word of its own"
+    );
 }
 
 /// The most that a candidate can need, one byte at a time.
@@ -157,11 +261,25 @@ fn a_private_key_is_found_by_its_label_and_what_follows() {
 fn a_private_key_is_found_as_late_as_it_may_begin() {
     let label = format!("{} PRIVATE {}", "A".repeat(20), "KEY");
     assert_eq!(label.len(), 32);
-    for line in [letters(ALPHANUMERIC, 32), letters("a+b/", 32), letters("+", 32), letters("/", 32)] {
+    for line in [
+        letters(ALPHANUMERIC, 32),
+        letters("a+b/", 32),
+        letters("+", 32),
+        letters("/", 32),
+    ] {
         let latest = format!("{0}BEGIN {label}{0}{1}{line}", "-----", ".".repeat(224));
         let mut watch = scanner().watch();
-        let hit = format!("{}{latest}", ".".repeat(1_000)).as_bytes().chunks(1).find_map(|piece| watch.feed(piece));
-        assert_eq!(hit, Some(Hit { what: "a private key" }), "{line}");
+        let hit = format!("{}{latest}", ".".repeat(1_000))
+            .as_bytes()
+            .chunks(1)
+            .find_map(|piece| watch.feed(piece));
+        assert_eq!(
+            hit,
+            Some(Hit {
+                what: "a private key"
+            }),
+            "{line}"
+        );
         let too_late = latest.replacen('.', "..", 1);
         assert_eq!(found(&too_late), None, "{line}");
     }
@@ -193,7 +311,11 @@ fn our_tokens_are_found_in_base64() {
         for after in ["", "\n", "aa", "é", "~~~"] {
             let text = format!("{before}{token}{after}");
             for encoded in [STANDARD.encode(&text), URL_SAFE_NO_PAD.encode(&text)] {
-                assert_eq!(found(&format!("Authorization: Basic {encoded}\r\n")), Some("a CyNode token"), "{text}");
+                assert_eq!(
+                    found(&format!("Authorization: Basic {encoded}\r\n")),
+                    Some("a CyNode token"),
+                    "{text}"
+                );
                 assert_eq!(found(&encoded), Some("a CyNode token"), "{text}");
             }
         }
@@ -207,14 +329,32 @@ fn our_tokens_are_found_in_base64() {
 #[test]
 fn whatever_is_around_our_token_in_base64_it_is_found() {
     let token = our_token();
-    for before in [&[0xff][..], &[0xfb], &[0xff, 0xff], &[0xfb, 0xef], &[0, 0xff]] {
+    for before in [
+        &[0xff][..],
+        &[0xfb],
+        &[0xff, 0xff],
+        &[0xfb, 0xef],
+        &[0, 0xff],
+    ] {
         let bytes = [before, token.as_bytes()].concat();
-        assert_eq!(found(&STANDARD.encode(&bytes)), Some("a CyNode token"), "{before:?}");
-        assert_eq!(found(&URL_SAFE_NO_PAD.encode(&bytes)), Some("a CyNode token"), "{before:?}");
+        assert_eq!(
+            found(&STANDARD.encode(&bytes)),
+            Some("a CyNode token"),
+            "{before:?}"
+        );
+        assert_eq!(
+            found(&URL_SAFE_NO_PAD.encode(&bytes)),
+            Some("a CyNode token"),
+            "{before:?}"
+        );
     }
     // Letters after it that belong to nothing.
     for after in ["A", "AB", "ABC", "ABCD"] {
-        assert_eq!(found(&format!("{}{after}", URL_SAFE_NO_PAD.encode(&token))), Some("a CyNode token"), "{after}");
+        assert_eq!(
+            found(&format!("{}{after}", URL_SAFE_NO_PAD.encode(&token))),
+            Some("a CyNode token"),
+            "{after}"
+        );
     }
 }
 

@@ -8,7 +8,10 @@ use std::os::fd::OwnedFd;
 use cynode_api::FileType;
 use cynode_sba_proto::{MAX_DATA, Reply};
 use rustix::{
-    fs::{Access, AtFlags, CWD, FileType as Kind, Mode, OFlags, Stat, accessat, fstat, openat, readlinkat, statat},
+    fs::{
+        Access, AtFlags, CWD, FileType as Kind, Mode, OFlags, Stat, accessat, fstat, openat,
+        readlinkat, statat,
+    },
     io::Errno,
 };
 use tar::{EntryType, Header};
@@ -28,12 +31,27 @@ const MAX_SHORT: usize = 100;
 impl Files {
     pub(super) fn export_tar(&self, path: &[u8], peer: &mut Peer) -> Outcome<()> {
         let place = self.locate(path)?;
-        let top: OwnedFd = openat(CWD, &place, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).doing("exporting", path::bytes(&place))?;
+        let top: OwnedFd = openat(
+            CWD,
+            &place,
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .doing("exporting", path::bytes(&place))?;
         // Once the archive has begun, a refusal can only break it off. So what can be refused is looked for before.
-        let again = openat(&top, ".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).doing("exporting", path::bytes(&place))?;
+        let again = openat(
+            &top,
+            ".",
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .doing("exporting", path::bytes(&place))?;
         walk(again, None, AtLimit::Fail, can_be_packed)?;
         peer.reply(&Reply::Body).map_err(Failure::Connection)?;
-        let mut archive = Archive { peer, buffer: Vec::with_capacity(MAX_DATA) };
+        let mut archive = Archive {
+            peer,
+            buffer: Vec::with_capacity(MAX_DATA),
+        };
         walk(top, None, AtLimit::Fail, |entry| archive.add(entry))?;
         archive.write(&[0; 2 * BLOCK])?;
         archive.flush()?;
@@ -49,7 +67,12 @@ fn can_be_packed(entry: &Entry<'_>) -> Outcome<Step> {
             Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => Ok(Step::Over),
             Err(errno) => Err(Failure::system(errno, "exporting", entry.path)),
         },
-        Kind::RegularFile => match accessat(entry.directory, entry.name, Access::READ_OK, AtFlags::empty()) {
+        Kind::RegularFile => match accessat(
+            entry.directory,
+            entry.name,
+            Access::READ_OK,
+            AtFlags::empty(),
+        ) {
             Ok(()) | Err(Errno::NOENT | Errno::LOOP) => Ok(Step::Over),
             Err(errno) => Err(Failure::system(errno, "exporting", entry.path)),
         },
@@ -82,7 +105,9 @@ impl Archive<'_> {
             },
             Kind::Symlink => {
                 match readlinkat(entry.directory, entry.name, Vec::new()) {
-                    Ok(target) => self.header(EntryType::Symlink, entry.path, &stat, 0, target.as_bytes())?,
+                    Ok(target) => {
+                        self.header(EntryType::Symlink, entry.path, &stat, 0, target.as_bytes())?
+                    }
                     Err(Errno::NOENT | Errno::INVAL) => {}
                     Err(errno) => return Err(Failure::system(errno, "exporting", entry.path)),
                 }
@@ -95,7 +120,8 @@ impl Archive<'_> {
     }
 
     fn file(&mut self, entry: &Entry<'_>) -> Outcome<()> {
-        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let flags =
+            OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let file = match openat(entry.directory, entry.name, flags, Mode::empty()) {
             Ok(file) => std::fs::File::from(file),
             Err(Errno::NOENT | Errno::LOOP | Errno::NXIO) => return Ok(()),
@@ -130,8 +156,18 @@ impl Archive<'_> {
         Ok(())
     }
 
-    fn header(&mut self, kind: EntryType, name: &[u8], stat: &Stat, size: u64, link: &[u8]) -> Outcome<()> {
-        for (kind, value) in [(EntryType::GNULongLink, link), (EntryType::GNULongName, name)] {
+    fn header(
+        &mut self,
+        kind: EntryType,
+        name: &[u8],
+        stat: &Stat,
+        size: u64,
+        link: &[u8],
+    ) -> Outcome<()> {
+        for (kind, value) in [
+            (EntryType::GNULongLink, link),
+            (EntryType::GNULongName, name),
+        ] {
             if value.len() > MAX_SHORT {
                 self.long(kind, value)?;
             }
@@ -207,7 +243,10 @@ mod tests {
     use super::{super::tests::*, *};
 
     fn exported(sandbox: &Sandbox, path: &str) -> Vec<u8> {
-        sandbox.ask(FileOp::ExportTar { path: raw(path) }, b"").body().to_vec()
+        sandbox
+            .ask(FileOp::ExportTar { path: raw(path) }, b"")
+            .body()
+            .to_vec()
     }
 
     #[test]
@@ -215,7 +254,11 @@ mod tests {
         let sandbox = Sandbox::new();
         sandbox.put("top/dir/file", "hello");
         sandbox.put("top/.git/config", "x");
-        std::fs::set_permissions(sandbox.path("top/dir/file"), std::fs::Permissions::from_mode(0o755)).expect("mode");
+        std::fs::set_permissions(
+            sandbox.path("top/dir/file"),
+            std::fs::Permissions::from_mode(0o755),
+        )
+        .expect("mode");
         symlink("../dir//file", sandbox.path("top/link")).expect("link");
         sandbox.fifo("top/fifo");
         let bytes = exported(&sandbox, "top");
@@ -226,8 +269,15 @@ mod tests {
             let mut entry = entry.expect("entry");
             let mut content = String::new();
             entry.read_to_string(&mut content).expect("content");
-            let link = entry.link_name_bytes().map(|link| String::from_utf8_lossy(&link).into_owned());
-            seen.push((String::from_utf8_lossy(&entry.path_bytes()).into_owned(), entry.header().mode().expect("mode"), content, link));
+            let link = entry
+                .link_name_bytes()
+                .map(|link| String::from_utf8_lossy(&link).into_owned());
+            seen.push((
+                String::from_utf8_lossy(&entry.path_bytes()).into_owned(),
+                entry.header().mode().expect("mode"),
+                content,
+                link,
+            ));
         }
         let expected = [
             (".git/", 0o755, "", None),
@@ -236,7 +286,15 @@ mod tests {
             ("dir/file", 0o755, "hello", None),
             ("link", 0o777, "", Some("../dir//file")),
         ];
-        assert_eq!(seen, expected.map(|(name, mode, content, link)| (name.to_owned(), mode, content.to_owned(), link.map(str::to_owned))));
+        assert_eq!(
+            seen,
+            expected.map(|(name, mode, content, link)| (
+                name.to_owned(),
+                mode,
+                content.to_owned(),
+                link.map(str::to_owned)
+            ))
+        );
     }
 
     #[test]
@@ -247,14 +305,28 @@ mod tests {
         sandbox.put("top/new\nline", "n");
         sandbox.put("top/empty", "");
         sandbox.put("top/large", vec![7; 200_000]);
-        std::fs::write(sandbox.path("top").join(OsString::from_vec(b"\xff\xfe".repeat(60))), "raw").expect("written");
+        std::fs::write(
+            sandbox
+                .path("top")
+                .join(OsString::from_vec(b"\xff\xfe".repeat(60))),
+            "raw",
+        )
+        .expect("written");
         symlink("t".repeat(300), sandbox.path("top/link")).expect("link");
         let bytes = exported(&sandbox, "top");
-        assert!(matches!(sandbox.ask(FileOp::Import { path: raw("copy") }, &bytes).first(), Reply::Ok { changed: Some(_) }));
+        assert!(matches!(
+            sandbox
+                .ask(FileOp::Import { path: raw("copy") }, &bytes)
+                .first(),
+            Reply::Ok { changed: Some(_) }
+        ));
         assert_eq!(sandbox.names("copy"), sandbox.names("top"));
         assert_eq!(sandbox.get(&long.replace("top", "copy")), b"long");
         assert_eq!(sandbox.get("copy/large"), vec![7; 200_000]);
-        assert_eq!(std::fs::read_link(sandbox.path("copy/link")).expect("link"), std::fs::read_link(sandbox.path("top/link")).expect("link"));
+        assert_eq!(
+            std::fs::read_link(sandbox.path("copy/link")).expect("link"),
+            std::fs::read_link(sandbox.path("top/link")).expect("link")
+        );
         let time = |path: &str| std::fs::metadata(sandbox.path(path)).expect("stat").mtime();
         assert_eq!(time("copy/large"), time("top/large"));
         assert_eq!(exported(&sandbox, "copy").len(), bytes.len());
@@ -269,20 +341,40 @@ mod tests {
         // Deeper than any path: more than 4,096 bytes of names, and more than we walk.
         for _ in 0..300 {
             rustix::fs::mkdirat(&directory, "deeper-and-deeper", Mode::RWXU).expect("made");
-            directory = openat(&directory, "deeper-and-deeper", flags, Mode::empty()).expect("opened");
+            directory =
+                openat(&directory, "deeper-and-deeper", flags, Mode::empty()).expect("opened");
         }
         let answer = sandbox.ask(FileOp::ExportTar { path: raw("top") }, b"");
-        assert!(answer.data().is_empty() && matches!(answer.first(), Reply::Error(_)), "{answer:?}");
+        assert!(
+            answer.data().is_empty() && matches!(answer.first(), Reply::Error(_)),
+            "{answer:?}"
+        );
         assert_eq!(answer.error().code, ErrorCode::TooLarge);
-        assert!(answer.error().message.contains("256 directories deep"), "{:?}", answer.error());
+        assert!(
+            answer.error().message.contains("256 directories deep"),
+            "{:?}",
+            answer.error()
+        );
     }
 
     #[test]
     fn only_directories_are_exported() {
         let sandbox = Sandbox::new();
         sandbox.put("file", "");
-        assert_eq!(sandbox.ask(FileOp::ExportTar { path: raw("file") }, b"").error().code, ErrorCode::NotADirectory);
-        assert_eq!(sandbox.ask(FileOp::ExportTar { path: raw("none") }, b"").error().code, ErrorCode::NotFound);
+        assert_eq!(
+            sandbox
+                .ask(FileOp::ExportTar { path: raw("file") }, b"")
+                .error()
+                .code,
+            ErrorCode::NotADirectory
+        );
+        assert_eq!(
+            sandbox
+                .ask(FileOp::ExportTar { path: raw("none") }, b"")
+                .error()
+                .code,
+            ErrorCode::NotFound
+        );
         std::fs::create_dir(sandbox.path("empty")).expect("made");
         assert_eq!(exported(&sandbox, "empty"), vec![0; 2 * BLOCK]);
     }

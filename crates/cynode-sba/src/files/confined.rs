@@ -13,7 +13,10 @@ use std::{
 };
 
 use rustix::{
-    fs::{AtFlags, CWD, FileType as Kind, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, readlinkat, statat},
+    fs::{
+        AtFlags, CWD, FileType as Kind, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2,
+        readlinkat, statat,
+    },
     io::Errno,
 };
 
@@ -30,7 +33,10 @@ pub(super) struct Confined {
 
 impl Confined {
     pub(super) fn open(path: &Path) -> Result<Self, Errno> {
-        Ok(Self { root: openat(CWD, path, FLAGS, Mode::empty())?, without_openat2: false })
+        Ok(Self {
+            root: openat(CWD, path, FLAGS, Mode::empty())?,
+            without_openat2: false,
+        })
     }
 
     /// Opens a directory below the root, for use as the base of other calls. `EXDEV` says that the way leads outside.
@@ -43,7 +49,13 @@ impl Confined {
             return self.real_directory(parts);
         }
         for _ in 0..MAX_TRIES {
-            match openat2(&self.root, path.as_slice(), FLAGS, Mode::empty(), ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS) {
+            match openat2(
+                &self.root,
+                path.as_slice(),
+                FLAGS,
+                Mode::empty(),
+                ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS,
+            ) {
                 Err(Errno::AGAIN) => {}
                 // Some seccomp filters answer EPERM for calls that they don't know.
                 Err(Errno::NOSYS | Errno::PERM) => return self.real_directory(parts),
@@ -60,7 +72,11 @@ impl Confined {
             at = match openat(&at, *part, FLAGS | OFlags::NOFOLLOW, Mode::empty()) {
                 Err(Errno::NOTDIR | Errno::LOOP) => {
                     let stat = statat(&at, *part, AtFlags::SYMLINK_NOFOLLOW)?;
-                    return Err(if Kind::from_raw_mode(stat.st_mode) == Kind::Symlink { Errno::XDEV } else { Errno::NOTDIR });
+                    return Err(if Kind::from_raw_mode(stat.st_mode) == Kind::Symlink {
+                        Errno::XDEV
+                    } else {
+                        Errno::NOTDIR
+                    });
                 }
                 result => result?,
             };
@@ -69,12 +85,22 @@ impl Confined {
     }
 
     /// As [`Confined::directory`], making what is missing. `made` gets the number of leading parts of each new directory.
-    pub(super) fn make_directory(&self, parts: &[&[u8]], mode: Mode, made: impl FnMut(usize)) -> Result<OwnedFd, Errno> {
+    pub(super) fn make_directory(
+        &self,
+        parts: &[&[u8]],
+        mode: Mode,
+        made: impl FnMut(usize),
+    ) -> Result<OwnedFd, Errno> {
         self.make_with(parts, mode, made, Self::directory)
     }
 
     /// As [`Confined::real_directory`], making what is missing.
-    pub(super) fn make_real_directory(&self, parts: &[&[u8]], mode: Mode, made: impl FnMut(usize)) -> Result<OwnedFd, Errno> {
+    pub(super) fn make_real_directory(
+        &self,
+        parts: &[&[u8]],
+        mode: Mode,
+        made: impl FnMut(usize),
+    ) -> Result<OwnedFd, Errno> {
         self.make_with(parts, mode, made, Self::real_directory)
     }
 
@@ -103,7 +129,9 @@ impl Confined {
 
     /// Where an open directory really is, in parts from the root; `None` when the system does not tell.
     pub(super) fn real_parts(&self, directory: &OwnedFd) -> Option<Vec<Vec<u8>>> {
-        let path = |fd: &OwnedFd| readlinkat(CWD, format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new()).ok();
+        let path = |fd: &OwnedFd| {
+            readlinkat(CWD, format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new()).ok()
+        };
         let (root, path) = (path(&self.root)?, path(directory)?);
         let path = Path::new(OsStr::from_bytes(path.as_bytes()));
         let rest = path.strip_prefix(OsStr::from_bytes(root.as_bytes())).ok()?;
@@ -130,7 +158,11 @@ pub(super) fn parts(path: &[u8]) -> Result<Vec<&[u8]>, &'static str> {
             part => parts.push(part),
         }
     }
-    if parts.is_empty() { Err("the path is empty") } else { Ok(parts) }
+    if parts.is_empty() {
+        Err("the path is empty")
+    } else {
+        Ok(parts)
+    }
 }
 
 #[cfg(test)]
@@ -165,7 +197,10 @@ mod tests {
             assert!(confined.directory(&[b"a", b"b"]).is_ok());
             assert_eq!(confined.directory(&[b"up"]).err(), Some(Errno::XDEV));
             assert_eq!(confined.directory(&[b"absolute"]).err(), Some(Errno::XDEV));
-            assert_eq!(confined.directory(&[b"file", b"x"]).err(), Some(Errno::NOTDIR));
+            assert_eq!(
+                confined.directory(&[b"file", b"x"]).err(),
+                Some(Errno::NOTDIR)
+            );
             assert_eq!(confined.directory(&[b"none"]).err(), Some(Errno::NOENT));
         }
     }
@@ -176,24 +211,51 @@ mod tests {
         for (by_steps, top) in [(false, &b"new"[..]), (true, b"other")] {
             confined.without_openat2 = by_steps;
             let mut made = Vec::new();
-            confined.make_directory(&[b"a", top, b"deep"], Mode::RWXU, |count| made.push(count)).expect("made");
+            confined
+                .make_directory(&[b"a", top, b"deep"], Mode::RWXU, |count| made.push(count))
+                .expect("made");
             assert_eq!(made, [2, 3]);
-            assert!(confined.make_directory(&[b"up", b"x"], Mode::RWXU, |_| {}).is_err());
-            assert!(confined.make_directory(&[b"dangling", b"x"], Mode::RWXU, |_| {}).is_err());
+            assert!(
+                confined
+                    .make_directory(&[b"up", b"x"], Mode::RWXU, |_| {})
+                    .is_err()
+            );
+            assert!(
+                confined
+                    .make_directory(&[b"dangling", b"x"], Mode::RWXU, |_| {})
+                    .is_err()
+            );
         }
-        assert_eq!(std::fs::read_dir(temp.path().join("outside")).expect("listed").count(), 0);
+        assert_eq!(
+            std::fs::read_dir(temp.path().join("outside"))
+                .expect("listed")
+                .count(),
+            0
+        );
     }
 
     #[test]
     fn the_real_place_of_a_directory_is_known_behind_links() {
         let (_temp, confined) = tree();
         let directory = confined.directory(&[b"inside", b"b"]).expect("opened");
-        assert_eq!(confined.real_parts(&directory), Some(vec![b"a".to_vec(), b"b".to_vec()]));
+        assert_eq!(
+            confined.real_parts(&directory),
+            Some(vec![b"a".to_vec(), b"b".to_vec()])
+        );
     }
 
     #[test]
     fn paths_that_could_leave_are_refused() {
-        for path in [&b"/a"[..], b"..", b"a/../b", b"a/..", b"", b".", b"./", b"a\0b"] {
+        for path in [
+            &b"/a"[..],
+            b"..",
+            b"a/../b",
+            b"a/..",
+            b"",
+            b".",
+            b"./",
+            b"a\0b",
+        ] {
             assert!(parts(path).is_err(), "{path:?}");
         }
         assert_eq!(parts(b"./a//b/"), Ok(vec![&b"a"[..], b"b"]));

@@ -26,11 +26,14 @@ impl Hasher {
     }
 
     pub(super) fn hex(self) -> String {
-        self.0.finalize().iter().fold(String::with_capacity(64), |mut hex, byte| {
-            // Writing to a string can't fail.
-            let _written = write!(hex, "{byte:02x}");
-            hex
-        })
+        self.0
+            .finalize()
+            .iter()
+            .fold(String::with_capacity(64), |mut hex, byte| {
+                // Writing to a string can't fail.
+                let _written = write!(hex, "{byte:02x}");
+                hex
+            })
     }
 }
 
@@ -60,19 +63,30 @@ pub(super) fn for_record(file: &File) -> Option<String> {
         return None;
     }
     // One more, to see that it has grown meanwhile.
-    of_file(file, MAX_PUT_BYTES + 1).ok().filter(|(_, count)| *count <= MAX_PUT_BYTES).map(|(sha256, _)| sha256)
+    of_file(file, MAX_PUT_BYTES + 1)
+        .ok()
+        .filter(|(_, count)| *count <= MAX_PUT_BYTES)
+        .map(|(sha256, _)| sha256)
 }
 
 /// As [`for_record`], of the regular file that has this name; a link is not followed.
 pub(super) fn of_entry(directory: impl AsFd, name: impl Arg) -> Option<String> {
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let flags =
+        OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let file = File::from(openat(directory, name, flags, Mode::empty()).ok()?);
     let stat = fstat(&file).ok()?;
-    (path::kind(&stat) == FileType::File).then(|| for_record(&file)).flatten()
+    (path::kind(&stat) == FileType::File)
+        .then(|| for_record(&file))
+        .flatten()
 }
 
 /// Reads from `start` up to `end`, or to the end of the file when it comes first.
-pub(super) fn for_each_piece<E: From<io::Error>>(file: &File, start: u64, end: u64, mut take: impl FnMut(&[u8]) -> Result<(), E>) -> Result<(), E> {
+pub(super) fn for_each_piece<E: From<io::Error>>(
+    file: &File,
+    start: u64,
+    end: u64,
+    mut take: impl FnMut(&[u8]) -> Result<(), E>,
+) -> Result<(), E> {
     let mut buffer = vec![0; MAX_DATA];
     let mut at = start;
     while at < end {

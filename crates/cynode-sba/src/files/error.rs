@@ -39,7 +39,10 @@ impl Failure {
     /// The system refused `doing` (such as "opening") on `path`.
     pub(super) fn system(errno: Errno, doing: &str, path: &[u8]) -> Self {
         let name = errno_name(errno);
-        let mut error = AgentError::new(code_of(errno), format!("{doing} {}: {} ({name})", shown(path), meaning(errno)));
+        let mut error = AgentError::new(
+            code_of(errno),
+            format!("{doing} {}: {} ({name})", shown(path), meaning(errno)),
+        );
         error.errno = Some(name);
         Self::Refused(error)
     }
@@ -48,7 +51,10 @@ impl Failure {
     pub(super) fn io(error: &io::Error, doing: &str, path: &[u8]) -> Self {
         match Errno::from_io_error(error) {
             Some(errno) => Self::system(errno, doing, path),
-            None => Self::new(ErrorCode::Internal, format!("{doing} {}: {error}", shown(path))),
+            None => Self::new(
+                ErrorCode::Internal,
+                format!("{doing} {}: {error}", shown(path)),
+            ),
         }
     }
 }
@@ -73,7 +79,9 @@ impl<T> Doing<T> for io::Result<T> {
 fn code_of(errno: Errno) -> ErrorCode {
     match errno {
         Errno::NOENT => ErrorCode::NotFound,
-        Errno::ACCESS | Errno::PERM | Errno::ROFS | Errno::TXTBSY | Errno::BUSY => ErrorCode::PermissionDenied,
+        Errno::ACCESS | Errno::PERM | Errno::ROFS | Errno::TXTBSY | Errno::BUSY => {
+            ErrorCode::PermissionDenied
+        }
         Errno::NOTDIR => ErrorCode::NotADirectory,
         // ENXIO: a socket, or a device without a driver, was opened.
         Errno::ISDIR | Errno::NXIO => ErrorCode::NotAFile,
@@ -81,7 +89,9 @@ fn code_of(errno: Errno) -> ErrorCode {
         Errno::EXIST => ErrorCode::AlreadyExists,
         Errno::NOSPC | Errno::DQUOT => ErrorCode::NoSpace,
         Errno::FBIG => ErrorCode::TooLarge,
-        Errno::NAMETOOLONG | Errno::LOOP | Errno::INVAL | Errno::XDEV | Errno::ILSEQ => ErrorCode::InvalidRequest,
+        Errno::NAMETOOLONG | Errno::LOOP | Errno::INVAL | Errno::XDEV | Errno::ILSEQ => {
+            ErrorCode::InvalidRequest
+        }
         _ => ErrorCode::Internal,
     }
 }
@@ -165,7 +175,10 @@ mod tests {
         let error = refused(Failure::system(Errno::NOENT, "opening", b"a\nb\xff"));
         assert_eq!(error.code, ErrorCode::NotFound);
         assert_eq!(error.errno.as_deref(), Some("ENOENT"));
-        assert_eq!(error.message, "opening 'a\\nb\\xff': no such file or directory (ENOENT)");
+        assert_eq!(
+            error.message,
+            "opening 'a\\nb\\xff': no such file or directory (ENOENT)"
+        );
     }
 
     #[test]
@@ -187,7 +200,11 @@ mod tests {
             (Errno::MFILE, ErrorCode::Internal),
             (Errno::from_raw_os_error(4_000), ErrorCode::Internal),
         ] {
-            assert_eq!(refused(Failure::system(errno, "x", b"y")).code, code, "{errno:?}");
+            assert_eq!(
+                refused(Failure::system(errno, "x", b"y")).code,
+                code,
+                "{errno:?}"
+            );
         }
     }
 

@@ -55,13 +55,31 @@ const MAX_BASE: usize = 1_024;
 impl Files {
     pub(super) fn export_patch(&self, base: Option<&str>, peer: &mut Peer) -> Outcome<()> {
         if let Some(base) = base
-            && (base.is_empty() || base.len() > MAX_BASE || base.starts_with('-') || base.chars().any(char::is_control))
+            && (base.is_empty()
+                || base.len() > MAX_BASE
+                || base.starts_with('-')
+                || base.chars().any(char::is_control))
         {
-            return Err(Failure::invalid(format!("'{}' is not the name of a commit", escaped(base.as_bytes()))));
+            return Err(Failure::invalid(format!(
+                "'{}' is not the name of a commit",
+                escaped(base.as_bytes())
+            )));
         }
-        let git = Git { root: &self.root, scratch: Scratch::new()? };
-        if git.line(&["rev-parse", "--is-inside-work-tree"])?.is_none_or(|line| line != "true") {
-            return Err(Failure::new(ErrorCode::NotARepository, format!("{} is not a git repository with a work tree", self.root.display())));
+        let git = Git {
+            root: &self.root,
+            scratch: Scratch::new()?,
+        };
+        if git
+            .line(&["rev-parse", "--is-inside-work-tree"])?
+            .is_none_or(|line| line != "true")
+        {
+            return Err(Failure::new(
+                ErrorCode::NotARepository,
+                format!(
+                    "{} is not a git repository with a work tree",
+                    self.root.display()
+                ),
+            ));
         }
         let base = git.base(base)?;
         git.copy_index()?;
@@ -79,14 +97,20 @@ struct Git<'a> {
 impl Git<'_> {
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new("git");
-        command.env_clear().current_dir(self.root).stdin(Stdio::null());
+        command
+            .env_clear()
+            .current_dir(self.root)
+            .stdin(Stdio::null());
         for name in ["PATH", "HOME"] {
             if let Some(value) = std::env::var_os(name) {
                 command.env(name, value);
             }
         }
         if std::env::var_os("PATH").is_none() {
-            command.env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
+            command.env(
+                "PATH",
+                "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            );
         }
         command
             .env("LC_ALL", "C")
@@ -112,19 +136,35 @@ impl Git<'_> {
     }
 
     fn start(&self, command: &mut Command) -> Outcome<Child> {
-        command.stderr(self.scratch.create("stderr")?).spawn().map_err(|error| {
-            let mut failure = AgentError::new(ErrorCode::ExecFailed, format!("git can't be started in this sandbox: {error}"));
-            failure.errno = (error.kind() == io::ErrorKind::NotFound).then(|| "ENOENT".to_owned());
-            Failure::Refused(failure)
-        })
+        command
+            .stderr(self.scratch.create("stderr")?)
+            .spawn()
+            .map_err(|error| {
+                let mut failure = AgentError::new(
+                    ErrorCode::ExecFailed,
+                    format!("git can't be started in this sandbox: {error}"),
+                );
+                failure.errno =
+                    (error.kind() == io::ErrorKind::NotFound).then(|| "ENOENT".to_owned());
+                Failure::Refused(failure)
+            })
     }
 
     /// What git said when it failed.
     fn complaint(&self, doing: &str, status: ExitStatus) -> Failure {
         let mut text = vec![0; MAX_STDERR];
-        let read = self.scratch.open("stderr").and_then(|mut file| file.read(&mut text).doing("reading", b"stderr"));
+        let read = self
+            .scratch
+            .open("stderr")
+            .and_then(|mut file| file.read(&mut text).doing("reading", b"stderr"));
         text.truncate(read.unwrap_or(0));
-        Failure::new(ErrorCode::Internal, format!("git {doing} failed ({status}): {}", escaped(text.trim_ascii())))
+        Failure::new(
+            ErrorCode::Internal,
+            format!(
+                "git {doing} failed ({status}): {}",
+                escaped(text.trim_ascii())
+            ),
+        )
     }
 
     /// The first line of what a command prints; `None` when it fails.
@@ -132,10 +172,15 @@ impl Git<'_> {
         let mut child = self.spawn(arguments)?;
         let mut output = Vec::new();
         if let Some(stdout) = child.stdout.take() {
-            stdout.take(MAX_DATA as u64).read_to_end(&mut output).doing("reading from", b"git")?;
+            stdout
+                .take(MAX_DATA as u64)
+                .read_to_end(&mut output)
+                .doing("reading from", b"git")?;
         }
         let status = child.wait().doing("waiting for", b"git")?;
-        Ok(status.success().then(|| String::from_utf8_lossy(&output).trim_end().to_owned()))
+        Ok(status
+            .success()
+            .then(|| String::from_utf8_lossy(&output).trim_end().to_owned()))
     }
 
     /// Puts the names of untracked files into the private index.
@@ -145,30 +190,48 @@ impl Git<'_> {
         if let Some(objects) = self.line(&["rev-parse", "--git-path", "objects"])? {
             let own = self.scratch.path.join("objects");
             path::make_directories(&own)?;
-            command.env("GIT_OBJECT_DIRECTORY", own).env("GIT_ALTERNATE_OBJECT_DIRECTORIES", self.root.join(objects));
+            command
+                .env("GIT_OBJECT_DIRECTORY", own)
+                .env("GIT_ALTERNATE_OBJECT_DIRECTORIES", self.root.join(objects));
         }
         let mut child = self.start(command.stdout(Stdio::null()))?;
         let status = child.wait().doing("waiting for", b"git")?;
-        if status.success() { Ok(()) } else { Err(self.complaint("add", status)) }
+        if status.success() {
+            Ok(())
+        } else {
+            Err(self.complaint("add", status))
+        }
     }
 
     /// The tree to compare with, as a hash.
     fn base(&self, base: Option<&str>) -> Outcome<String> {
         let name = base.unwrap_or("HEAD");
-        if let Some(tree) = self.line(&["rev-parse", "--verify", "--quiet", &format!("{name}^{{tree}}")])? {
+        if let Some(tree) = self.line(&[
+            "rev-parse",
+            "--verify",
+            "--quiet",
+            &format!("{name}^{{tree}}"),
+        ])? {
             return Ok(tree);
         }
-        if base.is_none_or(|base| base == "HEAD") && self.line(&["symbolic-ref", "--quiet", "HEAD"])?.is_some() {
+        if base.is_none_or(|base| base == "HEAD")
+            && self.line(&["symbolic-ref", "--quiet", "HEAD"])?.is_some()
+        {
             // No commit yet: everything is new.
             if let Some(empty) = self.line(&["hash-object", "-t", "tree", "/dev/null"])? {
                 return Ok(empty);
             }
         }
-        Err(Failure::invalid(format!("the repository has no commit '{}'", escaped(name.as_bytes()))))
+        Err(Failure::invalid(format!(
+            "the repository has no commit '{}'",
+            escaped(name.as_bytes())
+        )))
     }
 
     fn copy_index(&self) -> Outcome<()> {
-        let Some(directory) = self.line(&["rev-parse", "--absolute-git-dir"])? else { return Ok(()) };
+        let Some(directory) = self.line(&["rev-parse", "--absolute-git-dir"])? else {
+            return Ok(());
+        };
         let index = Path::new(&directory).join("index");
         if path::stat_if_any(&index)?.is_none() {
             return Ok(());
@@ -220,20 +283,35 @@ impl Scratch {
     fn new() -> Outcome<Self> {
         // Not in the work tree, where the diff would find it.
         let mut last = None;
-        for parent in [Path::new("/tmp"), Path::new("/dev/shm"), Path::new("/var/tmp")] {
+        for parent in [
+            Path::new("/tmp"),
+            Path::new("/dev/shm"),
+            Path::new("/var/tmp"),
+        ] {
             match with_hidden_name(|name| mkdirat(CWD, parent.join(name), Mode::RWXU)) {
-                Ok((name, ())) => return Ok(Self { path: parent.join(name) }),
+                Ok((name, ())) => {
+                    return Ok(Self {
+                        path: parent.join(name),
+                    });
+                }
                 Err(errno) => last = Some((errno, parent)),
             }
         }
         let (errno, parent) = last.unwrap_or((rustix::io::Errno::NOENT, Path::new("/tmp")));
-        Err(Failure::system(errno, "making a temporary directory in", parent.as_os_str().as_bytes()))
+        Err(Failure::system(
+            errno,
+            "making a temporary directory in",
+            parent.as_os_str().as_bytes(),
+        ))
     }
 
     fn create(&self, name: &str) -> Outcome<File> {
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let flags =
+            OFlags::RDWR | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let path = self.path.join(name);
-        Ok(openat(CWD, &path, flags, Mode::RUSR | Mode::WUSR).doing("making", path::bytes(&path))?.into())
+        Ok(openat(CWD, &path, flags, Mode::RUSR | Mode::WUSR)
+            .doing("making", path::bytes(&path))?
+            .into())
     }
 
     fn open(&self, name: &str) -> Outcome<File> {
@@ -243,8 +321,15 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        let Ok((parent, name)) = path::split(&self.path) else { return };
-        if let Ok(parent) = openat(CWD, parent, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
+        let Ok((parent, name)) = path::split(&self.path) else {
+            return;
+        };
+        if let Ok(parent) = openat(
+            CWD,
+            parent,
+            OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        ) {
             // What remains is a temporary file too many.
             let _gone = remove_tree(parent, name, &self.path);
         }
@@ -259,7 +344,14 @@ mod tests {
 
     fn git(sandbox: &Sandbox, arguments: &[&str]) {
         let output = Command::new("git")
-            .args(["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "init.defaultBranch=main"])
+            .args([
+                "-c",
+                "user.name=x",
+                "-c",
+                "user.email=x@example.org",
+                "-c",
+                "init.defaultBranch=main",
+            ])
             .args(arguments)
             .current_dir(&sandbox.files.root)
             .env_clear()
@@ -267,11 +359,20 @@ mod tests {
             .env("HOME", "/nonexistent")
             .output()
             .expect("git runs");
-        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{arguments:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
     }
 
     fn ask(sandbox: &Sandbox, base: Option<&str>) -> Answer {
-        sandbox.ask(FileOp::ExportPatch { base: base.map(str::to_owned) }, b"")
+        sandbox.ask(
+            FileOp::ExportPatch {
+                base: base.map(str::to_owned),
+            },
+            b"",
+        )
     }
 
     fn exported(sandbox: &Sandbox, base: Option<&str>) -> String {
@@ -303,7 +404,8 @@ mod tests {
         git(&sandbox, &["add", "staged"]);
         std::fs::remove_file(sandbox.path("deleted")).expect("removed");
         std::fs::rename(sandbox.path("old-name"), sandbox.path("new-name")).expect("renamed");
-        std::fs::set_permissions(sandbox.path("kept"), std::fs::Permissions::from_mode(0o755)).expect("mode");
+        std::fs::set_permissions(sandbox.path("kept"), std::fs::Permissions::from_mode(0o755))
+            .expect("mode");
         let index = sandbox.get(".git/index");
         let objects = || walkdir(&sandbox.path(".git/objects"));
         let before = objects();
@@ -311,10 +413,34 @@ mod tests {
         assert_eq!(sandbox.get(".git/index"), index);
         assert_eq!(objects(), before);
         assert!(!diff.contains("secret"));
-        copy.files.patch(diff.as_bytes(), 1, false).unwrap_or_else(|failure| panic!("{failure:?}\n{diff}"));
-        assert_eq!(copy.names("."), [".git", ".gitignore", "empty", "kept", "modified", "new-name", "staged", "untracked"]);
-        assert_eq!((copy.get("modified"), copy.get("untracked/dir/file é")), (b"two\n".to_vec(), b"new\n".to_vec()));
-        assert_eq!(std::fs::metadata(copy.path("kept")).expect("stat").permissions().mode() & 0o111, 0o111);
+        copy.files
+            .patch(diff.as_bytes(), 1, false)
+            .unwrap_or_else(|failure| panic!("{failure:?}\n{diff}"));
+        assert_eq!(
+            copy.names("."),
+            [
+                ".git",
+                ".gitignore",
+                "empty",
+                "kept",
+                "modified",
+                "new-name",
+                "staged",
+                "untracked"
+            ]
+        );
+        assert_eq!(
+            (copy.get("modified"), copy.get("untracked/dir/file é")),
+            (b"two\n".to_vec(), b"new\n".to_vec())
+        );
+        assert_eq!(
+            std::fs::metadata(copy.path("kept"))
+                .expect("stat")
+                .permissions()
+                .mode()
+                & 0o111,
+            0o111
+        );
         assert_eq!(exported(&sandbox, Some("HEAD")), diff);
     }
 
@@ -323,7 +449,11 @@ mod tests {
             .expect("listed")
             .flat_map(|entry| {
                 let path = entry.expect("entry").path();
-                if path.is_dir() { walkdir(&path) } else { vec![path] }
+                if path.is_dir() {
+                    walkdir(&path)
+                } else {
+                    vec![path]
+                }
             })
             .collect();
         found.sort();
@@ -341,7 +471,10 @@ mod tests {
         sandbox.put("binary", b"\0\x01\x02");
         symlink("kept", sandbox.path("link")).expect("link");
         let diff = exported(&sandbox, None);
-        assert!(diff.contains("GIT binary patch") && diff.contains("new file mode 120000"), "{diff}");
+        assert!(
+            diff.contains("GIT binary patch") && diff.contains("new file mode 120000"),
+            "{diff}"
+        );
     }
 
     #[test]
@@ -361,7 +494,11 @@ mod tests {
         assert_eq!(exported(&sandbox, None), "");
         assert!(exported(&sandbox, Some("HEAD~1")).contains("b/second"));
         for base in ["nonsense", "--output=/tmp/x", "", "HEAD~1..HEAD", "a\nb"] {
-            assert_eq!(ask(&sandbox, Some(base)).error().code, ErrorCode::InvalidRequest, "{base:?}");
+            assert_eq!(
+                ask(&sandbox, Some(base)).error().code,
+                ErrorCode::InvalidRequest,
+                "{base:?}"
+            );
         }
     }
 
@@ -373,19 +510,29 @@ mod tests {
         let inner = Files::new(outer.path("sub"));
         std::fs::create_dir(&inner.root).expect("made");
         let (agent, _worker) = std::os::unix::net::UnixStream::pair().expect("pair");
-        assert_eq!(code(inner.export_patch(None, &mut Peer::from_stream(agent))), ErrorCode::NotARepository);
+        assert_eq!(
+            code(inner.export_patch(None, &mut Peer::from_stream(agent))),
+            ErrorCode::NotARepository
+        );
     }
 
     #[test]
     fn the_repository_s_own_settings_do_not_change_the_form() {
         let sandbox = repository();
-        for (key, value) in
-            [("diff.noprefix", "true"), ("color.ui", "always"), ("diff.external", "false"), ("diff.mnemonicPrefix", "true"), ("core.fsmonitor", "false")]
-        {
+        for (key, value) in [
+            ("diff.noprefix", "true"),
+            ("color.ui", "always"),
+            ("diff.external", "false"),
+            ("diff.mnemonicPrefix", "true"),
+            ("core.fsmonitor", "false"),
+        ] {
             git(&sandbox, &["config", key, value]);
         }
         sandbox.put("modified", "two\n");
         let diff = exported(&sandbox, None);
-        assert!(diff.starts_with("diff --git a/modified b/modified\n"), "{diff}");
+        assert!(
+            diff.starts_with("diff --git a/modified b/modified\n"),
+            "{diff}"
+        );
     }
 }

@@ -33,7 +33,12 @@ const MAX_DIRECTORY_BYTES: usize = 16 * 1024 * 1024;
 impl Files {
     pub(super) fn import(&self, path: &[u8], body: Body<'_>) -> Outcome<FileChanges> {
         let place = self.locate(path)?;
-        let mut archive = Archive::new(Source { body, piece: Vec::new(), at: 0, ended: false });
+        let mut archive = Archive::new(Source {
+            body,
+            piece: Vec::new(),
+            at: 0,
+            ended: false,
+        });
         // Nothing is made for what is no archive. One that only says that it ends is one of an empty directory.
         let first = archive.next_entry()?;
         if first.is_none() && !archive.has_end_marker() {
@@ -41,11 +46,20 @@ impl Files {
         }
         path::make_directories(&place)?;
         let root = Confined::open(&place).doing("opening", path::bytes(&place))?;
-        let mut import = Import { root, prefix: path::printed_prefix(path), directories: Vec::new(), directory_bytes: 0, changes: FileChanges::default() };
+        let mut import = Import {
+            root,
+            prefix: path::printed_prefix(path),
+            directories: Vec::new(),
+            directory_bytes: 0,
+            changes: FileChanges::default(),
+        };
         match import.all(first, &mut archive) {
             Ok(()) => Ok(import.finish()),
             // What came before the fault stays, and is told.
-            Err(Failure::Refused(error)) => Err(Failure::Refused(AgentError { changed: Some(import.changes), ..error })),
+            Err(Failure::Refused(error)) => Err(Failure::Refused(AgentError {
+                changed: Some(import.changes),
+                ..error
+            })),
             Err(failure) => Err(failure),
         }
     }
@@ -56,14 +70,19 @@ fn broken(what: &str) -> Failure {
 }
 
 fn refuse(name: &[u8], what: &str) -> Failure {
-    Failure::invalid(format!("the archive's entry {} can't be unpacked: {what}; what came before it stays", shown(name)))
+    Failure::invalid(format!(
+        "the archive's entry {} can't be unpacked: {what}; what came before it stays",
+        shown(name)
+    ))
 }
 
 impl From<cynode_archive::Error> for Failure {
     fn from(error: cynode_archive::Error) -> Self {
         match error {
             cynode_archive::Error::Archive(problem) => broken(&format!("it {problem}")),
-            cynode_archive::Error::Entry { path, problem } => refuse(&path, &format!("it {problem}")),
+            cynode_archive::Error::Entry { path, problem } => {
+                refuse(&path, &format!("it {problem}"))
+            }
         }
     }
 }
@@ -122,7 +141,11 @@ impl Import {
 
     /// Hash of the regular file that has this name, when there is room to say it.
     fn hash(&self, directory: &OwnedFd, name: &[u8]) -> Option<String> {
-        if self.changes.has_room() { digest::of_entry(directory, name) } else { None }
+        if self.changes.has_room() {
+            digest::of_entry(directory, name)
+        } else {
+            None
+        }
     }
 
     fn entry(&mut self, entry: &Entry, archive: &mut Archive<Source<'_>>) -> Outcome<()> {
@@ -142,7 +165,9 @@ impl Import {
 
     /// The directory that an entry goes into, and the entry's own name.
     fn parent<'a>(&self, name: &[u8], parts: &[&'a [u8]]) -> Outcome<(OwnedFd, &'a [u8])> {
-        let Some((last, parents)) = parts.split_last() else { return Err(refuse(name, "the path is empty")) };
+        let Some((last, parents)) = parts.split_last() else {
+            return Err(refuse(name, "the path is empty"));
+        };
         Ok((self.make(name, parents)?, last))
     }
 
@@ -151,9 +176,15 @@ impl Import {
     }
 
     fn make_with(&self, name: &[u8], parts: &[&[u8]], made: impl FnMut(usize)) -> Outcome<OwnedFd> {
-        match self.root.make_directory(parts, Mode::from_raw_mode(0o755), made) {
+        match self
+            .root
+            .make_directory(parts, Mode::from_raw_mode(0o755), made)
+        {
             Ok(directory) => Ok(directory),
-            Err(Errno::XDEV) => Err(refuse(name, "its path passes through a symbolic link that leads outside")),
+            Err(Errno::XDEV) => Err(refuse(
+                name,
+                "its path passes through a symbolic link that leads outside",
+            )),
             Err(Errno::NOTDIR) => Err(refuse(name, "a part of its path is not a directory")),
             Err(errno) => Err(Failure::system(errno, "unpacking", name)),
         }
@@ -167,7 +198,9 @@ impl Import {
         }
         // One that was closed before must let its entries in.
         let (above, last) = self.parent(name, parts)?;
-        if statat(&above, last, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|stat| path::kind(&stat) == FileType::Dir && stat.st_mode & 0o700 != 0o700) {
+        if statat(&above, last, AtFlags::SYMLINK_NOFOLLOW)
+            .is_ok_and(|stat| path::kind(&stat) == FileType::Dir && stat.st_mode & 0o700 != 0o700)
+        {
             chmodat(&above, last, Mode::RWXU, AtFlags::empty()).doing("unpacking", name)?;
         }
         if self.directory_bytes + name.len() <= MAX_DIRECTORY_BYTES {
@@ -178,10 +211,18 @@ impl Import {
     }
 
     /// The content waits out of sight until it is whole: an archive or a disk that ends within it leaves what was there.
-    fn file(&mut self, entry: &Entry, parts: &[&[u8]], archive: &mut Archive<Source<'_>>) -> Outcome<()> {
+    fn file(
+        &mut self,
+        entry: &Entry,
+        parts: &[&[u8]],
+        archive: &mut Archive<Source<'_>>,
+    ) -> Outcome<()> {
         let name = &entry.path;
         let (directory, last) = self.parent(name, parts)?;
-        let mut staged = directory.try_clone().doing("unpacking", name).and_then(|directory| Staged::new(directory).doing("unpacking", name))?;
+        let mut staged = directory
+            .try_clone()
+            .doing("unpacking", name)
+            .and_then(|directory| Staged::new(directory).doing("unpacking", name))?;
         let mut hasher = self.changes.has_room().then(digest::Hasher::default);
         archive.read(|bytes| {
             if let Some(hasher) = &mut hasher {
@@ -195,7 +236,9 @@ impl Import {
             Err(Errno::ISDIR) => return Err(directory_in_the_way(name)),
             result => result.doing("unpacking", name)?,
         }
-        self.tell(parts, |change| change.before(before).after(hasher.map(digest::Hasher::hex)));
+        self.tell(parts, |change| {
+            change.before(before).after(hasher.map(digest::Hasher::hex))
+        });
         Ok(())
     }
 
@@ -203,28 +246,52 @@ impl Import {
         let (directory, last) = self.parent(name, parts)?;
         let before = self.hash(&directory, last);
         replacing(name, &directory, last, || symlinkat(link, &directory, last))?;
-        self.tell(parts, |change| change.of_kind(FileType::Symlink).before(before));
+        self.tell(parts, |change| {
+            change.of_kind(FileType::Symlink).before(before)
+        });
         // Not every file system keeps times of links.
-        let _tried = utimensat(&directory, last, &times(mtime, 0), AtFlags::SYMLINK_NOFOLLOW);
+        let _tried = utimensat(
+            &directory,
+            last,
+            &times(mtime, 0),
+            AtFlags::SYMLINK_NOFOLLOW,
+        );
         Ok(())
     }
 
     fn hard_link(&mut self, name: &[u8], parts: &[&[u8]], link: &[u8]) -> Outcome<()> {
-        let target = confined::parts(link).map_err(|reason| refuse(name, &format!("its link target is not valid: {reason}")))?;
-        let Some((target_name, target_parents)) = target.split_last() else { return Err(refuse(name, "its link target is empty")) };
+        let target = confined::parts(link)
+            .map_err(|reason| refuse(name, &format!("its link target is not valid: {reason}")))?;
+        let Some((target_name, target_parents)) = target.split_last() else {
+            return Err(refuse(name, "its link target is empty"));
+        };
         let gone = |_| refuse(name, "its link target is not in the directory");
         let target_directory = self.root.directory(target_parents).map_err(gone)?;
-        let stat = statat(&target_directory, *target_name, AtFlags::SYMLINK_NOFOLLOW).map_err(gone)?;
+        let stat =
+            statat(&target_directory, *target_name, AtFlags::SYMLINK_NOFOLLOW).map_err(gone)?;
         if path::kind(&stat) != FileType::File {
             return Err(refuse(name, "its link target is not a regular file"));
         }
         let (directory, last) = self.parent(name, parts)?;
         // Replacing a file by a link to itself would lose it.
-        if statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|old| (old.st_dev, old.st_ino) == (stat.st_dev, stat.st_ino)) {
+        if statat(&directory, last, AtFlags::SYMLINK_NOFOLLOW)
+            .is_ok_and(|old| (old.st_dev, old.st_ino) == (stat.st_dev, stat.st_ino))
+        {
             return Ok(());
         }
-        let (before, after) = (self.hash(&directory, last), self.hash(&target_directory, target_name));
-        replacing(name, &directory, last, || linkat(&target_directory, *target_name, &directory, last, AtFlags::empty()))?;
+        let (before, after) = (
+            self.hash(&directory, last),
+            self.hash(&target_directory, target_name),
+        );
+        replacing(name, &directory, last, || {
+            linkat(
+                &target_directory,
+                *target_name,
+                &directory,
+                last,
+                AtFlags::empty(),
+            )
+        })?;
         self.tell(parts, |change| change.before(before).after(after));
         Ok(())
     }
@@ -233,12 +300,25 @@ impl Import {
     fn finish(self) -> FileChanges {
         for (path, mode, mtime) in self.directories.into_iter().rev() {
             let parts: Vec<&[u8]> = path.split(|byte| *byte == b'/').collect();
-            let Some((last, parents)) = parts.split_last() else { continue };
+            let Some((last, parents)) = parts.split_last() else {
+                continue;
+            };
             if let Ok(directory) = self.root.directory(parents)
-                && statat(&directory, *last, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|stat| path::kind(&stat) == FileType::Dir)
+                && statat(&directory, *last, AtFlags::SYMLINK_NOFOLLOW)
+                    .is_ok_and(|stat| path::kind(&stat) == FileType::Dir)
             {
-                let _times = utimensat(&directory, *last, &times(mtime, 0), AtFlags::SYMLINK_NOFOLLOW);
-                let _mode = chmodat(&directory, *last, Mode::from_raw_mode(mode), AtFlags::empty());
+                let _times = utimensat(
+                    &directory,
+                    *last,
+                    &times(mtime, 0),
+                    AtFlags::SYMLINK_NOFOLLOW,
+                );
+                let _mode = chmodat(
+                    &directory,
+                    *last,
+                    Mode::from_raw_mode(mode),
+                    AtFlags::empty(),
+                );
             }
         }
         self.changes
@@ -246,11 +326,19 @@ impl Import {
 }
 
 fn directory_in_the_way(name: &[u8]) -> Failure {
-    Failure::new(ErrorCode::AlreadyExists, format!("unpacking {}: a directory has its name", shown(name)))
+    Failure::new(
+        ErrorCode::AlreadyExists,
+        format!("unpacking {}: a directory has its name", shown(name)),
+    )
 }
 
 /// Makes an entry, after deleting what has its name when that is no directory.
-fn replacing<T>(name: &[u8], directory: &OwnedFd, last: &[u8], mut make: impl FnMut() -> Result<T, Errno>) -> Outcome<T> {
+fn replacing<T>(
+    name: &[u8],
+    directory: &OwnedFd,
+    last: &[u8],
+    mut make: impl FnMut() -> Result<T, Errno>,
+) -> Outcome<T> {
     match make() {
         Err(Errno::EXIST) => {
             match unlinkat(directory, last, AtFlags::empty()) {

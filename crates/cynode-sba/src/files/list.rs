@@ -12,7 +12,9 @@ use std::{
     time::{Duration, Instant, SystemTime},
 };
 
-use cynode_api::{Base64Bytes, FileEntry, FileType, ListRequest, ListResult, file_limits, json_text_bytes};
+use cynode_api::{
+    Base64Bytes, FileEntry, FileType, ListRequest, ListResult, file_limits, json_text_bytes,
+};
 use rustix::{
     fs::{AtFlags, CWD, Mode, OFlags, Stat, openat, readlinkat, statat},
     io::Errno,
@@ -36,16 +38,27 @@ impl Files {
         };
         let depth = request.depth.unwrap_or(1);
         if depth == 0 || depth > file_limits::MAX_DEPTH {
-            return Err(Failure::invalid(format!("depth must be from 1 to {}", file_limits::MAX_DEPTH)));
+            return Err(Failure::invalid(format!(
+                "depth must be from 1 to {}",
+                file_limits::MAX_DEPTH
+            )));
         }
         let max_entries = request.max_entries.unwrap_or(file_limits::DEFAULT_ENTRIES);
         if max_entries == 0 || max_entries > file_limits::MAX_ENTRIES {
-            return Err(Failure::invalid(format!("max_entries must be from 1 to {}", file_limits::MAX_ENTRIES)));
+            return Err(Failure::invalid(format!(
+                "max_entries must be from 1 to {}",
+                file_limits::MAX_ENTRIES
+            )));
         }
 
         let place = self.locate(asked)?;
         let prefix = path::printed_prefix(asked);
-        let top = match openat(CWD, &place, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()) {
+        let top = match openat(
+            CWD,
+            &place,
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        ) {
             Ok(top) => top,
             Err(Errno::NOTDIR | Errno::NOENT) => return single(&place, &prefix),
             Err(errno) => return Err(Failure::system(errno, "listing", path::bytes(&place))),
@@ -60,7 +73,9 @@ impl Files {
             bytes: 0,
             truncated: false,
         };
-        listing.add_directory(&top, b"").doing("listing", path::bytes(&place))?;
+        listing
+            .add_directory(&top, b"")
+            .doing("listing", path::bytes(&place))?;
         while let Some(directory) = listing.pending.pop_first() {
             if directory.split(|byte| *byte == b'/').count() >= depth as usize {
                 continue;
@@ -77,10 +92,16 @@ impl Files {
 
 /// A path that is no directory is listed as itself.
 fn single(place: &Path, prefix: &[u8]) -> Outcome<ListResult> {
-    let stat = statat(CWD, place, AtFlags::SYMLINK_NOFOLLOW).doing("listing", path::bytes(place))?;
-    let target = (path::kind(&stat) == FileType::Symlink).then(|| readlinkat(CWD, place, Vec::new()).ok()).flatten();
+    let stat =
+        statat(CWD, place, AtFlags::SYMLINK_NOFOLLOW).doing("listing", path::bytes(place))?;
+    let target = (path::kind(&stat) == FileType::Symlink)
+        .then(|| readlinkat(CWD, place, Vec::new()).ok())
+        .flatten();
     let entry = entry(prefix, &stat, target.as_deref().map(CStr::to_bytes));
-    Ok(ListResult { entries: vec![entry], truncated: false })
+    Ok(ListResult {
+        entries: vec![entry],
+        truncated: false,
+    })
 }
 
 struct Listing {
@@ -101,21 +122,32 @@ struct Listing {
 impl Listing {
     fn descend(&mut self, top: &OwnedFd, relative: &[u8]) {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        match openat(top, relative, flags, Mode::empty()).and_then(|directory| self.add_directory(&directory, relative)) {
+        match openat(top, relative, flags, Mode::empty())
+            .and_then(|directory| self.add_directory(&directory, relative))
+        {
             // What may not be read has no entries, and what went away meanwhile has none either.
-            Ok(()) | Err(Errno::ACCESS | Errno::PERM | Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => {}
+            Ok(())
+            | Err(Errno::ACCESS | Errno::PERM | Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => {}
             Err(_) => self.truncated = true,
         }
     }
 
     fn add_directory(&mut self, directory: &OwnedFd, relative: &[u8]) -> Result<(), Errno> {
-        let (names, complete) = names::smallest(directory, self.max_entries, self.deadline, |name| self.hidden || !name.starts_with(b"."))?;
+        let (names, complete) =
+            names::smallest(directory, self.max_entries, self.deadline, |name| {
+                self.hidden || !name.starts_with(b".")
+            })?;
         self.truncated |= !complete;
         for name in names {
             let mut path = relative.to_vec();
             path::join(&mut path, &name.bytes);
             let full = self.kept.len() >= self.max_entries;
-            if full && self.kept.last_key_value().is_some_and(|(last, _)| *last < path) {
+            if full
+                && self
+                    .kept
+                    .last_key_value()
+                    .is_some_and(|(last, _)| *last < path)
+            {
                 self.truncated = true;
                 break;
             }
@@ -128,7 +160,9 @@ impl Listing {
                 self.drop_last();
             }
             let kind = path::kind(&stat);
-            let target = (kind == FileType::Symlink).then(|| readlinkat(directory, name.bytes.as_slice(), Vec::new()).ok()).flatten();
+            let target = (kind == FileType::Symlink)
+                .then(|| readlinkat(directory, name.bytes.as_slice(), Vec::new()).ok())
+                .flatten();
             let mut printed = self.prefix.clone();
             path::join(&mut printed, &path);
             if kind == FileType::Dir {
@@ -153,7 +187,10 @@ impl Listing {
     }
 
     fn finish(self) -> ListResult {
-        ListResult { entries: self.kept.into_values().collect(), truncated: self.truncated }
+        ListResult {
+            entries: self.kept.into_values().collect(),
+            truncated: self.truncated,
+        }
     }
 }
 
@@ -161,7 +198,10 @@ impl Listing {
 fn written_bytes(entry: &FileEntry) -> usize {
     // The names of its members, its numbers and its time.
     const REST: usize = 128;
-    let bytes = entry.path_b64.as_ref().map_or(0, |bytes| bytes.0.len().div_ceil(3) * 4);
+    let bytes = entry
+        .path_b64
+        .as_ref()
+        .map_or(0, |bytes| bytes.0.len().div_ceil(3) * 4);
     REST + json_text_bytes(&entry.path) + bytes + entry.target.as_deref().map_or(0, json_text_bytes)
 }
 
@@ -169,7 +209,10 @@ fn written_bytes(entry: &FileEntry) -> usize {
 pub(super) fn text(path: &[u8]) -> (String, Option<Base64Bytes>) {
     match std::str::from_utf8(path) {
         Ok(text) => (text.to_owned(), None),
-        Err(_) => (String::from_utf8_lossy(path).into_owned(), Some(Base64Bytes(path.to_vec()))),
+        Err(_) => (
+            String::from_utf8_lossy(path).into_owned(),
+            Some(Base64Bytes(path.to_vec())),
+        ),
     }
 }
 
@@ -192,9 +235,14 @@ fn modified(stat: &Stat) -> SystemTime {
     const YEAR_9999_ENDS: i64 = 253_402_300_799;
     let seconds = stat.st_mtime.clamp(YEAR_1, YEAR_9999_ENDS);
     let whole = Duration::from_secs(seconds.unsigned_abs());
-    let base = if seconds < 0 { SystemTime::UNIX_EPOCH.checked_sub(whole) } else { SystemTime::UNIX_EPOCH.checked_add(whole) };
+    let base = if seconds < 0 {
+        SystemTime::UNIX_EPOCH.checked_sub(whole)
+    } else {
+        SystemTime::UNIX_EPOCH.checked_add(whole)
+    };
     let nanos = Duration::from_nanos(stat.st_mtime_nsec.min(999_999_999));
-    base.and_then(|base| base.checked_add(nanos)).unwrap_or(SystemTime::UNIX_EPOCH)
+    base.and_then(|base| base.checked_add(nanos))
+        .unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
 #[cfg(test)]
@@ -205,14 +253,25 @@ mod tests {
 
     use super::{super::tests::*, *};
 
-    fn listed(sandbox: &Sandbox, path: Option<&str>, change: impl FnOnce(&mut ListRequest)) -> ListResult {
-        let mut request = ListRequest { path: path.map(str::to_owned), ..ListRequest::default() };
+    fn listed(
+        sandbox: &Sandbox,
+        path: Option<&str>,
+        change: impl FnOnce(&mut ListRequest),
+    ) -> ListResult {
+        let mut request = ListRequest {
+            path: path.map(str::to_owned),
+            ..ListRequest::default()
+        };
         change(&mut request);
         sandbox.files.list(&request).expect("listed")
     }
 
     fn paths(result: &ListResult) -> Vec<&str> {
-        result.entries.iter().map(|entry| entry.path.as_str()).collect()
+        result
+            .entries
+            .iter()
+            .map(|entry| entry.path.as_str())
+            .collect()
     }
 
     fn tree() -> Sandbox {
@@ -227,21 +286,54 @@ mod tests {
     #[test]
     fn a_listing_is_sorted_by_bytes_and_leaves_hidden_names_out() {
         let sandbox = tree();
-        assert_eq!(paths(&listed(&sandbox, None, |_| {})), ["a", "a-b", "b", "link"]);
-        assert_eq!(paths(&listed(&sandbox, None, |request| request.depth = Some(2))), ["a", "a-b", "a/x", "a/y", "b", "link"]);
-        assert_eq!(paths(&listed(&sandbox, None, |request| request.depth = Some(64))), ["a", "a-b", "a/x", "a/y", "a/y/z", "b", "link"]);
-        let hidden = listed(&sandbox, None, |request| (request.depth, request.hidden) = (Some(2), Some(true)));
-        assert_eq!(paths(&hidden), [".hidden", ".hidden/file", "a", "a-b", "a/.secret", "a/x", "a/y", "b", "link"]);
+        assert_eq!(
+            paths(&listed(&sandbox, None, |_| {})),
+            ["a", "a-b", "b", "link"]
+        );
+        assert_eq!(
+            paths(&listed(&sandbox, None, |request| request.depth = Some(2))),
+            ["a", "a-b", "a/x", "a/y", "b", "link"]
+        );
+        assert_eq!(
+            paths(&listed(&sandbox, None, |request| request.depth = Some(64))),
+            ["a", "a-b", "a/x", "a/y", "a/y/z", "b", "link"]
+        );
+        let hidden = listed(&sandbox, None, |request| {
+            (request.depth, request.hidden) = (Some(2), Some(true))
+        });
+        assert_eq!(
+            paths(&hidden),
+            [
+                ".hidden",
+                ".hidden/file",
+                "a",
+                "a-b",
+                "a/.secret",
+                "a/x",
+                "a/y",
+                "b",
+                "link"
+            ]
+        );
     }
 
     #[test]
     fn paths_are_relative_or_absolute_as_the_request_is() {
         let sandbox = tree();
-        assert_eq!(paths(&listed(&sandbox, Some("./a/"), |_| {})), ["a/x", "a/y"]);
+        assert_eq!(
+            paths(&listed(&sandbox, Some("./a/"), |_| {})),
+            ["a/x", "a/y"]
+        );
         let absolute = sandbox.path("a").to_str().expect("text").to_owned();
-        assert_eq!(paths(&listed(&sandbox, Some(&absolute), |_| {})), [format!("{absolute}/x"), format!("{absolute}/y")]);
+        assert_eq!(
+            paths(&listed(&sandbox, Some(&absolute), |_| {})),
+            [format!("{absolute}/x"), format!("{absolute}/y")]
+        );
         assert_eq!(paths(&listed(&sandbox, Some("a/x"), |_| {})), ["a/x"]);
-        assert_eq!(paths(&listed(&sandbox, Some("link"), |_| {})), ["link/x", "link/y"]);
+        assert_eq!(
+            paths(&listed(&sandbox, Some("link"), |_| {})),
+            ["link/x", "link/y"]
+        );
     }
 
     #[test]
@@ -250,10 +342,22 @@ mod tests {
         sandbox.fifo("pipe");
         symlink("nowhere", sandbox.path("dangling")).expect("link");
         let result = listed(&sandbox, None, |_| {});
-        let entry = |path: &str| result.entries.iter().find(|entry| entry.path == path).expect("listed");
-        assert_eq!((entry("a").kind, entry("b").kind, entry("pipe").kind), (FileType::Dir, FileType::File, FileType::Other));
+        let entry = |path: &str| {
+            result
+                .entries
+                .iter()
+                .find(|entry| entry.path == path)
+                .expect("listed")
+        };
+        assert_eq!(
+            (entry("a").kind, entry("b").kind, entry("pipe").kind),
+            (FileType::Dir, FileType::File, FileType::Other)
+        );
         assert_eq!((entry("b").size, entry("b").mode.len()), (5, 4));
-        assert_eq!((entry("link").kind, entry("link").target.as_deref()), (FileType::Symlink, Some("a")));
+        assert_eq!(
+            (entry("link").kind, entry("link").target.as_deref()),
+            (FileType::Symlink, Some("a"))
+        );
         let dangling = listed(&sandbox, Some("dangling"), |_| {});
         assert_eq!(dangling.entries[0].target.as_deref(), Some("nowhere"));
     }
@@ -264,10 +368,17 @@ mod tests {
         for number in (0..50).rev() {
             sandbox.put(&format!("d{number:02}/file"), "");
         }
-        let result = listed(&sandbox, None, |request| (request.depth, request.max_entries) = (Some(5), Some(5)));
-        assert_eq!(paths(&result), ["d00", "d00/file", "d01", "d01/file", "d02"]);
+        let result = listed(&sandbox, None, |request| {
+            (request.depth, request.max_entries) = (Some(5), Some(5))
+        });
+        assert_eq!(
+            paths(&result),
+            ["d00", "d00/file", "d01", "d01/file", "d02"]
+        );
         assert!(result.truncated);
-        let exact = listed(&sandbox, Some("d00"), |request| request.max_entries = Some(1));
+        let exact = listed(&sandbox, Some("d00"), |request| {
+            request.max_entries = Some(1)
+        });
         assert!(!exact.truncated);
     }
 
@@ -282,7 +393,12 @@ mod tests {
         let most = |request: &mut ListRequest| request.max_entries = Some(10_000);
         let result = listed(&sandbox, None, most);
         let written = serde_json::to_string(&result).expect("JSON").len();
-        assert!(result.truncated && written <= file_limits::MAX_ANSWER_BYTES && written > file_limits::MAX_ANSWER_BYTES * 3 / 4, "{written}");
+        assert!(
+            result.truncated
+                && written <= file_limits::MAX_ANSWER_BYTES
+                && written > file_limits::MAX_ANSWER_BYTES * 3 / 4,
+            "{written}"
+        );
         let expected: Vec<String> = (0..result.entries.len()).map(name).collect();
         assert_eq!(paths(&result), expected, "the first ones are kept");
         for number in 2_000..4_000 {
@@ -299,8 +415,13 @@ mod tests {
         std::fs::create_dir(sandbox.files.root.join(&name)).expect("made");
         let result = listed(&sandbox, None, |_| {});
         assert_eq!(result.entries[0].path, "x\u{fffd}");
-        assert_eq!(result.entries[0].path_b64, Some(Base64Bytes(b"x\xff".to_vec())));
-        let below = listed(&sandbox, None, |request| request.path_b64 = Some(Base64Bytes(b"x\xff".to_vec())));
+        assert_eq!(
+            result.entries[0].path_b64,
+            Some(Base64Bytes(b"x\xff".to_vec()))
+        );
+        let below = listed(&sandbox, None, |request| {
+            request.path_b64 = Some(Base64Bytes(b"x\xff".to_vec()))
+        });
         assert!(below.entries.is_empty());
     }
 
@@ -308,11 +429,35 @@ mod tests {
     fn requests_out_of_bounds_and_missing_paths_are_refused() {
         let sandbox = Sandbox::new();
         let list = |request: ListRequest| code(sandbox.files.list(&request));
-        assert_eq!(list(ListRequest { depth: Some(0), ..ListRequest::default() }), ErrorCode::InvalidRequest);
-        assert_eq!(list(ListRequest { max_entries: Some(10_001), ..ListRequest::default() }), ErrorCode::InvalidRequest);
-        assert_eq!(list(ListRequest { path: Some("none".to_owned()), ..ListRequest::default() }), ErrorCode::NotFound);
+        assert_eq!(
+            list(ListRequest {
+                depth: Some(0),
+                ..ListRequest::default()
+            }),
+            ErrorCode::InvalidRequest
+        );
+        assert_eq!(
+            list(ListRequest {
+                max_entries: Some(10_001),
+                ..ListRequest::default()
+            }),
+            ErrorCode::InvalidRequest
+        );
+        assert_eq!(
+            list(ListRequest {
+                path: Some("none".to_owned()),
+                ..ListRequest::default()
+            }),
+            ErrorCode::NotFound
+        );
         sandbox.put("file", "");
-        assert_eq!(list(ListRequest { path: Some("file/x".to_owned()), ..ListRequest::default() }), ErrorCode::NotADirectory);
+        assert_eq!(
+            list(ListRequest {
+                path: Some("file/x".to_owned()),
+                ..ListRequest::default()
+            }),
+            ErrorCode::NotADirectory
+        );
     }
 
     #[test]
@@ -322,7 +467,8 @@ mod tests {
         let mut stat = path::stat(&sandbox.path("file")).expect("stat");
         for seconds in [i64::MIN, i64::MAX, -1, 0] {
             stat.st_mtime = seconds;
-            let json = serde_json::to_string(&entry(b"file", &stat, None)).expect("every entry can be written");
+            let json = serde_json::to_string(&entry(b"file", &stat, None))
+                .expect("every entry can be written");
             assert!(json.contains("mtime"), "{json}");
         }
     }
@@ -330,7 +476,12 @@ mod tests {
     #[test]
     fn the_answer_is_json_over_the_connection() {
         let sandbox = tree();
-        let answer = sandbox.ask(FileOp::List { request: ListRequest::default() }, b"");
+        let answer = sandbox.ask(
+            FileOp::List {
+                request: ListRequest::default(),
+            },
+            b"",
+        );
         let result: ListResult = serde_json::from_slice(answer.body()).expect("a result");
         assert_eq!(result.entries.len(), 4);
     }

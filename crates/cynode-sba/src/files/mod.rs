@@ -68,7 +68,10 @@ impl Incoming<'_> {
 
 impl Files {
     pub(crate) fn serve(&self, op: FileOp, peer: &mut Peer) -> io::Result<()> {
-        let open = matches!(op, FileOp::Write { .. } | FileOp::Patch { .. } | FileOp::Import { .. });
+        let open = matches!(
+            op,
+            FileOp::Write { .. } | FileOp::Patch { .. } | FileOp::Import { .. }
+        );
         let mut incoming = Incoming { peer, open };
         match self.run(op, &mut incoming) {
             Ok(()) => Ok(()),
@@ -84,23 +87,54 @@ impl Files {
     fn run(&self, op: FileOp, incoming: &mut Incoming<'_>) -> Outcome<()> {
         let reply = match op {
             FileOp::Stat { path, hash } => Reply::Stat(self.stat(&path.0, hash)?),
-            FileOp::Read { path, start, end } => return self.read(&path.0, start, end, incoming.peer),
-            FileOp::Write { path, mode, if_match, if_none_match, max_bytes } => {
-                let conditions = write::Conditions { if_match, if_none_match };
-                Reply::Written(self.write(&path.0, mode, &conditions, max_bytes, &mut || incoming.next())?)
+            FileOp::Read { path, start, end } => {
+                return self.read(&path.0, start, end, incoming.peer);
             }
-            FileOp::Delete { path, recursive, if_match } => Reply::Ok { changed: Some(self.delete(&path.0, recursive, if_match)?) },
+            FileOp::Write {
+                path,
+                mode,
+                if_match,
+                if_none_match,
+                max_bytes,
+            } => {
+                let conditions = write::Conditions {
+                    if_match,
+                    if_none_match,
+                };
+                Reply::Written(self.write(&path.0, mode, &conditions, max_bytes, &mut || {
+                    incoming.next()
+                })?)
+            }
+            FileOp::Delete {
+                path,
+                recursive,
+                if_match,
+            } => Reply::Ok {
+                changed: Some(self.delete(&path.0, recursive, if_match)?),
+            },
             FileOp::List { request } => return send_json(&self.list(&request)?, incoming.peer),
             FileOp::Search { request } => return send_json(&self.search(&request)?, incoming.peer),
             FileOp::Patch { strip, dry_run } => {
                 let diff = whole_body(incoming, file_limits::MAX_PATCH_BYTES)?;
                 return send_json(&self.patch(&diff, strip, dry_run)?, incoming.peer);
             }
-            FileOp::Move { from, to, overwrite } => Reply::Ok { changed: Some(self.rename(&from.0, &to.0, overwrite)?) },
-            FileOp::Mkdir { path, parents } => Reply::Ok { changed: Some(self.mkdir(&path.0, parents)?) },
+            FileOp::Move {
+                from,
+                to,
+                overwrite,
+            } => Reply::Ok {
+                changed: Some(self.rename(&from.0, &to.0, overwrite)?),
+            },
+            FileOp::Mkdir { path, parents } => Reply::Ok {
+                changed: Some(self.mkdir(&path.0, parents)?),
+            },
             FileOp::ExportTar { path } => return self.export_tar(&path.0, incoming.peer),
-            FileOp::ExportPatch { base } => return self.export_patch(base.as_deref(), incoming.peer),
-            FileOp::Import { path } => Reply::Ok { changed: Some(self.import(&path.0, &mut || incoming.next())?) },
+            FileOp::ExportPatch { base } => {
+                return self.export_patch(base.as_deref(), incoming.peer);
+            }
+            FileOp::Import { path } => Reply::Ok {
+                changed: Some(self.import(&path.0, &mut || incoming.next())?),
+            },
         };
         incoming.peer.reply(&reply).map_err(Failure::Connection)
     }
@@ -110,7 +144,10 @@ fn whole_body(incoming: &mut Incoming<'_>, limit: u64) -> Outcome<Vec<u8>> {
     let mut body = Vec::new();
     while let Some(piece) = incoming.next().map_err(Failure::Connection)? {
         if (body.len() + piece.len()) as u64 > limit {
-            return Err(Failure::new(ErrorCode::TooLarge, format!("the body has more than {limit} bytes")));
+            return Err(Failure::new(
+                ErrorCode::TooLarge,
+                format!("the body has more than {limit} bytes"),
+            ));
         }
         body.extend_from_slice(&piece);
     }
@@ -118,7 +155,12 @@ fn whole_body(incoming: &mut Incoming<'_>, limit: u64) -> Outcome<Vec<u8>> {
 }
 
 fn send_json(value: &impl Serialize, peer: &mut Peer) -> Outcome<()> {
-    let json = serde_json::to_vec(value).map_err(|error| Failure::new(ErrorCode::Internal, format!("the answer can't be written as JSON: {error}")))?;
+    let json = serde_json::to_vec(value).map_err(|error| {
+        Failure::new(
+            ErrorCode::Internal,
+            format!("the answer can't be written as JSON: {error}"),
+        )
+    })?;
     peer.reply(&Reply::Body).map_err(Failure::Connection)?;
     peer.data(&json).map_err(Failure::Connection)?;
     peer.end().map_err(Failure::Connection)

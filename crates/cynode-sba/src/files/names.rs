@@ -19,7 +19,12 @@ pub(super) struct Name {
 }
 
 /// The `limit` smallest names that `wanted` lets through, sorted; and whether that is all. `directory` was just opened.
-pub(super) fn smallest(directory: &OwnedFd, limit: usize, deadline: Instant, wanted: impl Fn(&[u8]) -> bool) -> Result<(Vec<Name>, bool), Errno> {
+pub(super) fn smallest(
+    directory: &OwnedFd,
+    limit: usize,
+    deadline: Instant,
+    wanted: impl Fn(&[u8]) -> bool,
+) -> Result<(Vec<Name>, bool), Errno> {
     let mut heap: BinaryHeap<(Vec<u8>, u8)> = BinaryHeap::new();
     let mut all = true;
     for_each(
@@ -30,7 +35,10 @@ pub(super) fn smallest(directory: &OwnedFd, limit: usize, deadline: Instant, wan
             }
             if heap.len() >= limit {
                 all = false;
-                if heap.peek().is_none_or(|(largest, _)| largest.as_slice() <= name) {
+                if heap
+                    .peek()
+                    .is_none_or(|(largest, _)| largest.as_slice() <= name)
+                {
                     return true;
                 }
                 heap.pop();
@@ -40,11 +48,26 @@ pub(super) fn smallest(directory: &OwnedFd, limit: usize, deadline: Instant, wan
         },
         deadline,
     )
-    .map(|complete| (heap.into_sorted_vec().into_iter().map(|(bytes, kind)| Name { bytes, kind: from_code(kind) }).collect(), all && complete))
+    .map(|complete| {
+        (
+            heap.into_sorted_vec()
+                .into_iter()
+                .map(|(bytes, kind)| Name {
+                    bytes,
+                    kind: from_code(kind),
+                })
+                .collect(),
+            all && complete,
+        )
+    })
 }
 
 /// All names, sorted, as long as they fit into `max_bytes`; and whether they did. `directory` was just opened.
-pub(super) fn all(directory: &OwnedFd, max_bytes: usize, deadline: Option<Instant>) -> Result<(Vec<Name>, bool), Errno> {
+pub(super) fn all(
+    directory: &OwnedFd,
+    max_bytes: usize,
+    deadline: Option<Instant>,
+) -> Result<(Vec<Name>, bool), Errno> {
     let mut names = Vec::new();
     let mut bytes = 0;
     let complete = for_each_until(directory, deadline, |name, kind| {
@@ -52,7 +75,10 @@ pub(super) fn all(directory: &OwnedFd, max_bytes: usize, deadline: Option<Instan
         if bytes > max_bytes {
             return false;
         }
-        names.push(Name { bytes: name.to_vec(), kind });
+        names.push(Name {
+            bytes: name.to_vec(),
+            kind,
+        });
         true
     })?;
     names.sort_unstable_by(|one, other| one.bytes.cmp(&other.bytes));
@@ -64,12 +90,20 @@ pub(super) const fn cost(name: &[u8]) -> usize {
     name.len() + size_of::<Name>()
 }
 
-fn for_each(directory: &OwnedFd, take: impl FnMut(&[u8], Kind) -> bool, deadline: Instant) -> Result<bool, Errno> {
+fn for_each(
+    directory: &OwnedFd,
+    take: impl FnMut(&[u8], Kind) -> bool,
+    deadline: Instant,
+) -> Result<bool, Errno> {
     for_each_until(directory, Some(deadline), take)
 }
 
 /// Passes every name but `.` and `..` on until `take` says no, or time is up; true when all were passed.
-pub(super) fn for_each_until(directory: &OwnedFd, deadline: Option<Instant>, mut take: impl FnMut(&[u8], Kind) -> bool) -> Result<bool, Errno> {
+pub(super) fn for_each_until(
+    directory: &OwnedFd,
+    deadline: Option<Instant>,
+    mut take: impl FnMut(&[u8], Kind) -> bool,
+) -> Result<bool, Errno> {
     let mut buffer = Vec::with_capacity(BUFFER);
     let mut entries = RawDir::new(directory, buffer.spare_capacity_mut());
     let mut count = 0_u32;
@@ -83,7 +117,9 @@ pub(super) fn for_each_until(directory: &OwnedFd, deadline: Option<Instant>, mut
             return Ok(false);
         }
         count = count.wrapping_add(1);
-        if count.is_multiple_of(PER_LOOK) && deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+        if count.is_multiple_of(PER_LOOK)
+            && deadline.is_some_and(|deadline| Instant::now() >= deadline)
+        {
             return Ok(false);
         }
     }

@@ -26,7 +26,9 @@ pub(crate) struct Files {
 
 impl Default for Files {
     fn default() -> Self {
-        Self { root: PathBuf::from(cynode_sba_proto::WORKSPACE) }
+        Self {
+            root: PathBuf::from(cynode_sba_proto::WORKSPACE),
+        }
     }
 }
 
@@ -42,10 +44,17 @@ impl Files {
             return Err(Failure::invalid("the path is empty"));
         }
         if path.contains(&0) {
-            return Err(Failure::invalid(format!("the path {} contains a NUL byte", shown(path))));
+            return Err(Failure::invalid(format!(
+                "the path {} contains a NUL byte",
+                shown(path)
+            )));
         }
         if path.len() > file_limits::MAX_PATH_BYTES {
-            return Err(Failure::invalid(format!("the path {} has more than {} bytes", shown(path), file_limits::MAX_PATH_BYTES)));
+            return Err(Failure::invalid(format!(
+                "the path {} has more than {} bytes",
+                shown(path),
+                file_limits::MAX_PATH_BYTES
+            )));
         }
         Ok(self.root.join(OsStr::from_bytes(path)))
     }
@@ -61,7 +70,10 @@ pub(super) fn printed_prefix(path: &[u8]) -> Vec<u8> {
     if path.starts_with(b"/") {
         prefix.push(b'/');
     }
-    for part in path.split(|byte| *byte == b'/').filter(|part| !part.is_empty() && *part != b".") {
+    for part in path
+        .split(|byte| *byte == b'/')
+        .filter(|part| !part.is_empty() && *part != b".")
+    {
         join(&mut prefix, part);
     }
     prefix
@@ -80,7 +92,10 @@ pub(super) fn split(path: &Path) -> Outcome<(&Path, &OsStr)> {
     match (path.parent(), path.file_name()) {
         // `file_name` skips a trailing `/.`, which names the directory itself.
         (Some(parent), Some(name)) if !bytes(path).ends_with(b"/.") => Ok((parent, name)),
-        _ => Err(Failure::invalid(format!("the path {} does not end in a name", shown(bytes(path))))),
+        _ => Err(Failure::invalid(format!(
+            "the path {} does not end in a name",
+            shown(bytes(path))
+        ))),
     }
 }
 
@@ -127,8 +142,15 @@ pub(super) fn open_file(path: &Path) -> Outcome<(File, Stat)> {
 }
 
 pub(super) fn not_a_file(path: &Path, kind: FileType) -> Failure {
-    let what = if kind == FileType::Dir { "is a directory" } else { "is not a regular file" };
-    Failure::new(ErrorCode::NotAFile, format!("{} {what}", shown(bytes(path))))
+    let what = if kind == FileType::Dir {
+        "is a directory"
+    } else {
+        "is not a regular file"
+    };
+    Failure::new(
+        ErrorCode::NotAFile,
+        format!("{} {what}", shown(bytes(path))),
+    )
 }
 
 /// `mkdir -p`: a directory that exists already is fine. Whether it had to be made.
@@ -146,13 +168,31 @@ pub(super) fn make_directories(path: &Path) -> Outcome<bool> {
             }
             Err(Errno::NOENT) => {
                 missing.push(at);
-                let Some(parent) = at.parent() else { return Err(Failure::system(Errno::NOENT, "making the directory", bytes(path))) };
+                let Some(parent) = at.parent() else {
+                    return Err(Failure::system(
+                        Errno::NOENT,
+                        "making the directory",
+                        bytes(path),
+                    ));
+                };
                 at = parent;
             }
             Err(errno) => match statat(CWD, at, AtFlags::empty()) {
                 Ok(stat) if kind(&stat) == FileType::Dir => break,
-                Ok(_) if at == path => return Err(Failure::system(Errno::EXIST, "making the directory", bytes(at))),
-                Ok(_) => return Err(Failure::system(Errno::NOTDIR, "making the directory", bytes(at))),
+                Ok(_) if at == path => {
+                    return Err(Failure::system(
+                        Errno::EXIST,
+                        "making the directory",
+                        bytes(at),
+                    ));
+                }
+                Ok(_) => {
+                    return Err(Failure::system(
+                        Errno::NOTDIR,
+                        "making the directory",
+                        bytes(at),
+                    ));
+                }
                 Err(_) => return Err(Failure::system(errno, "making the directory", bytes(at))),
             },
         }
@@ -161,7 +201,13 @@ pub(super) fn make_directories(path: &Path) -> Outcome<bool> {
         made = match mkdirat(CWD, directory, DIRECTORY) {
             Ok(()) => true,
             Err(Errno::EXIST) => false,
-            Err(errno) => return Err(Failure::system(errno, "making the directory", bytes(directory))),
+            Err(errno) => {
+                return Err(Failure::system(
+                    errno,
+                    "making the directory",
+                    bytes(directory),
+                ));
+            }
         };
     }
     Ok(made)
@@ -176,23 +222,44 @@ mod tests {
     #[test]
     fn relative_paths_start_at_the_root_and_absolute_ones_stay() {
         let files = Files::new("/somewhere");
-        assert_eq!(files.locate(b"a/b").expect("valid"), Path::new("/somewhere/a/b"));
+        assert_eq!(
+            files.locate(b"a/b").expect("valid"),
+            Path::new("/somewhere/a/b")
+        );
         assert_eq!(files.locate(b"/etc/x").expect("valid"), Path::new("/etc/x"));
-        assert_eq!(Files::default().locate(b"a").expect("valid"), Path::new("/workspace/a"));
+        assert_eq!(
+            Files::default().locate(b"a").expect("valid"),
+            Path::new("/workspace/a")
+        );
     }
 
     #[test]
     fn paths_that_no_file_can_have_are_refused() {
         let files = Files::new("/somewhere");
         for path in [&b""[..], b"a\0b", &[b'a'; 4_096]] {
-            assert!(matches!(files.locate(path), Err(Failure::Refused(error)) if error.code == ErrorCode::InvalidRequest));
+            assert!(
+                matches!(files.locate(path), Err(Failure::Refused(error)) if error.code == ErrorCode::InvalidRequest)
+            );
         }
     }
 
     #[test]
     fn entries_are_named_as_the_request_named_their_directory() {
-        for (path, prefix) in [("", ""), (".", ""), ("./", ""), ("src/", "src"), ("./a//b/.", "a/b"), ("/", "/"), ("/etc//x/", "/etc/x"), ("../x", "../x")] {
-            assert_eq!(printed_prefix(path.as_bytes()), prefix.as_bytes(), "{path:?}");
+        for (path, prefix) in [
+            ("", ""),
+            (".", ""),
+            ("./", ""),
+            ("src/", "src"),
+            ("./a//b/.", "a/b"),
+            ("/", "/"),
+            ("/etc//x/", "/etc/x"),
+            ("../x", "../x"),
+        ] {
+            assert_eq!(
+                printed_prefix(path.as_bytes()),
+                prefix.as_bytes(),
+                "{path:?}"
+            );
         }
         let mut path = printed_prefix(b"/");
         join(&mut path, b"etc");
@@ -204,7 +271,10 @@ mod tests {
         for path in ["/", "/a/..", "/a/."] {
             assert!(split(Path::new(path)).is_err(), "{path}");
         }
-        assert_eq!(split(Path::new("/a/b")).expect("a name"), (Path::new("/a"), OsStr::new("b")));
+        assert_eq!(
+            split(Path::new("/a/b")).expect("a name"),
+            (Path::new("/a"), OsStr::new("b"))
+        );
     }
 
     #[test]
@@ -216,9 +286,13 @@ mod tests {
         assert!(make_directories(&deep.join("d")).expect("made"));
         std::fs::write(temp.path().join("file"), "").expect("written");
         let through = make_directories(&temp.path().join("file/x"));
-        assert!(matches!(through, Err(Failure::Refused(error)) if error.code == ErrorCode::NotADirectory));
+        assert!(
+            matches!(through, Err(Failure::Refused(error)) if error.code == ErrorCode::NotADirectory)
+        );
         let onto = make_directories(&temp.path().join("file"));
-        assert!(matches!(onto, Err(Failure::Refused(error)) if error.code == ErrorCode::AlreadyExists));
+        assert!(
+            matches!(onto, Err(Failure::Refused(error)) if error.code == ErrorCode::AlreadyExists)
+        );
     }
 
     proptest! {

@@ -28,15 +28,27 @@ impl Files {
         let place = self.locate(path)?;
         let stat = path::stat(&place)?;
         // Whoever may look at a file need not be allowed to read it: then there is just no hash.
-        let sha256 = if hash && path::kind(&stat) == FileType::File && path::size(&stat) <= file_limits::MAX_PUT_BYTES {
-            path::open_file(&place).ok().and_then(|(file, _)| digest::of_file(&file, file_limits::MAX_PUT_BYTES).ok()).map(|(sha256, _)| sha256)
+        let sha256 = if hash
+            && path::kind(&stat) == FileType::File
+            && path::size(&stat) <= file_limits::MAX_PUT_BYTES
+        {
+            path::open_file(&place)
+                .ok()
+                .and_then(|(file, _)| digest::of_file(&file, file_limits::MAX_PUT_BYTES).ok())
+                .map(|(sha256, _)| sha256)
         } else {
             None
         };
         Ok(describe(&stat, path::size(&stat), sha256))
     }
 
-    pub(super) fn read(&self, path: &[u8], start: u64, end: Option<u64>, peer: &mut Peer) -> Outcome<()> {
+    pub(super) fn read(
+        &self,
+        path: &[u8],
+        start: u64,
+        end: Option<u64>,
+        peer: &mut Peer,
+    ) -> Outcome<()> {
         let place = self.locate(path)?;
         let (file, stat) = path::open_file(&place)?;
         if path::size(&stat) <= SMALL {
@@ -44,13 +56,23 @@ impl Files {
             let range = bounds(start, end, content.len() as u64)?;
             let piece = |at: u64| usize::try_from(at).unwrap_or(usize::MAX).min(content.len());
             let stat = describe(&stat, content.len() as u64, Some(digest::of(&content)));
-            return send(peer, stat, |peer| peer.data(&content[piece(range.start)..piece(range.end)]).map_err(Failure::Connection));
+            return send(peer, stat, |peer| {
+                peer.data(&content[piece(range.start)..piece(range.end)])
+                    .map_err(Failure::Connection)
+            });
         }
         if end.is_some() && path::size(&stat) > MAX_HASHED_FOR_RANGE {
             let size = path::size(&stat);
-            return send_part(peer, &file, describe(&stat, size, None), bounds(start, end, size)?, &place);
+            return send_part(
+                peer,
+                &file,
+                describe(&stat, size, None),
+                bounds(start, end, size)?,
+                &place,
+            );
         }
-        let (sha256, size) = digest::of_file(&file, path::size(&stat)).doing("reading", path::bytes(&place))?;
+        let (sha256, size) =
+            digest::of_file(&file, path::size(&stat)).doing("reading", path::bytes(&place))?;
         let range = bounds(start, end, size)?;
         send(peer, describe(&stat, size, Some(sha256.clone())), |peer| {
             let whole = range == (0..size);
@@ -64,10 +86,15 @@ impl Files {
             .map_err(|error| error.reading(&place))?;
             let now = if whole {
                 hasher.hex()
-            } else if same(&stat, &fstat(&file).doing("looking at", path::bytes(&place))?) {
+            } else if same(
+                &stat,
+                &fstat(&file).doing("looking at", path::bytes(&place))?,
+            ) {
                 return Ok(());
             } else {
-                digest::of_file(&file, size).doing("reading", path::bytes(&place))?.0
+                digest::of_file(&file, size)
+                    .doing("reading", path::bytes(&place))?
+                    .0
             };
             if now == sha256 {
                 return Ok(());
@@ -78,11 +105,20 @@ impl Files {
 }
 
 fn changed(place: &Path) -> Failure {
-    Failure::new(ErrorCode::Internal, format!("{} changed while it was read", shown(path::bytes(place))))
+    Failure::new(
+        ErrorCode::Internal,
+        format!("{} changed while it was read", shown(path::bytes(place))),
+    )
 }
 
 /// Sends a part of a file that is too large to be hashed for it. All that can be promised then is that the part is complete.
-fn send_part(peer: &mut Peer, file: &File, stat: FileStat, range: Range<u64>, place: &Path) -> Outcome<()> {
+fn send_part(
+    peer: &mut Peer,
+    file: &File,
+    stat: FileStat,
+    range: Range<u64>,
+    place: &Path,
+) -> Outcome<()> {
     send(peer, stat, |peer| {
         let mut left = range.end - range.start;
         digest::for_each_piece(file, range.start, range.end, |piece| {
@@ -90,7 +126,11 @@ fn send_part(peer: &mut Peer, file: &File, stat: FileStat, range: Range<u64>, pl
             peer.data(piece).map_err(Sending::Peer)
         })
         .map_err(|error| error.reading(place))?;
-        if left == 0 { Ok(()) } else { Err(changed(place)) }
+        if left == 0 {
+            Ok(())
+        } else {
+            Err(changed(place))
+        }
     })
 }
 
@@ -115,15 +155,24 @@ impl From<io::Error> for Sending {
     }
 }
 
-fn send(peer: &mut Peer, stat: FileStat, body: impl FnOnce(&mut Peer) -> Outcome<()>) -> Outcome<()> {
-    peer.reply(&Reply::Stat(stat)).map_err(Failure::Connection)?;
+fn send(
+    peer: &mut Peer,
+    stat: FileStat,
+    body: impl FnOnce(&mut Peer) -> Outcome<()>,
+) -> Outcome<()> {
+    peer.reply(&Reply::Stat(stat))
+        .map_err(Failure::Connection)?;
     body(peer)?;
     peer.end().map_err(Failure::Connection)
 }
 
 fn read_small(file: &File, stat: &Stat, place: &Path) -> Outcome<Vec<u8>> {
     let unsized_file = path::size(stat) == 0;
-    let limit = if unsized_file { MAX_UNSIZED + 1 } else { path::size(stat) };
+    let limit = if unsized_file {
+        MAX_UNSIZED + 1
+    } else {
+        path::size(stat)
+    };
     let mut content = Vec::new();
     digest::for_each_piece(file, 0, limit, |piece| {
         content.extend_from_slice(piece);
@@ -131,7 +180,13 @@ fn read_small(file: &File, stat: &Stat, place: &Path) -> Outcome<Vec<u8>> {
     })
     .doing("reading", path::bytes(place))?;
     if unsized_file && content.len() as u64 > MAX_UNSIZED {
-        return Err(Failure::new(ErrorCode::TooLarge, format!("{} has no size and gives more than {MAX_UNSIZED} bytes", shown(path::bytes(place)))));
+        return Err(Failure::new(
+            ErrorCode::TooLarge,
+            format!(
+                "{} has no size and gives more than {MAX_UNSIZED} bytes",
+                shown(path::bytes(place))
+            ),
+        ));
     }
     Ok(content)
 }
@@ -139,10 +194,15 @@ fn read_small(file: &File, stat: &Stat, place: &Path) -> Outcome<Vec<u8>> {
 /// What is sent of a file of `size` bytes.
 fn bounds(start: u64, end: Option<u64>, size: u64) -> Outcome<Range<u64>> {
     if start > 0 && start >= size {
-        return Err(Failure::new(ErrorCode::RangeNotSatisfiable, format!("the range starts at {start}, the file has {size} bytes")));
+        return Err(Failure::new(
+            ErrorCode::RangeNotSatisfiable,
+            format!("the range starts at {start}, the file has {size} bytes"),
+        ));
     }
     match end {
-        Some(end) if end < start => Err(Failure::invalid(format!("the range ends at {end}, before its start at {start}"))),
+        Some(end) if end < start => Err(Failure::invalid(format!(
+            "the range ends at {end}, before its start at {start}"
+        ))),
         Some(end) => Ok(start..end.min(size)),
         None => Ok(start..size),
     }
@@ -150,12 +210,28 @@ fn bounds(start: u64, end: Option<u64>, size: u64) -> Outcome<Range<u64>> {
 
 /// Whether nothing was written between two looks at one file, as far as its times tell.
 pub(super) fn same(one: &Stat, other: &Stat) -> bool {
-    let key = |stat: &Stat| (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime, stat.st_mtime_nsec, stat.st_ctime, stat.st_ctime_nsec);
+    let key = |stat: &Stat| {
+        (
+            stat.st_dev,
+            stat.st_ino,
+            stat.st_size,
+            stat.st_mtime,
+            stat.st_mtime_nsec,
+            stat.st_ctime,
+            stat.st_ctime_nsec,
+        )
+    };
     key(one) == key(other)
 }
 
 fn describe(stat: &Stat, size: u64, sha256: Option<String>) -> FileStat {
-    FileStat { kind: path::kind(stat), size, mode: path::permissions(stat), mtime: stat.st_mtime, sha256 }
+    FileStat {
+        kind: path::kind(stat),
+        size,
+        mode: path::permissions(stat),
+        mtime: stat.st_mtime,
+        sha256,
+    }
 }
 
 #[cfg(test)]
@@ -173,28 +249,63 @@ mod tests {
         sandbox.put("file", "hello");
         symlink("file", sandbox.path("link")).expect("link");
         symlink("nowhere", sandbox.path("dangling")).expect("link");
-        std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o640)).expect("mode");
+        std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o640))
+            .expect("mode");
         let stat = sandbox.files.stat(b"link", true).expect("stat");
-        assert_eq!((stat.kind, stat.size, stat.mode), (FileType::File, 5, 0o640));
+        assert_eq!(
+            (stat.kind, stat.size, stat.mode),
+            (FileType::File, 5, 0o640)
+        );
         assert_eq!(stat.sha256.as_deref(), Some(HELLO));
-        assert_eq!(sandbox.files.stat(b"file", false).expect("stat").sha256, None);
-        assert_eq!(sandbox.files.stat(b".", true).expect("stat").kind, FileType::Dir);
-        assert_eq!(code(sandbox.files.stat(b"dangling", true)), ErrorCode::NotFound);
-        assert_eq!(sandbox.files.stat(b"/dev/null", true).expect("stat").kind, FileType::Other);
+        assert_eq!(
+            sandbox.files.stat(b"file", false).expect("stat").sha256,
+            None
+        );
+        assert_eq!(
+            sandbox.files.stat(b".", true).expect("stat").kind,
+            FileType::Dir
+        );
+        assert_eq!(
+            code(sandbox.files.stat(b"dangling", true)),
+            ErrorCode::NotFound
+        );
+        assert_eq!(
+            sandbox.files.stat(b"/dev/null", true).expect("stat").kind,
+            FileType::Other
+        );
     }
 
     #[test]
     fn a_file_is_sent_with_its_hash_and_in_ranges() {
         let sandbox = Sandbox::new();
         sandbox.put("file", "hello");
-        let read = |start, end| sandbox.ask(FileOp::Read { path: raw("file"), start, end }, &[]);
-        for (start, end, expected) in [(0, None, "hello"), (1, Some(3), "el"), (4, Some(100), "o"), (2, Some(2), "")] {
+        let read = |start, end| {
+            sandbox.ask(
+                FileOp::Read {
+                    path: raw("file"),
+                    start,
+                    end,
+                },
+                &[],
+            )
+        };
+        for (start, end, expected) in [
+            (0, None, "hello"),
+            (1, Some(3), "el"),
+            (4, Some(100), "o"),
+            (2, Some(2), ""),
+        ] {
             let answer = read(start, end);
             assert_eq!(answer.body(), expected.as_bytes());
-            assert!(matches!(answer.first(), Reply::Stat(stat) if stat.size == 5 && stat.sha256.as_deref() == Some(HELLO)));
+            assert!(
+                matches!(answer.first(), Reply::Stat(stat) if stat.size == 5 && stat.sha256.as_deref() == Some(HELLO))
+            );
         }
         assert_eq!(read(5, None).error().code, ErrorCode::RangeNotSatisfiable);
-        assert_eq!(read(6, Some(9)).error().code, ErrorCode::RangeNotSatisfiable);
+        assert_eq!(
+            read(6, Some(9)).error().code,
+            ErrorCode::RangeNotSatisfiable
+        );
         assert_eq!(read(2, Some(1)).error().code, ErrorCode::InvalidRequest);
     }
 
@@ -202,8 +313,33 @@ mod tests {
     fn an_empty_file_has_an_empty_body() {
         let sandbox = Sandbox::new();
         sandbox.put("empty", "");
-        assert_eq!(sandbox.ask(FileOp::Read { path: raw("empty"), start: 0, end: None }, &[]).body(), b"");
-        assert_eq!(sandbox.ask(FileOp::Read { path: raw("empty"), start: 1, end: None }, &[]).error().code, ErrorCode::RangeNotSatisfiable);
+        assert_eq!(
+            sandbox
+                .ask(
+                    FileOp::Read {
+                        path: raw("empty"),
+                        start: 0,
+                        end: None
+                    },
+                    &[]
+                )
+                .body(),
+            b""
+        );
+        assert_eq!(
+            sandbox
+                .ask(
+                    FileOp::Read {
+                        path: raw("empty"),
+                        start: 1,
+                        end: None
+                    },
+                    &[]
+                )
+                .error()
+                .code,
+            ErrorCode::RangeNotSatisfiable
+        );
     }
 
     #[test]
@@ -211,10 +347,26 @@ mod tests {
         let sandbox = Sandbox::new();
         let content: Vec<u8> = (0..3 * 1024 * 1024_u32).map(|n| (n % 251) as u8).collect();
         sandbox.put("large", &content);
-        let answer = sandbox.ask(FileOp::Read { path: raw("large"), start: 0, end: None }, &[]);
-        assert!(matches!(answer.first(), Reply::Stat(stat) if stat.sha256 == Some(digest::of(&content))));
+        let answer = sandbox.ask(
+            FileOp::Read {
+                path: raw("large"),
+                start: 0,
+                end: None,
+            },
+            &[],
+        );
+        assert!(
+            matches!(answer.first(), Reply::Stat(stat) if stat.sha256 == Some(digest::of(&content)))
+        );
         assert!(answer.body() == content);
-        let part = sandbox.ask(FileOp::Read { path: raw("large"), start: 2_000_000, end: Some(2_000_100) }, &[]);
+        let part = sandbox.ask(
+            FileOp::Read {
+                path: raw("large"),
+                start: 2_000_000,
+                end: Some(2_000_100),
+            },
+            &[],
+        );
         assert_eq!(part.body(), &content[2_000_000..2_000_100]);
     }
 
@@ -222,15 +374,33 @@ mod tests {
     fn a_part_of_a_huge_file_comes_without_the_hash_of_all_of_it() {
         let sandbox = Sandbox::new();
         sandbox.put("huge", "start");
-        let file = std::fs::OpenOptions::new().write(true).open(sandbox.path("huge")).expect("opened");
+        let file = std::fs::OpenOptions::new()
+            .write(true)
+            .open(sandbox.path("huge"))
+            .expect("opened");
         // All of a terabyte can't be read while anybody waits.
         file.set_len(1 << 40).expect("sparse");
-        let read = |start, end| sandbox.ask(FileOp::Read { path: raw("huge"), start, end }, &[]);
+        let read = |start, end| {
+            sandbox.ask(
+                FileOp::Read {
+                    path: raw("huge"),
+                    start,
+                    end,
+                },
+                &[],
+            )
+        };
         let part = read(0, Some(5));
-        assert!(matches!(part.first(), Reply::Stat(stat) if stat.sha256.is_none() && stat.size == 1 << 40), "{part:?}");
+        assert!(
+            matches!(part.first(), Reply::Stat(stat) if stat.sha256.is_none() && stat.size == 1 << 40),
+            "{part:?}"
+        );
         assert_eq!(part.body(), b"start");
         assert_eq!(read((1 << 40) - 3, Some(u64::MAX)).body(), [0; 3]);
-        assert_eq!(read(1 << 40, Some(u64::MAX)).error().code, ErrorCode::RangeNotSatisfiable);
+        assert_eq!(
+            read(1 << 40, Some(u64::MAX)).error().code,
+            ErrorCode::RangeNotSatisfiable
+        );
     }
 
     #[test]
@@ -238,20 +408,65 @@ mod tests {
         let sandbox = Sandbox::new();
         sandbox.fifo("fifo");
         for path in ["fifo", ".", "/dev/zero", "/dev/tty"] {
-            let error = sandbox.ask(FileOp::Read { path: raw(path), start: 0, end: None }, &[]).error();
+            let error = sandbox
+                .ask(
+                    FileOp::Read {
+                        path: raw(path),
+                        start: 0,
+                        end: None,
+                    },
+                    &[],
+                )
+                .error();
             assert_eq!(error.code, ErrorCode::NotAFile, "{path}: {}", error.message);
         }
-        let _socket = std::os::unix::net::UnixListener::bind(sandbox.path("socket")).expect("bound");
-        assert_eq!(sandbox.ask(FileOp::Read { path: raw("socket"), start: 0, end: None }, &[]).error().code, ErrorCode::NotAFile);
-        assert_eq!(sandbox.ask(FileOp::Read { path: raw("missing"), start: 0, end: None }, &[]).error().code, ErrorCode::NotFound);
+        let _socket =
+            std::os::unix::net::UnixListener::bind(sandbox.path("socket")).expect("bound");
+        assert_eq!(
+            sandbox
+                .ask(
+                    FileOp::Read {
+                        path: raw("socket"),
+                        start: 0,
+                        end: None
+                    },
+                    &[]
+                )
+                .error()
+                .code,
+            ErrorCode::NotAFile
+        );
+        assert_eq!(
+            sandbox
+                .ask(
+                    FileOp::Read {
+                        path: raw("missing"),
+                        start: 0,
+                        end: None
+                    },
+                    &[]
+                )
+                .error()
+                .code,
+            ErrorCode::NotFound
+        );
     }
 
     #[test]
     fn files_without_a_size_are_read_too() {
         let sandbox = Sandbox::new();
-        let answer = sandbox.ask(FileOp::Read { path: raw("/proc/version"), start: 0, end: None }, &[]);
+        let answer = sandbox.ask(
+            FileOp::Read {
+                path: raw("/proc/version"),
+                start: 0,
+                end: None,
+            },
+            &[],
+        );
         assert!(answer.body().starts_with(b"Linux version"));
-        assert!(matches!(answer.first(), Reply::Stat(stat) if stat.size == answer.body().len() as u64));
+        assert!(
+            matches!(answer.first(), Reply::Stat(stat) if stat.size == answer.body().len() as u64)
+        );
     }
 
     #[test]
@@ -259,9 +474,15 @@ mod tests {
         let sandbox = Sandbox::new();
         sandbox.put("file", "one");
         let before = path::stat(&sandbox.path("file")).expect("stat");
-        assert!(same(&before, &path::stat(&sandbox.path("file")).expect("stat")));
+        assert!(same(
+            &before,
+            &path::stat(&sandbox.path("file")).expect("stat")
+        ));
         sandbox.put("file", "three");
-        assert!(!same(&before, &path::stat(&sandbox.path("file")).expect("stat")));
+        assert!(!same(
+            &before,
+            &path::stat(&sandbox.path("file")).expect("stat")
+        ));
     }
 
     /// Reads a file of 3 MiB and lets `meddle` loose when the first answer has come, long before the last byte.
@@ -271,15 +492,31 @@ mod tests {
         let (agent, mut worker) = std::os::unix::net::UnixStream::pair().expect("socket pair");
         std::thread::scope(|scope| {
             let files = &sandbox.files;
-            let agent = scope.spawn(move || files.serve(FileOp::Read { path: raw("large"), start: 0, end: None }, &mut Peer::from_stream(agent)));
+            let agent = scope.spawn(move || {
+                files.serve(
+                    FileOp::Read {
+                        path: raw("large"),
+                        start: 0,
+                        end: None,
+                    },
+                    &mut Peer::from_stream(agent),
+                )
+            });
             let mut first = [0];
             worker.read_exact(&mut first).expect("an answer");
             meddle(&sandbox);
             let mut bytes = first.to_vec();
             worker.read_to_end(&mut bytes).expect("received");
-            agent.join().expect("the agent's thread").expect("the connection holds");
+            agent
+                .join()
+                .expect("the agent's thread")
+                .expect("the connection holds");
             let answer = decode(&bytes);
-            let end = if answer.has_ended() { Ok(()) } else { Err(answer.error().code) };
+            let end = if answer.has_ended() {
+                Ok(())
+            } else {
+                Err(answer.error().code)
+            };
             (answer.data().to_vec(), end)
         })
     }
@@ -295,7 +532,10 @@ mod tests {
     #[test]
     fn a_file_that_grows_is_read_as_it_was() {
         let (data, end) = read_while(|sandbox| {
-            let mut file = std::fs::OpenOptions::new().append(true).open(sandbox.path("large")).expect("opened");
+            let mut file = std::fs::OpenOptions::new()
+                .append(true)
+                .open(sandbox.path("large"))
+                .expect("opened");
             io::Write::write_all(&mut file, b"more").expect("appended");
         });
         assert_eq!((data.len(), end), (3 * 1024 * 1024, Ok(())));

@@ -11,11 +11,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cynode_api::{FileType, SearchMatch, SearchRequest, SearchResult, file_limits, json_text_bytes};
+use cynode_api::{
+    FileType, SearchMatch, SearchRequest, SearchResult, file_limits, json_text_bytes,
+};
 use globset::{GlobBuilder, GlobSet};
 use grep_matcher::{LineTerminator, Matcher};
 use grep_regex::{RegexMatcher, RegexMatcherBuilder};
-use grep_searcher::{BinaryDetection, Searcher, SearcherBuilder, Sink, SinkContext, SinkFinish, SinkMatch};
+use grep_searcher::{
+    BinaryDetection, Searcher, SearcherBuilder, Sink, SinkContext, SinkFinish, SinkMatch,
+};
 use rustix::fs::{CWD, FileType as Kind, Mode, OFlags, fstat, openat};
 
 use super::{
@@ -43,7 +47,13 @@ impl Files {
             search.file(file, &prefix);
             return Ok(search.finish());
         }
-        let top = openat(CWD, &place, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).doing("searching", path::bytes(&place))?;
+        let top = openat(
+            CWD,
+            &place,
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .doing("searching", path::bytes(&place))?;
         let complete = walk(top, Some(search.deadline), AtLimit::LeaveOut, |entry| {
             if search.is_over() {
                 return Ok(Step::Stop);
@@ -60,7 +70,11 @@ impl Files {
             let mut printed = prefix.clone();
             path::join(&mut printed, entry.path);
             if search.wants(entry.path, &printed, entry.name) {
-                let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let flags = OFlags::RDONLY
+                    | OFlags::NONBLOCK
+                    | OFlags::NOCTTY
+                    | OFlags::NOFOLLOW
+                    | OFlags::CLOEXEC;
                 if let Ok(fd) = openat(entry.directory, entry.name, flags, Mode::empty()) {
                     search.file(fd.into(), &printed);
                 }
@@ -86,15 +100,24 @@ struct Search {
 impl Search {
     fn new(request: &SearchRequest) -> Outcome<Self> {
         if request.pattern.is_empty() || request.pattern.len() > file_limits::MAX_PATTERN_BYTES {
-            return Err(Failure::invalid(format!("pattern must have from 1 to {} bytes", file_limits::MAX_PATTERN_BYTES)));
+            return Err(Failure::invalid(format!(
+                "pattern must have from 1 to {} bytes",
+                file_limits::MAX_PATTERN_BYTES
+            )));
         }
         let context_lines = request.context_lines.unwrap_or(0);
         if context_lines > file_limits::MAX_CONTEXT_LINES {
-            return Err(Failure::invalid(format!("context_lines must be at most {}", file_limits::MAX_CONTEXT_LINES)));
+            return Err(Failure::invalid(format!(
+                "context_lines must be at most {}",
+                file_limits::MAX_CONTEXT_LINES
+            )));
         }
         let max_results = request.max_results.unwrap_or(file_limits::DEFAULT_RESULTS);
         if max_results == 0 || max_results > file_limits::MAX_RESULTS {
-            return Err(Failure::invalid(format!("max_results must be from 1 to {}", file_limits::MAX_RESULTS)));
+            return Err(Failure::invalid(format!(
+                "max_results must be from 1 to {}",
+                file_limits::MAX_RESULTS
+            )));
         }
         let matcher = RegexMatcherBuilder::new()
             .case_insensitive(!request.case.unwrap_or(true))
@@ -106,13 +129,20 @@ impl Search {
             .map_err(|error| Failure::invalid(format!("the pattern is not valid: {error}")))?;
         let glob = match &request.glob {
             Some(glob) if glob.len() > file_limits::MAX_PATTERN_BYTES => {
-                return Err(Failure::invalid(format!("glob must have at most {} bytes", file_limits::MAX_PATTERN_BYTES)));
+                return Err(Failure::invalid(format!(
+                    "glob must have at most {} bytes",
+                    file_limits::MAX_PATTERN_BYTES
+                )));
             }
             Some(glob) => {
-                let built = GlobBuilder::new(glob.strip_prefix("./").unwrap_or(glob)).literal_separator(true).build();
+                let built = GlobBuilder::new(glob.strip_prefix("./").unwrap_or(glob))
+                    .literal_separator(true)
+                    .build();
                 // As a set of one: a glob that can be read may still be too deep or too large to compile, and only sets say so.
                 let set = built.and_then(|glob| GlobSet::builder().add(glob).build());
-                Some(set.map_err(|error| Failure::invalid(format!("the glob is not valid: {}", error.kind())))?)
+                Some(set.map_err(|error| {
+                    Failure::invalid(format!("the glob is not valid: {}", error.kind()))
+                })?)
             }
             None => None,
         };
@@ -147,12 +177,19 @@ impl Search {
     }
 
     fn wants(&self, relative: &[u8], printed: &[u8], name: &[u8]) -> bool {
-        let fits = |glob: &GlobSet, path: &[u8]| glob.is_match(<std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(path));
-        self.glob.as_ref().is_none_or(|glob| fits(glob, relative) || fits(glob, printed) || fits(glob, name))
+        let fits = |glob: &GlobSet, path: &[u8]| {
+            glob.is_match(<std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(path))
+        };
+        self.glob
+            .as_ref()
+            .is_none_or(|glob| fits(glob, relative) || fits(glob, printed) || fits(glob, name))
     }
 
     fn file(&mut self, file: File, printed: &[u8]) {
-        let fits = fstat(&file).is_ok_and(|stat| path::kind(&stat) == FileType::File && path::size(&stat) <= file_limits::MAX_SEARCHED_FILE_BYTES);
+        let fits = fstat(&file).is_ok_and(|stat| {
+            path::kind(&stat) == FileType::File
+                && path::size(&stat) <= file_limits::MAX_SEARCHED_FILE_BYTES
+        });
         if !fits {
             return;
         }
@@ -168,9 +205,15 @@ impl Search {
             binary: false,
             cut: false,
         };
-        let reader = Timed { inner: file.take(file_limits::MAX_SEARCHED_FILE_BYTES), deadline: self.deadline };
+        let reader = Timed {
+            inner: file.take(file_limits::MAX_SEARCHED_FILE_BYTES),
+            deadline: self.deadline,
+        };
         // A file that can't be read to its end (time is up, a line is longer than memory allows) leaves the result incomplete.
-        let failed = self.searcher.search_reader(&self.matcher, reader, &mut sink).is_err();
+        let failed = self
+            .searcher
+            .search_reader(&self.matcher, reader, &mut sink)
+            .is_err();
         if sink.binary {
             return;
         }
@@ -180,7 +223,9 @@ impl Search {
     }
 
     fn finish(mut self) -> SearchResult {
-        self.result.matches.sort_by(|one, other| (one.path.as_bytes(), one.line).cmp(&(other.path.as_bytes(), other.line)));
+        self.result.matches.sort_by(|one, other| {
+            (one.path.as_bytes(), one.line).cmp(&(other.path.as_bytes(), other.line))
+        });
         self.result
     }
 }
@@ -220,7 +265,12 @@ impl Collector<'_> {
         if self.context_lines == 0 {
             return;
         }
-        for found in self.matches.iter_mut().rev().take_while(|found| found.line + self.context_lines >= line) {
+        for found in self
+            .matches
+            .iter_mut()
+            .rev()
+            .take_while(|found| found.line + self.context_lines >= line)
+        {
             self.bytes_left = self.bytes_left.saturating_sub(json_text_bytes(text));
             found.after.push(text.to_owned());
         }
@@ -235,7 +285,11 @@ impl Collector<'_> {
         if self.bytes_left == 0 {
             return false;
         }
-        !self.cut || self.matches.last().is_some_and(|last| line < last.line + self.context_lines)
+        !self.cut
+            || self
+                .matches
+                .last()
+                .is_some_and(|last| line < last.line + self.context_lines)
     }
 }
 
@@ -250,19 +304,50 @@ impl Sink for Collector<'_> {
             self.around(line, &shown);
             return Ok(self.go_on(line));
         }
-        let column = self.matcher.find(found.bytes()).ok().flatten().map_or(1, |range| range.start() as u64 + 1);
-        let before = self.recent.iter().filter(|(number, _)| number + self.context_lines >= line).map(|(_, text)| text.clone()).collect::<Vec<_>>();
+        let column = self
+            .matcher
+            .find(found.bytes())
+            .ok()
+            .flatten()
+            .map_or(1, |range| range.start() as u64 + 1);
+        let before = self
+            .recent
+            .iter()
+            .filter(|(number, _)| number + self.context_lines >= line)
+            .map(|(_, text)| text.clone())
+            .collect::<Vec<_>>();
         let (path, path_b64) = text(self.path);
-        let path_bytes = json_text_bytes(&path) + path_b64.as_ref().map_or(0, |bytes| bytes.0.len().div_ceil(3) * 4);
-        let bytes = MATCH_BYTES + path_bytes + json_text_bytes(&shown) + before.iter().map(|line| json_text_bytes(line)).sum::<usize>();
+        let path_bytes = json_text_bytes(&path)
+            + path_b64
+                .as_ref()
+                .map_or(0, |bytes| bytes.0.len().div_ceil(3) * 4);
+        let bytes = MATCH_BYTES
+            + path_bytes
+            + json_text_bytes(&shown)
+            + before
+                .iter()
+                .map(|line| json_text_bytes(line))
+                .sum::<usize>();
         self.bytes_left = self.bytes_left.saturating_sub(bytes);
         self.around(line, &shown);
-        self.matches.push(SearchMatch { path, path_b64, line, column, text: shown, before, after: Vec::new() });
+        self.matches.push(SearchMatch {
+            path,
+            path_b64,
+            line,
+            column,
+            text: shown,
+            before,
+            after: Vec::new(),
+        });
         self.cut |= self.bytes_left == 0;
         Ok(self.go_on(line))
     }
 
-    fn context(&mut self, _searcher: &Searcher, context: &SinkContext<'_>) -> Result<bool, io::Error> {
+    fn context(
+        &mut self,
+        _searcher: &Searcher,
+        context: &SinkContext<'_>,
+    ) -> Result<bool, io::Error> {
         let line = context.line_number().unwrap_or(0);
         self.around(line, &shorten(context.bytes()));
         Ok(self.go_on(line))
@@ -297,12 +382,19 @@ mod tests {
     use super::{super::tests::*, *};
 
     fn request(pattern: &str) -> SearchRequest {
-        SearchRequest { pattern: pattern.to_owned(), ..SearchRequest::default() }
+        SearchRequest {
+            pattern: pattern.to_owned(),
+            ..SearchRequest::default()
+        }
     }
 
     fn found(sandbox: &Sandbox, request: &SearchRequest) -> Vec<(String, u64, u64)> {
         let result = sandbox.files.search(request).expect("searched");
-        result.matches.into_iter().map(|found| (found.path, found.line, found.column)).collect()
+        result
+            .matches
+            .into_iter()
+            .map(|found| (found.path, found.line, found.column))
+            .collect()
     }
 
     fn at(path: &str, line: u64, column: u64) -> (String, u64, u64) {
@@ -315,8 +407,19 @@ mod tests {
         sandbox.put("b/file", "x\n  needle needle\nneedle\r\n");
         sandbox.put("b-c", "needle");
         sandbox.put("a", "é needle\n");
-        assert_eq!(found(&sandbox, &request("needle")), [at("a", 1, 4), at("b-c", 1, 1), at("b/file", 2, 3), at("b/file", 3, 1)]);
-        assert_eq!(found(&sandbox, &request("^needle$")), [at("b-c", 1, 1), at("b/file", 3, 1)]);
+        assert_eq!(
+            found(&sandbox, &request("needle")),
+            [
+                at("a", 1, 4),
+                at("b-c", 1, 1),
+                at("b/file", 2, 3),
+                at("b/file", 3, 1)
+            ]
+        );
+        assert_eq!(
+            found(&sandbox, &request("^needle$")),
+            [at("b-c", 1, 1), at("b/file", 3, 1)]
+        );
     }
 
     #[test]
@@ -324,11 +427,27 @@ mod tests {
         let sandbox = Sandbox::new();
         sandbox.put(".gitignore", "ignored\n");
         sandbox.put(".ignore", "ignored\n");
-        for path in ["ignored", ".dot/file", ".git/config", "sub/.git/config", "plain"] {
+        for path in [
+            "ignored",
+            ".dot/file",
+            ".git/config",
+            "sub/.git/config",
+            "plain",
+        ] {
             sandbox.put(path, "needle\n");
         }
-        assert_eq!(found(&sandbox, &request("needle")), [at(".dot/file", 1, 1), at("ignored", 1, 1), at("plain", 1, 1)]);
-        let inside = SearchRequest { path: Some(".git".to_owned()), ..request("needle") };
+        assert_eq!(
+            found(&sandbox, &request("needle")),
+            [
+                at(".dot/file", 1, 1),
+                at("ignored", 1, 1),
+                at("plain", 1, 1)
+            ]
+        );
+        let inside = SearchRequest {
+            path: Some(".git".to_owned()),
+            ..request("needle")
+        };
         assert_eq!(found(&sandbox, &inside), [at(".git/config", 1, 1)]);
     }
 
@@ -343,7 +462,10 @@ mod tests {
         assert_eq!(result.matches.len(), 1);
         assert_eq!(result.matches[0].text, "\u{fffd} needle");
         assert!(!result.truncated);
-        let fifo = SearchRequest { path: Some("fifo".to_owned()), ..request("x") };
+        let fifo = SearchRequest {
+            path: Some("fifo".to_owned()),
+            ..request("x")
+        };
         assert_eq!(code(sandbox.files.search(&fifo)), ErrorCode::NotAFile);
     }
 
@@ -355,8 +477,16 @@ mod tests {
         }
         assert!(found(&sandbox, &request("needle")).is_empty());
         let search = |glob: &str, path: Option<&str>| {
-            let request = SearchRequest { case: Some(false), glob: Some(glob.to_owned()), path: path.map(str::to_owned), ..request("needle") };
-            found(&sandbox, &request).into_iter().map(|(path, _, _)| path).collect::<Vec<_>>()
+            let request = SearchRequest {
+                case: Some(false),
+                glob: Some(glob.to_owned()),
+                path: path.map(str::to_owned),
+                ..request("needle")
+            };
+            found(&sandbox, &request)
+                .into_iter()
+                .map(|(path, _, _)| path)
+                .collect::<Vec<_>>()
         };
         assert_eq!(search("*.rs", None), ["src/a.rs", "src/deep/b.rs"]);
         assert_eq!(search("src/*.rs", None), ["src/a.rs"]);
@@ -372,10 +502,23 @@ mod tests {
     fn context_is_given_around_each_match_even_when_it_overlaps() {
         let sandbox = Sandbox::new();
         sandbox.put("file", "1\n2\nx3\n4\nx5\n6\n7\n8\n9\nx10");
-        let result = sandbox.files.search(&SearchRequest { context_lines: Some(2), ..request("x") }).expect("searched");
-        let context: Vec<_> = result.matches.iter().map(|found| (found.before.join(","), found.after.join(","))).collect();
+        let result = sandbox
+            .files
+            .search(&SearchRequest {
+                context_lines: Some(2),
+                ..request("x")
+            })
+            .expect("searched");
+        let context: Vec<_> = result
+            .matches
+            .iter()
+            .map(|found| (found.before.join(","), found.after.join(",")))
+            .collect();
         let expected = [("1,2", "4,x5"), ("x3,4", "6,7"), ("8,9", "")];
-        assert_eq!(context, expected.map(|(before, after)| (before.to_owned(), after.to_owned())));
+        assert_eq!(
+            context,
+            expected.map(|(before, after)| (before.to_owned(), after.to_owned()))
+        );
     }
 
     #[test]
@@ -383,11 +526,30 @@ mod tests {
         let sandbox = Sandbox::new();
         sandbox.put("a", "x1\nx2\nx3\n");
         sandbox.put("b", "x4\n");
-        let result = sandbox.files.search(&SearchRequest { context_lines: Some(1), max_results: Some(2), ..request("x") }).expect("searched");
+        let result = sandbox
+            .files
+            .search(&SearchRequest {
+                context_lines: Some(1),
+                max_results: Some(2),
+                ..request("x")
+            })
+            .expect("searched");
         assert!(result.truncated);
         assert_eq!(result.matches.len(), 2);
-        assert_eq!((result.matches[1].text.as_str(), result.matches[1].after.as_slice()), ("x2", &["x3".to_owned()][..]));
-        let exact = sandbox.files.search(&SearchRequest { max_results: Some(4), ..request("x") }).expect("searched");
+        assert_eq!(
+            (
+                result.matches[1].text.as_str(),
+                result.matches[1].after.as_slice()
+            ),
+            ("x2", &["x3".to_owned()][..])
+        );
+        let exact = sandbox
+            .files
+            .search(&SearchRequest {
+                max_results: Some(4),
+                ..request("x")
+            })
+            .expect("searched");
         assert!(!exact.truncated);
         assert_eq!(exact.files_searched, 2);
     }
@@ -401,18 +563,50 @@ mod tests {
         assert_eq!(shorten(&[b'a'; 2_048]).len(), 2_048);
         assert_eq!(shorten(&[0x80; 3_000]).chars().count(), 2_045);
         sandbox.put("many", format!("{}\n", "m".repeat(2_000)).repeat(10_000));
-        let many = sandbox.files.search(&SearchRequest { max_results: Some(10_000), context_lines: Some(20), ..request("m") }).expect("searched");
+        let many = sandbox
+            .files
+            .search(&SearchRequest {
+                max_results: Some(10_000),
+                context_lines: Some(20),
+                ..request("m")
+            })
+            .expect("searched");
         let written = serde_json::to_string(&many).expect("JSON").len();
-        assert!(many.truncated && written < file_limits::MAX_ANSWER_BYTES + 200_000, "{written}");
+        assert!(
+            many.truncated && written < file_limits::MAX_ANSWER_BYTES + 200_000,
+            "{written}"
+        );
         // Characters that take six letters each, and lines of which there is next to nothing but what stands around them.
-        sandbox.put("many", format!("m{}\n", "\u{1}".repeat(2_000)).repeat(2_000));
-        let odd = sandbox.files.search(&SearchRequest { max_results: Some(10_000), ..request("m") }).expect("searched");
+        sandbox.put(
+            "many",
+            format!("m{}\n", "\u{1}".repeat(2_000)).repeat(2_000),
+        );
+        let odd = sandbox
+            .files
+            .search(&SearchRequest {
+                max_results: Some(10_000),
+                ..request("m")
+            })
+            .expect("searched");
         let written = serde_json::to_string(&odd).expect("JSON").len();
-        assert!(odd.truncated && written < file_limits::MAX_ANSWER_BYTES + 200_000, "{written}");
+        assert!(
+            odd.truncated && written < file_limits::MAX_ANSWER_BYTES + 200_000,
+            "{written}"
+        );
         sandbox.put("many", "m\n".repeat(10_000));
-        let short = sandbox.files.search(&SearchRequest { max_results: Some(10_000), context_lines: Some(20), ..request("m") }).expect("searched");
+        let short = sandbox
+            .files
+            .search(&SearchRequest {
+                max_results: Some(10_000),
+                context_lines: Some(20),
+                ..request("m")
+            })
+            .expect("searched");
         let written = serde_json::to_string(&short).expect("JSON").len();
-        assert!(short.truncated && written < file_limits::MAX_ANSWER_BYTES + 200_000, "{written}");
+        assert!(
+            short.truncated && written < file_limits::MAX_ANSWER_BYTES + 200_000,
+            "{written}"
+        );
     }
 
     #[test]
@@ -432,20 +626,53 @@ mod tests {
         let sandbox = Sandbox::new();
         sandbox.put("file", "x\n");
         let glob = format!("{}a{}", "{".repeat(300), "}".repeat(300));
-        let error = refused(sandbox.files.search(&SearchRequest { glob: Some(glob), ..request("x") }));
-        assert!(error.code == ErrorCode::InvalidRequest && error.message.contains("glob"), "{error:?}");
+        let error = refused(sandbox.files.search(&SearchRequest {
+            glob: Some(glob),
+            ..request("x")
+        }));
+        assert!(
+            error.code == ErrorCode::InvalidRequest && error.message.contains("glob"),
+            "{error:?}"
+        );
     }
 
     #[test]
     fn invalid_requests_say_what_is_wrong() {
         let sandbox = Sandbox::new();
         let bad = refused(sandbox.files.search(&request("(")));
-        assert!(bad.code == ErrorCode::InvalidRequest && bad.message.contains("pattern"), "{bad:?}");
-        let bad = refused(sandbox.files.search(&SearchRequest { glob: Some("[".to_owned()), ..request("x") }));
-        assert!(bad.code == ErrorCode::InvalidRequest && bad.message.contains("glob"), "{bad:?}");
-        assert_eq!(code(sandbox.files.search(&request("(a{1000}){1000}"))), ErrorCode::InvalidRequest);
-        assert_eq!(code(sandbox.files.search(&request(""))), ErrorCode::InvalidRequest);
-        assert_eq!(code(sandbox.files.search(&SearchRequest { context_lines: Some(21), ..request("x") })), ErrorCode::InvalidRequest);
-        assert_eq!(code(sandbox.files.search(&SearchRequest { path: Some("none".to_owned()), ..request("x") })), ErrorCode::NotFound);
+        assert!(
+            bad.code == ErrorCode::InvalidRequest && bad.message.contains("pattern"),
+            "{bad:?}"
+        );
+        let bad = refused(sandbox.files.search(&SearchRequest {
+            glob: Some("[".to_owned()),
+            ..request("x")
+        }));
+        assert!(
+            bad.code == ErrorCode::InvalidRequest && bad.message.contains("glob"),
+            "{bad:?}"
+        );
+        assert_eq!(
+            code(sandbox.files.search(&request("(a{1000}){1000}"))),
+            ErrorCode::InvalidRequest
+        );
+        assert_eq!(
+            code(sandbox.files.search(&request(""))),
+            ErrorCode::InvalidRequest
+        );
+        assert_eq!(
+            code(sandbox.files.search(&SearchRequest {
+                context_lines: Some(21),
+                ..request("x")
+            })),
+            ErrorCode::InvalidRequest
+        );
+        assert_eq!(
+            code(sandbox.files.search(&SearchRequest {
+                path: Some("none".to_owned()),
+                ..request("x")
+            })),
+            ErrorCode::NotFound
+        );
     }
 }

@@ -13,7 +13,10 @@ use std::{
 };
 
 use rustix::{
-    fs::{Access, AtFlags, CWD, Mode, OFlags, RenameFlags, access, fchmod, linkat, openat, renameat, renameat_with, unlinkat},
+    fs::{
+        Access, AtFlags, CWD, Mode, OFlags, RenameFlags, access, fchmod, linkat, openat, renameat,
+        renameat_with, unlinkat,
+    },
     io::Errno,
 };
 
@@ -32,7 +35,13 @@ impl Staged {
         // Such a file gets its name through /proc.
         if access("/proc/self/fd", Access::EXISTS).is_ok() {
             match openat(&directory, ".", flags, Mode::RUSR | Mode::WUSR) {
-                Ok(file) => return Ok(Self { directory, file: file.into(), name: None }),
+                Ok(file) => {
+                    return Ok(Self {
+                        directory,
+                        file: file.into(),
+                        name: None,
+                    });
+                }
                 Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL | Errno::NOENT) => {}
                 Err(errno) => return Err(errno),
             }
@@ -42,9 +51,15 @@ impl Staged {
 
     /// As [`Staged::new`], under a hidden name from the start.
     pub(super) fn named(directory: OwnedFd) -> Result<Self, Errno> {
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let (name, file) = with_hidden_name(|name| openat(&directory, name, flags, Mode::RUSR | Mode::WUSR))?;
-        Ok(Self { directory, file: file.into(), name: Some(name) })
+        let flags =
+            OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let (name, file) =
+            with_hidden_name(|name| openat(&directory, name, flags, Mode::RUSR | Mode::WUSR))?;
+        Ok(Self {
+            directory,
+            file: file.into(),
+            name: Some(name),
+        })
     }
 
     pub(super) fn file(&mut self) -> &mut File {
@@ -53,22 +68,36 @@ impl Staged {
 
     /// Gives the file its permissions and its name in `directory`, which is on the same file system. Without `replace` a
     /// name that is taken is an error, without a race.
-    pub(super) fn publish(mut self, directory: impl AsFd, name: &OsStr, mode: u32, replace: bool) -> Result<(), Errno> {
+    pub(super) fn publish(
+        mut self,
+        directory: impl AsFd,
+        name: &OsStr,
+        mode: u32,
+        replace: bool,
+    ) -> Result<(), Errno> {
         fchmod(&self.file, Mode::from_raw_mode(mode))?;
         if self.name.is_none() {
             match self.link(&directory, Path::new(name)) {
                 Err(Errno::EXIST) if replace => {
-                    let (hidden, ()) = with_hidden_name(|hidden| self.link(&self.directory, Path::new(hidden)))?;
+                    let (hidden, ()) =
+                        with_hidden_name(|hidden| self.link(&self.directory, Path::new(hidden)))?;
                     self.name = Some(hidden);
                 }
                 result => return result,
             }
         }
-        let Some(hidden) = self.name.as_deref() else { return Err(Errno::NOENT) };
+        let Some(hidden) = self.name.as_deref() else {
+            return Err(Errno::NOENT);
+        };
         if replace {
             renameat(&self.directory, hidden, &directory, name)?;
         } else {
-            rename_to_free_name(&self.directory, Path::new(hidden), &directory, Path::new(name))?;
+            rename_to_free_name(
+                &self.directory,
+                Path::new(hidden),
+                &directory,
+                Path::new(name),
+            )?;
         }
         self.name = None;
         Ok(())
@@ -80,7 +109,13 @@ impl Staged {
     }
 
     fn link(&self, directory: impl AsFd, name: &Path) -> Result<(), Errno> {
-        linkat(CWD, format!("/proc/self/fd/{}", self.file.as_raw_fd()), directory, name, AtFlags::SYMLINK_FOLLOW)
+        linkat(
+            CWD,
+            format!("/proc/self/fd/{}", self.file.as_raw_fd()),
+            directory,
+            name,
+            AtFlags::SYMLINK_FOLLOW,
+        )
     }
 }
 
@@ -94,25 +129,46 @@ impl Drop for Staged {
 }
 
 /// Renames only when the new name is free.
-pub(super) fn rename_to_free_name(from_directory: impl AsFd, from: &Path, to_directory: impl AsFd, to: &Path) -> Result<(), Errno> {
-    match renameat_with(&from_directory, from, &to_directory, to, RenameFlags::NOREPLACE) {
+pub(super) fn rename_to_free_name(
+    from_directory: impl AsFd,
+    from: &Path,
+    to_directory: impl AsFd,
+    to: &Path,
+) -> Result<(), Errno> {
+    match renameat_with(
+        &from_directory,
+        from,
+        &to_directory,
+        to,
+        RenameFlags::NOREPLACE,
+    ) {
         // The file system does not know the flag, or the rename makes no sense, which it will say again.
-        Err(Errno::INVAL | Errno::NOSYS) => match rustix::fs::statat(&to_directory, to, AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(_) => Err(Errno::EXIST),
-            Err(Errno::NOENT) => renameat(from_directory, from, to_directory, to),
-            Err(errno) => Err(errno),
-        },
+        Err(Errno::INVAL | Errno::NOSYS) => {
+            match rustix::fs::statat(&to_directory, to, AtFlags::SYMLINK_NOFOLLOW) {
+                Ok(_) => Err(Errno::EXIST),
+                Err(Errno::NOENT) => renameat(from_directory, from, to_directory, to),
+                Err(errno) => Err(errno),
+            }
+        }
         result => result,
     }
 }
 
 /// Tries `make` with hidden names until one is free.
-pub(super) fn with_hidden_name<T>(mut make: impl FnMut(&str) -> Result<T, Errno>) -> Result<(String, T), Errno> {
+pub(super) fn with_hidden_name<T>(
+    mut make: impl FnMut(&str) -> Result<T, Errno>,
+) -> Result<(String, T), Errno> {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let mut tries = 0;
     loop {
-        let nanos = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.subsec_nanos());
-        let name = format!(".cynode-{}-{}-{nanos:08x}.tmp", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let nanos = SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .map_or(0, |since| since.subsec_nanos());
+        let name = format!(
+            ".cynode-{}-{}-{nanos:08x}.tmp",
+            std::process::id(),
+            COUNT.fetch_add(1, Ordering::Relaxed)
+        );
         match make(&name) {
             Err(Errno::EXIST) if tries < 100 => tries += 1,
             result => return result.map(|made| (name, made)),
@@ -136,11 +192,25 @@ mod tests {
     }
 
     fn directory(path: &Path) -> OwnedFd {
-        rustix::fs::open(path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).expect("directory")
+        rustix::fs::open(
+            path,
+            OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .expect("directory")
     }
 
     fn names(path: &Path) -> Vec<String> {
-        let mut names: Vec<_> = std::fs::read_dir(path).expect("listed").map(|entry| entry.expect("entry").file_name().into_string().expect("text")).collect();
+        let mut names: Vec<_> = std::fs::read_dir(path)
+            .expect("listed")
+            .map(|entry| {
+                entry
+                    .expect("entry")
+                    .file_name()
+                    .into_string()
+                    .expect("text")
+            })
+            .collect();
         names.sort();
         names
     }
@@ -151,9 +221,18 @@ mod tests {
             std::fs::write(path.join("name"), "old").expect("written");
             let mut staged = make(directory(path)).expect("staged");
             staged.file().write_all(b"new").expect("written");
-            staged.publish(directory(path), OsStr::new("name"), 0o751, true).expect("published");
+            staged
+                .publish(directory(path), OsStr::new("name"), 0o751, true)
+                .expect("published");
             assert_eq!(std::fs::read(path.join("name")).expect("read"), b"new");
-            assert_eq!(std::fs::metadata(path.join("name")).expect("stat").permissions().mode() & 0o7777, 0o751);
+            assert_eq!(
+                std::fs::metadata(path.join("name"))
+                    .expect("stat")
+                    .permissions()
+                    .mode()
+                    & 0o7777,
+                0o751
+            );
             assert_eq!(names(path), ["name"]);
         });
     }
@@ -163,7 +242,10 @@ mod tests {
         for_both_kinds(|path, make| {
             std::fs::write(path.join("name"), "old").expect("written");
             let staged = make(directory(path)).expect("staged");
-            assert_eq!(staged.publish(directory(path), OsStr::new("name"), 0o644, false), Err(Errno::EXIST));
+            assert_eq!(
+                staged.publish(directory(path), OsStr::new("name"), 0o644, false),
+                Err(Errno::EXIST)
+            );
             assert_eq!(std::fs::read(path.join("name")).expect("read"), b"old");
             assert_eq!(names(path), ["name"]);
         });

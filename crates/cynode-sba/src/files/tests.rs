@@ -86,14 +86,21 @@ impl Sandbox {
     }
 
     pub(super) fn fifo(&self, path: &str) {
-        rustix::fs::mkfifoat(rustix::fs::CWD, self.path(path), rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR).expect("fifo");
+        rustix::fs::mkfifoat(
+            rustix::fs::CWD,
+            self.path(path),
+            rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
+        )
+        .expect("fifo");
     }
 
     /// The names in a directory, sorted.
     pub(super) fn names(&self, path: &str) -> Vec<String> {
         let mut names: Vec<_> = std::fs::read_dir(self.path(path))
             .expect("listed")
-            .map(|entry| String::from_utf8_lossy(entry.expect("entry").file_name().as_bytes()).into_owned())
+            .map(|entry| {
+                String::from_utf8_lossy(entry.expect("entry").file_name().as_bytes()).into_owned()
+            })
             .collect();
         names.sort();
         names
@@ -101,7 +108,10 @@ impl Sandbox {
 
     /// Runs an operation over a socket, as a worker would ask for it.
     pub(super) fn ask(&self, op: FileOp, body: &[u8]) -> Answer {
-        let takes_body = matches!(op, FileOp::Write { .. } | FileOp::Patch { .. } | FileOp::Import { .. });
+        let takes_body = matches!(
+            op,
+            FileOp::Write { .. } | FileOp::Patch { .. } | FileOp::Import { .. }
+        );
         let (agent, worker) = UnixStream::pair().expect("socket pair");
         let body = body.to_vec();
         let worker = std::thread::spawn(move || {
@@ -110,7 +120,9 @@ impl Sandbox {
             }
             receive(worker)
         });
-        self.files.serve(op, &mut Peer::from_stream(agent)).expect("the connection holds");
+        self.files
+            .serve(op, &mut Peer::from_stream(agent))
+            .expect("the connection holds");
         worker.join().expect("the worker's thread")
     }
 
@@ -145,10 +157,16 @@ fn receive(mut stream: UnixStream) -> Answer {
 pub(super) fn decode(bytes: &[u8]) -> Answer {
     let mut decoder = Decoder::new(MAX_AGENT_FRAME);
     decoder.extend(bytes);
-    let mut answer = Answer { replies: Vec::new(), data: Vec::new(), ended: false };
+    let mut answer = Answer {
+        replies: Vec::new(),
+        data: Vec::new(),
+        ended: false,
+    };
     while let Some(frame) = decoder.next_frame().expect("valid frames") {
         match frame {
-            Frame::Json(json) => answer.replies.push(serde_json::from_slice(&json).expect("a reply")),
+            Frame::Json(json) => answer
+                .replies
+                .push(serde_json::from_slice(&json).expect("a reply")),
             Frame::Data(data) => answer.data.extend(data),
             Frame::End => answer.ended = true,
             other => panic!("unexpected {other:?}"),
@@ -176,19 +194,68 @@ pub(super) fn code<T: std::fmt::Debug>(outcome: Outcome<T>) -> ErrorCode {
 #[test]
 fn a_refusal_takes_the_rest_of_the_body_so_that_the_worker_reads_it() {
     let sandbox = Sandbox::new();
-    let op = FileOp::Write { path: raw("."), mode: None, if_match: None, if_none_match: false, max_bytes: 10 };
-    assert_eq!(sandbox.ask(op, &vec![0; 3_000_000]).error().code, ErrorCode::NotAFile);
+    let op = FileOp::Write {
+        path: raw("."),
+        mode: None,
+        if_match: None,
+        if_none_match: false,
+        max_bytes: 10,
+    };
+    assert_eq!(
+        sandbox.ask(op, &vec![0; 3_000_000]).error().code,
+        ErrorCode::NotAFile
+    );
 }
 
 #[test]
 fn small_operations_answer_over_the_connection() {
     let sandbox = Sandbox::new();
-    let ok = |op| assert!(matches!(sandbox.ask(op, b"").first(), Reply::Ok { changed: Some(_) }));
-    ok(FileOp::Mkdir { path: raw("a/b"), parents: true });
-    ok(FileOp::Move { from: raw("a/b"), to: raw("c"), overwrite: false });
-    ok(FileOp::Delete { path: raw("c"), recursive: false, if_match: None });
-    assert!(matches!(sandbox.ask(FileOp::Stat { path: raw("a"), hash: true }, b"").first(), Reply::Stat(_)));
-    assert_eq!(sandbox.ask(FileOp::Stat { path: raw("c"), hash: true }, b"").error().errno.as_deref(), Some("ENOENT"));
+    let ok = |op| {
+        assert!(matches!(
+            sandbox.ask(op, b"").first(),
+            Reply::Ok { changed: Some(_) }
+        ))
+    };
+    ok(FileOp::Mkdir {
+        path: raw("a/b"),
+        parents: true,
+    });
+    ok(FileOp::Move {
+        from: raw("a/b"),
+        to: raw("c"),
+        overwrite: false,
+    });
+    ok(FileOp::Delete {
+        path: raw("c"),
+        recursive: false,
+        if_match: None,
+    });
+    assert!(matches!(
+        sandbox
+            .ask(
+                FileOp::Stat {
+                    path: raw("a"),
+                    hash: true
+                },
+                b""
+            )
+            .first(),
+        Reply::Stat(_)
+    ));
+    assert_eq!(
+        sandbox
+            .ask(
+                FileOp::Stat {
+                    path: raw("c"),
+                    hash: true
+                },
+                b""
+            )
+            .error()
+            .errno
+            .as_deref(),
+        Some("ENOENT")
+    );
     assert_eq!(sandbox.names("."), ["a"]);
 }
 

@@ -46,7 +46,14 @@ pub(super) struct Found {
 }
 
 impl Files {
-    pub(super) fn write(&self, path: &[u8], mode: Option<u32>, conditions: &Conditions, max_bytes: u64, body: Body<'_>) -> Outcome<Written> {
+    pub(super) fn write(
+        &self,
+        path: &[u8],
+        mode: Option<u32>,
+        conditions: &Conditions,
+        max_bytes: u64,
+        body: Body<'_>,
+    ) -> Outcome<Written> {
         let place = self.locate(path)?;
         if path.ends_with(b"/") {
             return Err(path::not_a_file(&place, FileType::Dir));
@@ -57,27 +64,47 @@ impl Files {
         conditions.check(found.as_ref(), &place)?;
 
         // The new content waits on the deepest directory that is there: the same file system, and nothing changes yet.
-        let mut staged = Staged::new(deepest_directory(parent)?).doing("writing", path::bytes(&place))?;
+        let mut staged =
+            Staged::new(deepest_directory(parent)?).doing("writing", path::bytes(&place))?;
         let mut hasher = digest::Hasher::default();
         let mut size = 0;
         while let Some(piece) = body().map_err(Failure::Connection)? {
             size += piece.len() as u64;
             if size > max_bytes {
-                return Err(Failure::new(ErrorCode::TooLarge, format!("{} would have more than {max_bytes} bytes", shown(path::bytes(&place)))));
+                return Err(Failure::new(
+                    ErrorCode::TooLarge,
+                    format!(
+                        "{} would have more than {max_bytes} bytes",
+                        shown(path::bytes(&place))
+                    ),
+                ));
             }
             hasher.update(&piece);
-            staged.file().write_all(&piece).doing("writing", path::bytes(&place))?;
+            staged
+                .file()
+                .write_all(&piece)
+                .doing("writing", path::bytes(&place))?;
         }
 
         path::make_directories(parent)?;
-        let directory = open_directory(parent).doing("opening the directory", path::bytes(parent))?;
+        let directory =
+            open_directory(parent).doing("opening the directory", path::bytes(parent))?;
         if !unchanged(&target, found.as_ref(), conditions)? {
             found = find(&target, conditions)?;
         }
         conditions.check(found.as_ref(), &place)?;
-        let mode = mode.or(found.as_ref().map(|found| path::permissions(&found.stat))).unwrap_or(0o644) & 0o1777;
+        let mode = mode
+            .or(found.as_ref().map(|found| path::permissions(&found.stat)))
+            .unwrap_or(0o644)
+            & 0o1777;
         match staged.publish(&directory, name, mode, !conditions.if_none_match) {
-            Ok(()) => Ok(Written { sha256: hasher.hex(), size, mode, created: found.is_none(), sha256_before: found.and_then(|found| found.sha256) }),
+            Ok(()) => Ok(Written {
+                sha256: hasher.hex(),
+                size,
+                mode,
+                created: found.is_none(),
+                sha256_before: found.and_then(|found| found.sha256),
+            }),
             Err(Errno::EXIST) if conditions.if_none_match => Err(exists(&place)),
             Err(errno) => Err(Failure::system(errno, "writing", path::bytes(&place))),
         }
@@ -86,53 +113,85 @@ impl Files {
 
 impl Conditions {
     fn names_hashes(&self) -> bool {
-        self.if_match.as_ref().is_some_and(|list| list.iter().any(|entry| entry != "*"))
+        self.if_match
+            .as_ref()
+            .is_some_and(|list| list.iter().any(|entry| entry != "*"))
     }
 
     pub(super) fn check(&self, found: Option<&Found>, place: &Path) -> Outcome<()> {
         if self.if_none_match && found.is_some() {
             return Err(exists(place));
         }
-        let Some(list) = &self.if_match else { return Ok(()) };
+        let Some(list) = &self.if_match else {
+            return Ok(());
+        };
         let place = shown(path::bytes(place));
-        let Some(found) = found else { return Err(Failure::new(ErrorCode::PreconditionFailed, format!("{place} does not exist"))) };
-        let fits = |entry: &String| entry == "*" || found.sha256.as_ref().is_some_and(|sha256| sha256.eq_ignore_ascii_case(entry));
+        let Some(found) = found else {
+            return Err(Failure::new(
+                ErrorCode::PreconditionFailed,
+                format!("{place} does not exist"),
+            ));
+        };
+        let fits = |entry: &String| {
+            entry == "*"
+                || found
+                    .sha256
+                    .as_ref()
+                    .is_some_and(|sha256| sha256.eq_ignore_ascii_case(entry))
+        };
         if list.iter().any(fits) {
             return Ok(());
         }
         let sha256 = found.sha256.as_deref().unwrap_or("unknown");
-        Err(Failure::new(ErrorCode::PreconditionFailed, format!("{place} is not what the precondition says; its sha256 is {sha256}")))
+        Err(Failure::new(
+            ErrorCode::PreconditionFailed,
+            format!("{place} is not what the precondition says; its sha256 is {sha256}"),
+        ))
     }
 }
 
 fn exists(place: &Path) -> Failure {
-    Failure::new(ErrorCode::PreconditionFailed, format!("{} exists already", shown(path::bytes(place))))
+    Failure::new(
+        ErrorCode::PreconditionFailed,
+        format!("{} exists already", shown(path::bytes(place))),
+    )
 }
 
 /// The regular file at `target`, if any, with its hash when a condition or the record of the change asks for it.
 pub(super) fn find(target: &Path, conditions: &Conditions) -> Outcome<Option<Found>> {
-    let Some(stat) = path::stat_if_any(target)? else { return Ok(None) };
+    let Some(stat) = path::stat_if_any(target)? else {
+        return Ok(None);
+    };
     if path::kind(&stat) != FileType::File {
         return Err(path::not_a_file(target, path::kind(&stat)));
     }
     // Replacing a file needs no right to write to it. A read-only file is meant to stay as it is, so ask for the right anyway.
-    accessat(CWD, target, Access::WRITE_OK, AtFlags::empty()).doing("writing", path::bytes(target))?;
+    accessat(CWD, target, Access::WRITE_OK, AtFlags::empty())
+        .doing("writing", path::bytes(target))?;
     if conditions.names_hashes() {
         return find_any(target);
     }
-    let sha256 = path::open_file(target).ok().and_then(|(file, _)| digest::for_record(&file));
+    let sha256 = path::open_file(target)
+        .ok()
+        .and_then(|(file, _)| digest::for_record(&file));
     Ok(Some(Found { stat, sha256 }))
 }
 
 /// Whatever is at `place`, with its hash when it is a regular file.
 pub(super) fn find_any(place: &Path) -> Outcome<Option<Found>> {
-    let Some(stat) = path::stat_if_any(place)? else { return Ok(None) };
+    let Some(stat) = path::stat_if_any(place)? else {
+        return Ok(None);
+    };
     if path::kind(&stat) != FileType::File {
         return Ok(Some(Found { stat, sha256: None }));
     }
     let (file, stat) = path::open_file(place)?;
-    let (sha256, _) = digest::of_file(&file, path::size(&stat)).doing("reading", path::bytes(place))?;
-    Ok(Some(Found { stat, sha256: Some(sha256) }))
+    let (sha256, _) =
+        digest::of_file(&file, path::size(&stat)).doing("reading", path::bytes(place))?;
+    Ok(Some(Found {
+        stat,
+        sha256: Some(sha256),
+    }))
 }
 
 /// Whether `found` still describes the target. Times are too coarse to answer for a condition about the content.
@@ -168,7 +227,12 @@ fn follow(place: &Path) -> Outcome<PathBuf> {
 }
 
 fn open_directory(path: &Path) -> Result<OwnedFd, Errno> {
-    openat(CWD, path, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+    openat(
+        CWD,
+        path,
+        OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )
 }
 
 fn deepest_directory(path: &Path) -> Outcome<OwnedFd> {
@@ -178,7 +242,11 @@ fn deepest_directory(path: &Path) -> Outcome<OwnedFd> {
             result => return result.doing("opening the directory", path::bytes(ancestor)),
         }
     }
-    Err(Failure::system(Errno::NOENT, "opening the directory", path::bytes(path)))
+    Err(Failure::system(
+        Errno::NOENT,
+        "opening the directory",
+        path::bytes(path),
+    ))
 }
 
 #[cfg(test)]
@@ -193,22 +261,47 @@ mod tests {
         put_if(sandbox, path, content, &Conditions::default())
     }
 
-    fn put_if(sandbox: &Sandbox, path: &str, content: &str, conditions: &Conditions) -> Outcome<Written> {
+    fn put_if(
+        sandbox: &Sandbox,
+        path: &str,
+        content: &str,
+        conditions: &Conditions,
+    ) -> Outcome<Written> {
         let mut pieces = vec![content.as_bytes().to_vec()].into_iter();
-        sandbox.files.write(path.as_bytes(), None, conditions, 1_000, &mut || Ok(pieces.next()))
+        sandbox
+            .files
+            .write(path.as_bytes(), None, conditions, 1_000, &mut || {
+                Ok(pieces.next())
+            })
     }
 
     fn mode(sandbox: &Sandbox, path: &str) -> u32 {
-        std::fs::metadata(sandbox.path(path)).expect("stat").permissions().mode() & 0o7777
+        std::fs::metadata(sandbox.path(path))
+            .expect("stat")
+            .permissions()
+            .mode()
+            & 0o7777
     }
 
     #[test]
     fn a_write_makes_parents_and_says_what_it_did() {
         let sandbox = Sandbox::new();
         let written = put(&sandbox, "a/b/file", "hello").expect("written");
-        assert_eq!(written, Written { sha256: HELLO.to_owned(), size: 5, mode: 0o644, created: true, sha256_before: None });
+        assert_eq!(
+            written,
+            Written {
+                sha256: HELLO.to_owned(),
+                size: 5,
+                mode: 0o644,
+                created: true,
+                sha256_before: None
+            }
+        );
         let again = put(&sandbox, "a/b/file", "other").expect("written");
-        assert_eq!((again.created, again.sha256_before.as_deref()), (false, Some(HELLO)));
+        assert_eq!(
+            (again.created, again.sha256_before.as_deref()),
+            (false, Some(HELLO))
+        );
         assert_eq!(sandbox.get("a/b/file"), b"other");
         assert_eq!(sandbox.names("a/b"), ["file"]);
     }
@@ -217,10 +310,20 @@ mod tests {
     fn the_old_mode_stays_and_a_given_mode_loses_setuid() {
         let sandbox = Sandbox::new();
         sandbox.put("file", "");
-        std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o750)).expect("mode");
+        std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o750))
+            .expect("mode");
         assert_eq!(put(&sandbox, "file", "x").expect("written").mode, 0o750);
         assert_eq!(mode(&sandbox, "file"), 0o750);
-        let written = sandbox.files.write(b"file", Some(0o106_711), &Conditions::default(), 10, &mut || Ok(None)).expect("written");
+        let written = sandbox
+            .files
+            .write(
+                b"file",
+                Some(0o106_711),
+                &Conditions::default(),
+                10,
+                &mut || Ok(None),
+            )
+            .expect("written");
         assert_eq!(written.mode, 0o711);
         assert_eq!(mode(&sandbox, "file"), 0o711);
     }
@@ -236,7 +339,11 @@ mod tests {
         put(&sandbox, "dangling", "made").expect("written");
         assert_eq!(sandbox.get("real"), b"new");
         assert_eq!(sandbox.get("sub/new"), b"made");
-        assert!(std::fs::symlink_metadata(sandbox.path("link")).expect("stat").is_symlink());
+        assert!(
+            std::fs::symlink_metadata(sandbox.path("link"))
+                .expect("stat")
+                .is_symlink()
+        );
         assert_eq!(code(put(&sandbox, "loop", "x")), ErrorCode::InvalidRequest);
     }
 
@@ -246,11 +353,30 @@ mod tests {
         sandbox.put("dir/file", "");
         sandbox.fifo("fifo");
         symlink("dir", sandbox.path("link")).expect("link");
-        for path in ["dir", "dir/", "new/", "link", "fifo", "/dev/null", "/dev/stdout", "/"] {
-            assert_eq!(code(put(&sandbox, path, "x")), ErrorCode::NotAFile, "{path}");
+        for path in [
+            "dir",
+            "dir/",
+            "new/",
+            "link",
+            "fifo",
+            "/dev/null",
+            "/dev/stdout",
+            "/",
+        ] {
+            assert_eq!(
+                code(put(&sandbox, path, "x")),
+                ErrorCode::NotAFile,
+                "{path}"
+            );
         }
-        assert_eq!(code(put(&sandbox, "dir/file/x", "x")), ErrorCode::NotADirectory);
-        assert_eq!(code(put(&sandbox, &"n".repeat(300), "x")), ErrorCode::InvalidRequest);
+        assert_eq!(
+            code(put(&sandbox, "dir/file/x", "x")),
+            ErrorCode::NotADirectory
+        );
+        assert_eq!(
+            code(put(&sandbox, &"n".repeat(300), "x")),
+            ErrorCode::InvalidRequest
+        );
         assert!(!sandbox.path("new").exists());
     }
 
@@ -258,38 +384,69 @@ mod tests {
     fn preconditions_hold_and_a_failed_one_changes_nothing() {
         let sandbox = Sandbox::new();
         sandbox.put("file", "hello");
-        let matching = |list: &[&str]| Conditions { if_match: Some(list.iter().map(|&entry| entry.to_owned()).collect()), if_none_match: false };
-        let absent = Conditions { if_match: None, if_none_match: true };
-        assert_eq!(code(put_if(&sandbox, "file", "x", &matching(&["0000"]))), ErrorCode::PreconditionFailed);
-        assert_eq!(code(put_if(&sandbox, "file", "x", &matching(&[]))), ErrorCode::PreconditionFailed);
-        assert_eq!(code(put_if(&sandbox, "none/file", "x", &matching(&["*"]))), ErrorCode::PreconditionFailed);
-        assert_eq!(code(put_if(&sandbox, "file", "x", &absent)), ErrorCode::PreconditionFailed);
+        let matching = |list: &[&str]| Conditions {
+            if_match: Some(list.iter().map(|&entry| entry.to_owned()).collect()),
+            if_none_match: false,
+        };
+        let absent = Conditions {
+            if_match: None,
+            if_none_match: true,
+        };
+        assert_eq!(
+            code(put_if(&sandbox, "file", "x", &matching(&["0000"]))),
+            ErrorCode::PreconditionFailed
+        );
+        assert_eq!(
+            code(put_if(&sandbox, "file", "x", &matching(&[]))),
+            ErrorCode::PreconditionFailed
+        );
+        assert_eq!(
+            code(put_if(&sandbox, "none/file", "x", &matching(&["*"]))),
+            ErrorCode::PreconditionFailed
+        );
+        assert_eq!(
+            code(put_if(&sandbox, "file", "x", &absent)),
+            ErrorCode::PreconditionFailed
+        );
         assert_eq!(sandbox.get("file"), b"hello");
         assert!(!sandbox.path("none").exists());
         put_if(&sandbox, "file", "one", &matching(&["0000", HELLO])).expect("the hash fits");
         put_if(&sandbox, "file", "two", &matching(&["*"])).expect("it exists");
         put_if(&sandbox, "new", "three", &absent).expect("it is new");
-        assert_eq!((sandbox.get("file"), sandbox.get("new")), (b"two".to_vec(), b"three".to_vec()));
+        assert_eq!(
+            (sandbox.get("file"), sandbox.get("new")),
+            (b"two".to_vec(), b"three".to_vec())
+        );
     }
 
     #[test]
     fn a_change_made_while_the_body_comes_fails_the_precondition() {
         let sandbox = Sandbox::new();
         sandbox.put("file", "hello");
-        let conditions = Conditions { if_match: Some(vec![HELLO.to_owned()]), if_none_match: false };
+        let conditions = Conditions {
+            if_match: Some(vec![HELLO.to_owned()]),
+            if_none_match: false,
+        };
         let mut pieces = vec![b"mine".to_vec()].into_iter();
-        let result = sandbox.files.write(b"file", None, &conditions, 100, &mut || {
-            sandbox.put("file", "their");
-            Ok(pieces.next())
-        });
+        let result = sandbox
+            .files
+            .write(b"file", None, &conditions, 100, &mut || {
+                sandbox.put("file", "their");
+                Ok(pieces.next())
+            });
         assert_eq!(code(result), ErrorCode::PreconditionFailed);
         assert_eq!(sandbox.get("file"), b"their");
 
-        let conditions = Conditions { if_match: None, if_none_match: true };
-        let result = sandbox.files.write(b"fresh", None, &conditions, 100, &mut || {
-            sandbox.put("fresh", "their");
-            Ok(None)
-        });
+        let conditions = Conditions {
+            if_match: None,
+            if_none_match: true,
+        };
+        let result = sandbox
+            .files
+            .write(b"fresh", None, &conditions, 100, &mut || {
+                sandbox.put("fresh", "their");
+                Ok(None)
+            });
         assert_eq!(code(result), ErrorCode::PreconditionFailed);
         assert_eq!(sandbox.get("fresh"), b"their");
     }
@@ -298,7 +455,12 @@ mod tests {
     fn a_body_over_the_limit_changes_nothing() {
         let sandbox = Sandbox::new();
         let mut pieces = vec![vec![0; 600], vec![0; 401]].into_iter();
-        let result = sandbox.files.write(b"a/file", None, &Conditions::default(), 1_000, &mut || Ok(pieces.next()));
+        let result =
+            sandbox
+                .files
+                .write(b"a/file", None, &Conditions::default(), 1_000, &mut || {
+                    Ok(pieces.next())
+                });
         assert_eq!(code(result), ErrorCode::TooLarge);
         assert!(sandbox.names(".").is_empty());
     }
@@ -307,7 +469,13 @@ mod tests {
     fn a_sender_that_vanishes_before_the_end_changes_nothing() {
         let sandbox = Sandbox::new();
         sandbox.put("file", "old");
-        let write = |path: &str| FileOp::Write { path: raw(path), mode: None, if_match: None, if_none_match: false, max_bytes: 100 };
+        let write = |path: &str| FileOp::Write {
+            path: raw(path),
+            mode: None,
+            if_match: None,
+            if_none_match: false,
+            max_bytes: 100,
+        };
         assert!(sandbox.ask_and_vanish(write("file"), b"new").is_err());
         assert!(sandbox.ask_and_vanish(write("a/b"), b"new").is_err());
         assert_eq!(sandbox.get("file"), b"old");
@@ -317,10 +485,21 @@ mod tests {
     #[test]
     fn the_answer_to_a_write_comes_over_the_connection() {
         let sandbox = Sandbox::new();
-        let op = FileOp::Write { path: raw("file"), mode: Some(0o600), if_match: None, if_none_match: true, max_bytes: 100 };
+        let op = FileOp::Write {
+            path: raw("file"),
+            mode: Some(0o600),
+            if_match: None,
+            if_none_match: true,
+            max_bytes: 100,
+        };
         let answer = sandbox.ask(op.clone(), b"hello");
-        assert!(matches!(answer.first(), Reply::Written(written) if written.sha256 == HELLO && written.created && written.mode == 0o600));
-        assert_eq!(sandbox.ask(op, b"hello").error().code, ErrorCode::PreconditionFailed);
+        assert!(
+            matches!(answer.first(), Reply::Written(written) if written.sha256 == HELLO && written.created && written.mode == 0o600)
+        );
+        assert_eq!(
+            sandbox.ask(op, b"hello").error().code,
+            ErrorCode::PreconditionFailed
+        );
     }
 
     #[test]
@@ -328,7 +507,10 @@ mod tests {
         let sandbox = Sandbox::new();
         symlink("/dev/full", sandbox.path("full")).expect("link");
         assert_eq!(code(put(&sandbox, "full", "x")), ErrorCode::NotAFile);
-        let mut full = std::fs::OpenOptions::new().write(true).open("/dev/full").expect("opened");
+        let mut full = std::fs::OpenOptions::new()
+            .write(true)
+            .open("/dev/full")
+            .expect("opened");
         let failure = full.write_all(b"x").doing("writing", b"x");
         assert_eq!(code(failure), ErrorCode::NoSpace);
     }

@@ -3,7 +3,10 @@
 use std::fmt::Debug;
 
 use cynode_api::{ListResult, PatchResult, SearchResult};
-use cynode_sba_proto::{Decoder, Frame, FrameError, MAX_AGENT_FRAME, MAX_WORKER_FRAME, Reply, Request, encode, encode_message};
+use cynode_sba_proto::{
+    Decoder, Frame, FrameError, MAX_AGENT_FRAME, MAX_WORKER_FRAME, Reply, Request, encode,
+    encode_message,
+};
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::{fields, split};
@@ -55,7 +58,11 @@ fn frames(input: &[u8], limit: usize) -> Vec<Frame> {
         _ => limit,
     };
     // Half of the inputs are frames as they are, half are the payloads of well-formed ones.
-    let bytes = if knob & 1 == 0 { rest.to_vec() } else { framed(rest) };
+    let bytes = if knob & 1 == 0 {
+        rest.to_vec()
+    } else {
+        framed(rest)
+    };
 
     let (expected, end, taken) = by_the_book(&bytes, limit);
     let whole = decoded(std::iter::once(bytes.as_slice()), limit);
@@ -67,7 +74,10 @@ fn frames(input: &[u8], limit: usize) -> Vec<Frame> {
     for frame in &expected {
         encode(frame, &mut again);
     }
-    assert!(again == bytes[..taken], "frames are written as they were read");
+    assert!(
+        again == bytes[..taken],
+        "frames are written as they were read"
+    );
     expected
 }
 
@@ -79,9 +89,16 @@ fn framed(payloads: &[u8]) -> Vec<u8> {
             [b'{', ..] => Frame::Json(payload.to_vec()),
             // The body of a long answer is an object too.
             [b' ', body @ ..] => Frame::Data(body.to_vec()),
-            [stream, data @ ..] => {
-                Frame::Output { stream: if *stream & 1 == 0 { Stream::Stdout } else { Stream::Stderr }, seq: u64::from(*stream), at_ms: 0, data: data.to_vec() }
-            }
+            [stream, data @ ..] => Frame::Output {
+                stream: if *stream & 1 == 0 {
+                    Stream::Stdout
+                } else {
+                    Stream::Stderr
+                },
+                seq: u64::from(*stream),
+                at_ms: 0,
+                data: data.to_vec(),
+            },
         };
         encode(&frame, &mut bytes);
     }
@@ -101,23 +118,47 @@ fn decoded<'a>(pieces: impl Iterator<Item = &'a [u8]>, limit: usize) -> (Vec<Fra
             }
         }
     }
-    let end = if decoder.is_partial() { End::Within } else { End::Whole };
+    let end = if decoder.is_partial() {
+        End::Within
+    } else {
+        End::Whole
+    };
     (frames, end)
 }
 
 /// A second reader, as plain as the format's description, to compare with; and how many bytes its frames take.
 fn by_the_book(bytes: &[u8], limit: usize) -> (Vec<Frame>, End, usize) {
-    let number = |bytes: &[u8]| bytes.iter().rev().fold(0_u64, |value, byte| value << 8 | u64::from(*byte));
+    let number = |bytes: &[u8]| {
+        bytes
+            .iter()
+            .rev()
+            .fold(0_u64, |value, byte| value << 8 | u64::from(*byte))
+    };
     let mut frames = Vec::new();
     let mut at = 0;
     loop {
         let rest = &bytes[at..];
         if rest.len() < 4 {
-            return (frames, if rest.is_empty() { End::Whole } else { End::Within }, at);
+            return (
+                frames,
+                if rest.is_empty() {
+                    End::Whole
+                } else {
+                    End::Within
+                },
+                at,
+            );
         }
         let length = usize::try_from(number(&rest[..4])).expect("32 bits");
         if length > limit {
-            return (frames, End::Refused(FrameError::TooLarge { size: length, limit }), at);
+            return (
+                frames,
+                End::Refused(FrameError::TooLarge {
+                    size: length,
+                    limit,
+                }),
+                at,
+            );
         }
         if length == 0 {
             return (frames, End::Refused(FrameError::WrongLength(0)), at);
@@ -129,7 +170,11 @@ fn by_the_book(bytes: &[u8], limit: usize) -> (Vec<Frame>, End, usize) {
         frames.push(match (kind, payload.len()) {
             (1, _) => Frame::Json(payload.to_vec()),
             (2 | 3, 16..) => Frame::Output {
-                stream: if kind == 2 { Stream::Stdout } else { Stream::Stderr },
+                stream: if kind == 2 {
+                    Stream::Stdout
+                } else {
+                    Stream::Stderr
+                },
                 seq: number(&payload[..8]),
                 at_ms: number(&payload[8..16]),
                 data: payload[16..].to_vec(),
@@ -146,11 +191,18 @@ fn by_the_book(bytes: &[u8], limit: usize) -> (Vec<Frame>, End, usize) {
 
 /// A message that can be read can be written, and is read the same again.
 fn message<M: Serialize + DeserializeOwned + PartialEq + Debug>(json: &[u8]) {
-    let Ok(read) = serde_json::from_slice::<M>(json) else { return };
+    let Ok(read) = serde_json::from_slice::<M>(json) else {
+        return;
+    };
     let mut written = Vec::new();
     encode_message(&read, &mut written);
     let mut decoder = Decoder::new(usize::MAX);
     decoder.extend(&written);
-    let Ok(Some(Frame::Json(json))) = decoder.next_frame() else { panic!("a message is one frame") };
-    assert_eq!(serde_json::from_slice::<M>(&json).expect("what was written can be read"), read);
+    let Ok(Some(Frame::Json(json))) = decoder.next_frame() else {
+        panic!("a message is one frame")
+    };
+    assert_eq!(
+        serde_json::from_slice::<M>(&json).expect("what was written can be read"),
+        read
+    );
 }

@@ -12,8 +12,14 @@ use super::{
 impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Id<CallId> {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut http::request::Parts, state: &S) -> Result<Self, Self::Rejection> {
-        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state)
+    async fn from_request_parts(
+        parts: &mut http::request::Parts,
+        state: &S,
+    ) -> Result<Self, Self::Rejection> {
+        let path =
+            axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(
+                parts, state,
+            )
             .await
             .map_err(|error| ApiError::invalid(error.body_text()))?;
         parse_id(&path, "id", ErrorCode::NotFound).map(Id)

@@ -10,11 +10,12 @@ use axum::{
 };
 use base64::{Engine as _, engine::general_purpose::STANDARD};
 use cynode_api::{
-    Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileChange, FileChanges, FileType, FileWritten, Flags, ListRequest, ListResult, MkdirRequest,
-    MoveRequest, PatchRequest, PatchResult, Problem, SearchRequest, SearchResult, SessionId,
+    Base64Bytes, ErrorCode, ExportFormat, ExportRequest, FileChange, FileChanges, FileType,
+    FileWritten, Flags, ListRequest, ListResult, MkdirRequest, MoveRequest, PatchRequest,
+    PatchResult, Problem, SearchRequest, SearchResult, SessionId,
     file_limits::{
-        DEFAULT_STRIP, MAX_CONTEXT_LINES, MAX_DEPTH, MAX_ENTRIES, MAX_PATCH_BYTES, MAX_PATH_BYTES, MAX_PATTERN_BYTES, MAX_PUT_BYTES, MAX_RESULTS, MAX_STRIP,
-        SEARCH_MS,
+        DEFAULT_STRIP, MAX_CONTEXT_LINES, MAX_DEPTH, MAX_ENTRIES, MAX_PATCH_BYTES, MAX_PATH_BYTES,
+        MAX_PATTERN_BYTES, MAX_PUT_BYTES, MAX_RESULTS, MAX_STRIP, SEARCH_MS,
     },
 };
 use cynode_sba_proto::{FileOp, FileStat, Frame, Reply, Request};
@@ -53,7 +54,12 @@ impl FileQuery {
     fn path(&self) -> Result<Base64Bytes, ApiError> {
         match (&self.path, &self.path_b64) {
             (Some(path), None) => check_path(path.clone().into_bytes(), "path"),
-            (None, Some(path)) => check_path(STANDARD.decode(path).map_err(|error| ApiError::invalid(format!("path_b64: not base64: {error}")))?, "path_b64"),
+            (None, Some(path)) => check_path(
+                STANDARD
+                    .decode(path)
+                    .map_err(|error| ApiError::invalid(format!("path_b64: not base64: {error}")))?,
+                "path_b64",
+            ),
             (None, None) => Err(ApiError::invalid("path: is missing")),
             (Some(_), Some(_)) => Err(ApiError::invalid("path and path_b64 exclude one another")),
         }
@@ -62,7 +68,9 @@ impl FileQuery {
 
 fn check_path(path: Vec<u8>, field: &str) -> Result<Base64Bytes, ApiError> {
     if path.is_empty() || path.len() > MAX_PATH_BYTES || path.contains(&0) {
-        return Err(ApiError::invalid(format!("{field}: must have 1 to {MAX_PATH_BYTES} bytes and no NUL")));
+        return Err(ApiError::invalid(format!(
+            "{field}: must have 1 to {MAX_PATH_BYTES} bytes and no NUL"
+        )));
     }
     Ok(Base64Bytes(path))
 }
@@ -71,9 +79,17 @@ fn check_text_path(path: &str, field: &str) -> Result<Base64Bytes, ApiError> {
     check_path(path.as_bytes().to_vec(), field)
 }
 
-fn check_range(value: Option<u32>, range: RangeInclusive<u32>, field: &str) -> Result<(), ApiError> {
+fn check_range(
+    value: Option<u32>,
+    range: RangeInclusive<u32>,
+    field: &str,
+) -> Result<(), ApiError> {
     match value {
-        Some(value) if !range.contains(&value) => Err(ApiError::invalid(format!("{field}: must lie between {} and {}", range.start(), range.end()))),
+        Some(value) if !range.contains(&value) => Err(ApiError::invalid(format!(
+            "{field}: must lie between {} and {}",
+            range.start(),
+            range.end()
+        ))),
         _ => Ok(()),
     }
 }
@@ -81,11 +97,18 @@ fn check_range(value: Option<u32>, range: RangeInclusive<u32>, field: &str) -> R
 /// Opens an operation on a session. The session counts as active while the guard lives.
 async fn open(api: &Api, id: SessionId, op: FileOp) -> Result<(Channel, Activity), ApiError> {
     let (_, live) = api.sessions.live(id)?;
-    if matches!(op, FileOp::Write { .. } | FileOp::Patch { dry_run: false, .. } | FileOp::Import { .. }) {
+    if matches!(
+        op,
+        FileOp::Write { .. } | FileOp::Patch { dry_run: false, .. } | FileOp::Import { .. }
+    ) {
         api.sessions.check_room_for_work()?;
     }
     let activity = live.activity();
-    let channel = live.link()?.open(&Request::File { op }).await.map_err(unavailable)?;
+    let channel = live
+        .link()?
+        .open(&Request::File { op })
+        .await
+        .map_err(unavailable)?;
     Ok((channel, activity))
 }
 
@@ -93,12 +116,19 @@ async fn simple(api: &Api, id: SessionId, op: FileOp) -> Result<Response, ApiErr
     let named = named(&op);
     let (mut channel, _activity) = open(api, id, op).await?;
     match channel.reply(PATIENCE).await? {
-        Reply::Ok { changed } => Ok(told(&changed.map_or(named, checked), StatusCode::NO_CONTENT)),
+        Reply::Ok { changed } => Ok(told(
+            &changed.map_or(named, checked),
+            StatusCode::NO_CONTENT,
+        )),
         other => Err(unexpected(&format!("{other:?}"))),
     }
 }
 
-async fn stat_of(api: &Api, id: SessionId, op: FileOp) -> Result<(FileStat, Channel, Activity), ApiError> {
+async fn stat_of(
+    api: &Api,
+    id: SessionId,
+    op: FileOp,
+) -> Result<(FileStat, Channel, Activity), ApiError> {
     let (mut channel, activity) = open(api, id, op).await?;
     match channel.reply(PATIENCE).await? {
         Reply::Stat(stat) => Ok((stat, channel, activity)),
@@ -115,9 +145,15 @@ fn file_headers(stat: &FileStat) -> HeaderMap {
     };
     if let Some(sha256) = stat.sha256.as_ref().filter(|sha256| is_sha256(sha256)) {
         insert(header::ETAG, format!("\"sha256:{sha256}\""));
-        insert(http::HeaderName::from_static("x-content-sha256"), sha256.clone());
+        insert(
+            http::HeaderName::from_static("x-content-sha256"),
+            sha256.clone(),
+        );
     }
-    insert(http::HeaderName::from_static("x-mode"), format!("{:04o}", stat.mode & 0o7777));
+    insert(
+        http::HeaderName::from_static("x-mode"),
+        format!("{:04o}", stat.mode & 0o7777),
+    );
     let kind = match stat.kind {
         FileType::File => "file",
         FileType::Dir => "dir",
@@ -126,8 +162,13 @@ fn file_headers(stat: &FileStat) -> HeaderMap {
     };
     insert(http::HeaderName::from_static("x-type"), kind.to_owned());
     if let Ok(at) = time::OffsetDateTime::from_unix_timestamp(stat.mtime) {
-        let format = time::macros::format_description!("[weekday repr:short], [day] [month repr:short] [year] [hour]:[minute]:[second] GMT");
-        insert(header::LAST_MODIFIED, at.format(&format).unwrap_or_default());
+        let format = time::macros::format_description!(
+            "[weekday repr:short], [day] [month repr:short] [year] [hour]:[minute]:[second] GMT"
+        );
+        insert(
+            header::LAST_MODIFIED,
+            at.format(&format).unwrap_or_default(),
+        );
     }
     insert(header::ACCEPT_RANGES, "bytes".to_owned());
     headers
@@ -142,9 +183,17 @@ enum Range {
 
 /// A `Range` header with one range. Others are ignored, as the standard allows.
 fn parse_range(headers: &HeaderMap) -> Option<Range> {
-    let text = headers.get(header::RANGE)?.to_str().ok()?.strip_prefix("bytes=")?.trim();
+    let text = headers
+        .get(header::RANGE)?
+        .to_str()
+        .ok()?
+        .strip_prefix("bytes=")?
+        .trim();
     // Digits alone: the parser would take a sign as well.
-    if !text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'-' || byte == b' ') {
+    if !text
+        .bytes()
+        .all(|byte| byte.is_ascii_digit() || byte == b'-' || byte == b' ')
+    {
         return None;
     }
     let (start, end) = text.split_once('-')?;
@@ -173,25 +222,52 @@ pub(super) async fn read(
     let (start, end) = match range {
         None => (0, None),
         // Always with an end, by which the agent knows a range.
-        Some(Range::From(start, end)) => (start, Some(end.map_or(u64::MAX, |end| end.saturating_add(1)))),
+        Some(Range::From(start, end)) => (
+            start,
+            Some(end.map_or(u64::MAX, |end| end.saturating_add(1))),
+        ),
         Some(Range::Last(count)) => {
-            let (stat, ..) = stat_of(&api, id, FileOp::Stat { path: path.clone(), hash: false }).await?;
+            let (stat, ..) = stat_of(
+                &api,
+                id,
+                FileOp::Stat {
+                    path: path.clone(),
+                    hash: false,
+                },
+            )
+            .await?;
             if count == 0 {
-                return Err(ApiError::new(ErrorCode::RangeNotSatisfiable, "a range of no bytes"));
+                return Err(ApiError::new(
+                    ErrorCode::RangeNotSatisfiable,
+                    "a range of no bytes",
+                ));
             }
             (stat.size.saturating_sub(count), Some(u64::MAX))
         }
     };
     let (stat, channel, activity) = stat_of(&api, id, FileOp::Read { path, start, end }).await?;
     if range.is_some() && stat.size == 0 {
-        return Err(ApiError::new(ErrorCode::RangeNotSatisfiable, "the file is empty"));
+        return Err(ApiError::new(
+            ErrorCode::RangeNotSatisfiable,
+            "the file is empty",
+        ));
     }
     let end = end.unwrap_or(stat.size).min(stat.size);
     let mut answer = file_headers(&stat);
-    answer.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/octet-stream"));
-    answer.insert(header::CONTENT_LENGTH, HeaderValue::from(end.saturating_sub(start)));
+    answer.insert(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("application/octet-stream"),
+    );
+    answer.insert(
+        header::CONTENT_LENGTH,
+        HeaderValue::from(end.saturating_sub(start)),
+    );
     let status = if range.is_some() {
-        if let Ok(value) = HeaderValue::from_str(&format!("bytes {start}-{}/{}", end.saturating_sub(1), stat.size)) {
+        if let Ok(value) = HeaderValue::from_str(&format!(
+            "bytes {start}-{}/{}",
+            end.saturating_sub(1),
+            stat.size
+        )) {
             answer.insert(header::CONTENT_RANGE, value);
         }
         StatusCode::PARTIAL_CONTENT
@@ -218,8 +294,20 @@ fn body_of(channel: Channel, activity: Activity) -> Body {
 
 /// Stat a file or directory; the hash of a file up to 100 MiB is in the ETag.
 #[utoipa::path(head, path = "/v1/worker/sessions/{id}/files", tag = "files", params(("id" = SessionId, Path), FileQuery), responses((status = 200), (status = "default")))]
-pub(super) async fn stat(State(api): State<Api>, Id(id): Id<SessionId>, QueryParams(query): QueryParams<FileQuery>) -> Result<Response, ApiError> {
-    let (stat, ..) = stat_of(&api, id, FileOp::Stat { path: query.path()?, hash: true }).await?;
+pub(super) async fn stat(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    QueryParams(query): QueryParams<FileQuery>,
+) -> Result<Response, ApiError> {
+    let (stat, ..) = stat_of(
+        &api,
+        id,
+        FileOp::Stat {
+            path: query.path()?,
+            hash: true,
+        },
+    )
+    .await?;
     let mut headers = file_headers(&stat);
     headers.insert(header::CONTENT_LENGTH, HeaderValue::from(stat.size));
     Ok((StatusCode::OK, headers).into_response())
@@ -229,9 +317,17 @@ pub(super) async fn stat(State(api): State<Api>, Id(id): Id<SessionId>, QueryPar
 fn if_match(headers: &HeaderMap) -> Result<Option<Vec<String>>, ApiError> {
     let mut allowed = Vec::new();
     for value in headers.get_all(header::IF_MATCH) {
-        for tag in value.to_str().map_err(|_| ApiError::invalid("If-Match: is not text"))?.split(',') {
+        for tag in value
+            .to_str()
+            .map_err(|_| ApiError::invalid("If-Match: is not text"))?
+            .split(',')
+        {
             let tag = tag.trim();
-            match tag.strip_prefix('"').and_then(|tag| tag.strip_suffix('"')).and_then(|tag| tag.strip_prefix("sha256:")) {
+            match tag
+                .strip_prefix('"')
+                .and_then(|tag| tag.strip_suffix('"'))
+                .and_then(|tag| tag.strip_prefix("sha256:"))
+            {
                 Some(sha256) if is_sha256(sha256) => allowed.push(sha256.to_ascii_lowercase()),
                 _ if tag == "*" => allowed.push("*".to_owned()),
                 // A tag that we never gave out matches nothing.
@@ -253,20 +349,36 @@ pub(super) async fn write(
     body: Body,
 ) -> Result<Response, ApiError> {
     let path = query.path()?;
-    let too_large = || ApiError::new(ErrorCode::TooLarge, format!("the file exceeds {MAX_PUT_BYTES} bytes"));
-    let length = headers.get(header::CONTENT_LENGTH).and_then(|value| value.to_str().ok()).and_then(|text| text.parse::<u64>().ok());
+    let too_large = || {
+        ApiError::new(
+            ErrorCode::TooLarge,
+            format!("the file exceeds {MAX_PUT_BYTES} bytes"),
+        )
+    };
+    let length = headers
+        .get(header::CONTENT_LENGTH)
+        .and_then(|value| value.to_str().ok())
+        .and_then(|text| text.parse::<u64>().ok());
     if length.is_some_and(|length| length > MAX_PUT_BYTES) {
         return Err(too_large());
     }
-    let mode = match headers.get("x-mode") {
-        None => None,
-        Some(value) => {
-            // Digits alone: the parser would take a sign as well.
-            let digits = value.to_str().ok().filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
-            let mode = digits.and_then(|text| u32::from_str_radix(text, 8).ok()).filter(|mode| *mode <= 0o777);
-            Some(mode.ok_or_else(|| ApiError::invalid("X-Mode: must be an octal number up to 0777"))?)
-        }
-    };
+    let mode =
+        match headers.get("x-mode") {
+            None => None,
+            Some(value) => {
+                // Digits alone: the parser would take a sign as well.
+                let digits = value
+                    .to_str()
+                    .ok()
+                    .filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
+                let mode = digits
+                    .and_then(|text| u32::from_str_radix(text, 8).ok())
+                    .filter(|mode| *mode <= 0o777);
+                Some(mode.ok_or_else(|| {
+                    ApiError::invalid("X-Mode: must be an octal number up to 0777")
+                })?)
+            }
+        };
     let expected = match headers.get("x-content-sha256") {
         None => None,
         Some(value) => Some(
@@ -275,15 +387,27 @@ pub(super) async fn write(
                 .ok()
                 .filter(|text| is_sha256(text))
                 .map(str::to_ascii_lowercase)
-                .ok_or_else(|| ApiError::invalid("X-Content-SHA256: must be 64 hexadecimal digits"))?,
+                .ok_or_else(|| {
+                    ApiError::invalid("X-Content-SHA256: must be 64 hexadecimal digits")
+                })?,
         ),
     };
     let if_none_match = match headers.get(header::IF_NONE_MATCH) {
         None => false,
         Some(value) if value == "*" => true,
-        Some(_) => return Err(ApiError::invalid("If-None-Match: only '*' is understood here")),
+        Some(_) => {
+            return Err(ApiError::invalid(
+                "If-None-Match: only '*' is understood here",
+            ));
+        }
     };
-    let op = FileOp::Write { path: path.clone(), mode, if_match: if_match(&headers)?, if_none_match, max_bytes: MAX_PUT_BYTES };
+    let op = FileOp::Write {
+        path: path.clone(),
+        mode,
+        if_match: if_match(&headers)?,
+        if_none_match,
+        max_bytes: MAX_PUT_BYTES,
+    };
     let (mut channel, _activity) = open(&api, id, op).await?;
     let mut hash = Sha256::new();
     let mut total: u64 = 0;
@@ -302,7 +426,9 @@ pub(super) async fn write(
     }
     let sha256 = hex(&hash.finalize());
     if expected.is_some_and(|expected| expected != sha256) {
-        return Err(ApiError::invalid("X-Content-SHA256: the body has another hash; nothing was written"));
+        return Err(ApiError::invalid(
+            "X-Content-SHA256: the body has another hash; nothing was written",
+        ));
     }
     if let Err(error) = channel.send(&Frame::End).await {
         return Err(channel.not_taken(error).await);
@@ -310,10 +436,16 @@ pub(super) async fn write(
     match channel.reply(PATIENCE).await? {
         // We know what was sent: an agent that wrote something else is not believed.
         Reply::Written(written) if written.sha256 == sha256 => {
-            let status = if written.created { StatusCode::CREATED } else { StatusCode::OK };
+            let status = if written.created {
+                StatusCode::CREATED
+            } else {
+                StatusCode::OK
+            };
             let etag = format!("\"sha256:{sha256}\"");
             let sha256_before = written.sha256_before.filter(|sha256| is_sha256(sha256));
-            let change = FileChange::new(&path.0).before(sha256_before.clone()).after(Some(sha256.clone()));
+            let change = FileChange::new(&path.0)
+                .before(sha256_before.clone())
+                .after(Some(sha256.clone()));
             let answer = FileWritten {
                 sha256,
                 size: written.size,
@@ -322,7 +454,10 @@ pub(super) async fn write(
                 sha256_before,
                 flags: Flags::default(),
             };
-            Ok(told(&FileChanges::from_iter([change]), (status, [(header::ETAG, etag)], Json(answer))))
+            Ok(told(
+                &FileChanges::from_iter([change]),
+                (status, [(header::ETAG, etag)], Json(answer)),
+            ))
         }
         other => Err(unexpected(&format!("{other:?}"))),
     }
@@ -337,16 +472,31 @@ pub(super) async fn delete(
     headers: HeaderMap,
     QueryParams(query): QueryParams<FileQuery>,
 ) -> Result<Response, ApiError> {
-    simple(&api, id, FileOp::Delete { path: query.path()?, recursive: query.recursive, if_match: if_match(&headers)? }).await
+    simple(
+        &api,
+        id,
+        FileOp::Delete {
+            path: query.path()?,
+            recursive: query.recursive,
+            if_match: if_match(&headers)?,
+        },
+    )
+    .await
 }
 
 /// List a directory.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:list", tag = "files", params(("id" = SessionId, Path)), request_body = ListRequest,
     responses((status = 200, body = ListResult), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn list(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<ListRequest>) -> Result<Response, ApiError> {
+pub(super) async fn list(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    JsonBody(request): JsonBody<ListRequest>,
+) -> Result<Response, ApiError> {
     check_version(request.version)?;
     match (&request.path, &request.path_b64) {
-        (Some(_), Some(_)) => return Err(ApiError::invalid("path and path_b64 exclude one another")),
+        (Some(_), Some(_)) => {
+            return Err(ApiError::invalid("path and path_b64 exclude one another"));
+        }
         (Some(path), None) => drop(check_text_path(path, "path")?),
         (None, Some(path)) => drop(check_path(path.0.clone(), "path_b64")?),
         (None, None) => {}
@@ -354,37 +504,76 @@ pub(super) async fn list(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody
     check_range(request.depth, 1..=MAX_DEPTH, "depth")?;
     check_range(request.max_entries, 1..=MAX_ENTRIES, "max_entries")?;
     let (mut channel, _activity) = open(&api, id, FileOp::List { request }).await?;
-    Ok(channel.body::<ListResult>(PATIENCE, &api.sessions.config.directory()).await?.into_response().await)
+    Ok(channel
+        .body::<ListResult>(PATIENCE, &api.sessions.config.directory())
+        .await?
+        .into_response()
+        .await)
 }
 
 /// Search files by a regular expression, for at most 10 s.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:search", tag = "files", params(("id" = SessionId, Path)), request_body = SearchRequest,
     responses((status = 200, body = SearchResult), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn search(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SearchRequest>) -> Result<Response, ApiError> {
+pub(super) async fn search(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    JsonBody(request): JsonBody<SearchRequest>,
+) -> Result<Response, ApiError> {
     check_version(request.version)?;
-    if request.pattern.is_empty() || request.pattern.len() > MAX_PATTERN_BYTES || request.glob.as_ref().is_some_and(|glob| glob.len() > MAX_PATTERN_BYTES) {
-        return Err(ApiError::invalid(format!("pattern: must have 1 to {MAX_PATTERN_BYTES} bytes, and so must glob")));
+    if request.pattern.is_empty()
+        || request.pattern.len() > MAX_PATTERN_BYTES
+        || request
+            .glob
+            .as_ref()
+            .is_some_and(|glob| glob.len() > MAX_PATTERN_BYTES)
+    {
+        return Err(ApiError::invalid(format!(
+            "pattern: must have 1 to {MAX_PATTERN_BYTES} bytes, and so must glob"
+        )));
     }
     if let Some(path) = &request.path {
         check_text_path(path, "path")?;
     }
-    check_range(request.context_lines, 0..=MAX_CONTEXT_LINES, "context_lines")?;
+    check_range(
+        request.context_lines,
+        0..=MAX_CONTEXT_LINES,
+        "context_lines",
+    )?;
     check_range(request.max_results, 1..=MAX_RESULTS, "max_results")?;
     let (mut channel, _activity) = open(&api, id, FileOp::Search { request }).await?;
     let patience = Duration::from_millis(SEARCH_MS) + ANSWER;
-    Ok(channel.body::<SearchResult>(patience, &api.sessions.config.directory()).await?.into_response().await)
+    Ok(channel
+        .body::<SearchResult>(patience, &api.sessions.config.directory())
+        .await?
+        .into_response()
+        .await)
 }
 
 /// Apply a unified diff to the workspace: all of it, or nothing.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:patch", tag = "files", params(("id" = SessionId, Path)), request_body = PatchRequest,
     responses((status = 200, body = PatchResult), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<PatchRequest>) -> Result<Response, ApiError> {
+pub(super) async fn patch(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    JsonBody(request): JsonBody<PatchRequest>,
+) -> Result<Response, ApiError> {
     check_version(request.version)?;
     if request.diff.len() as u64 > MAX_PATCH_BYTES {
-        return Err(ApiError::new(ErrorCode::TooLarge, format!("diff: more than {MAX_PATCH_BYTES} bytes")));
+        return Err(ApiError::new(
+            ErrorCode::TooLarge,
+            format!("diff: more than {MAX_PATCH_BYTES} bytes"),
+        ));
     }
     check_range(request.strip, 0..=MAX_STRIP, "strip")?;
-    let (mut channel, _activity) = open(&api, id, FileOp::Patch { strip: request.strip.unwrap_or(DEFAULT_STRIP), dry_run: request.dry_run }).await?;
+    let (mut channel, _activity) = open(
+        &api,
+        id,
+        FileOp::Patch {
+            strip: request.strip.unwrap_or(DEFAULT_STRIP),
+            dry_run: request.dry_run,
+        },
+    )
+    .await?;
     let sent = match channel.send_data(request.diff.as_bytes()).await {
         Ok(()) => channel.send(&Frame::End).await,
         Err(error) => Err(error),
@@ -392,42 +581,91 @@ pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBod
     if let Err(error) = sent {
         return Err(channel.not_taken(error).await);
     }
-    let result = channel.body::<PatchResult>(PATIENCE, &api.sessions.config.directory()).await?;
-    let changes = if request.dry_run { FileChanges::default() } else { checked(FileChanges::from(&result.value)) };
+    let result = channel
+        .body::<PatchResult>(PATIENCE, &api.sessions.config.directory())
+        .await?;
+    let changes = if request.dry_run {
+        FileChanges::default()
+    } else {
+        checked(FileChanges::from(&result.value))
+    };
     Ok(told(&changes, result.into_response().await))
 }
 
 /// Move a file or directory.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:move", tag = "files", params(("id" = SessionId, Path)), request_body = MoveRequest,
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn rename(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<MoveRequest>) -> Result<Response, ApiError> {
+pub(super) async fn rename(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    JsonBody(request): JsonBody<MoveRequest>,
+) -> Result<Response, ApiError> {
     check_version(request.version)?;
-    let (from, to) = (check_text_path(&request.from, "from")?, check_text_path(&request.to, "to")?);
-    simple(&api, id, FileOp::Move { from, to, overwrite: request.overwrite }).await
+    let (from, to) = (
+        check_text_path(&request.from, "from")?,
+        check_text_path(&request.to, "to")?,
+    );
+    simple(
+        &api,
+        id,
+        FileOp::Move {
+            from,
+            to,
+            overwrite: request.overwrite,
+        },
+    )
+    .await
 }
 
 /// Make a directory.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/files:mkdir", tag = "files", params(("id" = SessionId, Path)), request_body = MkdirRequest,
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn mkdir(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<MkdirRequest>) -> Result<Response, ApiError> {
+pub(super) async fn mkdir(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    JsonBody(request): JsonBody<MkdirRequest>,
+) -> Result<Response, ApiError> {
     check_version(request.version)?;
-    simple(&api, id, FileOp::Mkdir { path: check_text_path(&request.path, "path")?, parents: request.parents }).await
+    simple(
+        &api,
+        id,
+        FileOp::Mkdir {
+            path: check_text_path(&request.path, "path")?,
+            parents: request.parents,
+        },
+    )
+    .await
 }
 
 /// The workspace's changes as a git patch, or a directory as a tar archive.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/export", tag = "files", params(("id" = SessionId, Path)), request_body = ExportRequest,
     responses((status = 200, content((Vec<u8> = "application/x-tar"), (Vec<u8> = "text/x-diff"))), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn export(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<ExportRequest>) -> Result<Response, ApiError> {
+pub(super) async fn export(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    JsonBody(request): JsonBody<ExportRequest>,
+) -> Result<Response, ApiError> {
     check_version(request.version)?;
     let (op, kind) = match request.format {
-        ExportFormat::Tar if request.base.is_some() => return Err(ApiError::invalid("base: belongs to a patch")),
-        ExportFormat::Tar => (FileOp::ExportTar { path: check_text_path(request.path.as_deref().unwrap_or("."), "path")? }, "application/x-tar"),
-        ExportFormat::Patch if request.path.is_some() => return Err(ApiError::invalid("path: belongs to a tar")),
+        ExportFormat::Tar if request.base.is_some() => {
+            return Err(ApiError::invalid("base: belongs to a patch"));
+        }
+        ExportFormat::Tar => (
+            FileOp::ExportTar {
+                path: check_text_path(request.path.as_deref().unwrap_or("."), "path")?,
+            },
+            "application/x-tar",
+        ),
+        ExportFormat::Patch if request.path.is_some() => {
+            return Err(ApiError::invalid("path: belongs to a tar"));
+        }
         ExportFormat::Patch => (FileOp::ExportPatch { base: request.base }, "text/x-diff"),
     };
     let (mut channel, activity) = open(&api, id, op).await?;
     match channel.reply(PATIENCE).await? {
-        Reply::Body => Ok(([(header::CONTENT_TYPE, kind)], body_of(channel, activity)).into_response()),
+        Reply::Body => {
+            Ok(([(header::CONTENT_TYPE, kind)], body_of(channel, activity)).into_response())
+        }
         other => Err(unexpected(&format!("{other:?}"))),
     }
 }
@@ -441,11 +679,20 @@ pub(super) async fn import(
     QueryParams(query): QueryParams<FileQuery>,
     body: Body,
 ) -> Result<Response, ApiError> {
-    let op = FileOp::Import { path: query.path()? };
+    let op = FileOp::Import {
+        path: query.path()?,
+    };
     let named = named(&op);
     let (mut channel, _activity) = open(&api, id, op).await?;
-    let broken = |error| body::problem(&error, "the body broke off; what came before it may be unpacked");
-    let changed = channel.import(body.into_data_stream().map_err(broken)).await?;
+    let broken = |error| {
+        body::problem(
+            &error,
+            "the body broke off; what came before it may be unpacked",
+        )
+    };
+    let changed = channel
+        .import(body.into_data_stream().map_err(broken))
+        .await?;
     Ok(told(&changed.unwrap_or(named), StatusCode::NO_CONTENT))
 }
 
@@ -454,7 +701,10 @@ mod tests {
     use super::*;
 
     fn range(text: &str) -> Option<Range> {
-        parse_range(&HeaderMap::from_iter([(header::RANGE, HeaderValue::from_str(text).expect("a header"))]))
+        parse_range(&HeaderMap::from_iter([(
+            header::RANGE,
+            HeaderValue::from_str(text).expect("a header"),
+        )]))
     }
 
     #[test]
@@ -465,14 +715,26 @@ mod tests {
         assert_eq!(range("bytes=9-3"), None);
         assert_eq!(range("lines=1-2"), None);
         assert_eq!(range("bytes=0-1,4-5"), None);
-        for signed in ["bytes=+1-+2", "bytes=+1-", "bytes=-+3", "bytes=1-+2", "bytes=--3"] {
+        for signed in [
+            "bytes=+1-+2",
+            "bytes=+1-",
+            "bytes=-+3",
+            "bytes=1-+2",
+            "bytes=--3",
+        ] {
             assert_eq!(range(signed), None, "{signed}");
         }
     }
 
     #[test]
     fn a_foreign_etag_matches_nothing() {
-        let headers = HeaderMap::from_iter([(header::IF_MATCH, HeaderValue::from_static("W/\"abc\", \"x\""))]);
-        assert_eq!(if_match(&headers).expect("text"), Some(vec!["-".to_owned(), "-".to_owned()]));
+        let headers = HeaderMap::from_iter([(
+            header::IF_MATCH,
+            HeaderValue::from_static("W/\"abc\", \"x\""),
+        )]);
+        assert_eq!(
+            if_match(&headers).expect("text"),
+            Some(vec!["-".to_owned(), "-".to_owned()])
+        );
     }
 }

@@ -10,6 +10,11 @@ use super::Api;
 #[utoipa::path(get, path = "/v1/worker/images", tag = "images",
     responses((status = 200, body = LocalImages), (status = "default", body = Problem, content_type = "application/problem+json")))]
 pub(super) async fn list(State(api): State<Api>) -> Result<Json<LocalImages>, ApiError> {
-    let items = api.sessions.runtime.images().await.map_err(|error| ApiError::new(ErrorCode::RuntimeUnavailable, error.to_string()))?;
+    let items = api
+        .sessions
+        .runtime
+        .images()
+        .await
+        .map_err(|error| ApiError::new(ErrorCode::RuntimeUnavailable, error.to_string()))?;
     Ok(Json(LocalImages { items }))
 }

@@ -7,7 +7,10 @@ use axum::{
     extract::State,
     response::{IntoResponse as _, Response},
 };
-use cynode_api::{Bytes, ErrorCode, ExecExit, ExecId, ExecVia, Job, JobAck, JobId, JobRun, JobState, JobStop, OutputPage, Page, Problem, TaskId};
+use cynode_api::{
+    Bytes, ErrorCode, ExecExit, ExecId, ExecVia, Job, JobAck, JobId, JobRun, JobState, JobStop,
+    OutputPage, Page, Problem, TaskId,
+};
 use cynode_service::{ApiError, JsonBody, QueryParams};
 use http::{HeaderMap, StatusCode};
 use serde::Deserialize;
@@ -24,8 +27,14 @@ use crate::{jobs::Entry, sessions::check_version};
 impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Id<JobId> {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut http::request::Parts, state: &S) -> Result<Self, Self::Rejection> {
-        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state)
+    async fn from_request_parts(
+        parts: &mut http::request::Parts,
+        state: &S,
+    ) -> Result<Self, Self::Rejection> {
+        let path =
+            axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(
+                parts, state,
+            )
             .await
             .map_err(|error| ApiError::invalid(error.body_text()))?;
         parse_id(&path, "job_id", ErrorCode::JobNotFound).map(Id)
@@ -34,8 +43,18 @@ impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Id<JobId> {
 
 /// Whether a caller does not want to wait for the end (RFC 7240).
 fn responds_async(headers: &HeaderMap) -> bool {
-    let values = headers.get_all("prefer").iter().filter_map(|value| value.to_str().ok());
-    values.flat_map(|value| value.split(',')).any(|preference| preference.split(';').next().unwrap_or_default().trim().eq_ignore_ascii_case("respond-async"))
+    let values = headers
+        .get_all("prefer")
+        .iter()
+        .filter_map(|value| value.to_str().ok());
+    values.flat_map(|value| value.split(',')).any(|preference| {
+        preference
+            .split(';')
+            .next()
+            .unwrap_or_default()
+            .trim()
+            .eq_ignore_ascii_case("respond-async")
+    })
 }
 
 /// Waits for the end of a job, and answers with it. A worker that stops says so: the job itself is in the next one's hands.
@@ -51,13 +70,21 @@ async fn result(api: &Api, entry: &Entry) -> Result<Job, ApiError> {
 #[utoipa::path(post, path = "/v1/worker/jobs:run", tag = "jobs", request_body = JobRun,
     params(("Prefer" = Option<String>, Header, description = "`respond-async`: do not wait for the end")),
     responses((status = 200, body = Job, description = "It has ended"), (status = 202, body = Job, description = "It is accepted"), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn run(State(api): State<Api>, headers: HeaderMap, JsonBody(request): JsonBody<JobRun>) -> Result<Response, ApiError> {
+pub(super) async fn run(
+    State(api): State<Api>,
+    headers: HeaderMap,
+    JsonBody(request): JsonBody<JobRun>,
+) -> Result<Response, ApiError> {
     let entry = api.jobs.run(request).await?;
     if !responds_async(&headers) {
         return Ok(Json(result(&api, &entry).await?).into_response());
     }
     let job = api.jobs.object(&entry).await?;
-    let status = if job.state.is_final() { StatusCode::OK } else { StatusCode::ACCEPTED };
+    let status = if job.state.is_final() {
+        StatusCode::OK
+    } else {
+        StatusCode::ACCEPTED
+    };
     Ok((status, [("preference-applied", "respond-async")], Json(job)).into_response())
 }
 
@@ -76,15 +103,35 @@ pub(super) struct ListQuery {
 /// List the jobs that are not acknowledged, by their ids, without their streams.
 #[utoipa::path(get, path = "/v1/worker/jobs", tag = "jobs", params(ListQuery),
     responses((status = 200, body = Page<Job>), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn list(State(api): State<Api>, QueryParams(query): QueryParams<ListQuery>) -> Result<Json<Page<Job>>, ApiError> {
-    let state = query.state.map(|text| text.parse::<JobState>()).transpose().map_err(|error| ApiError::invalid(format!("state: {error}")))?;
-    let after = query.cursor.map(|cursor| cursor.parse::<JobId>()).transpose().map_err(|_| ApiError::invalid("cursor: is not one of ours"))?;
+pub(super) async fn list(
+    State(api): State<Api>,
+    QueryParams(query): QueryParams<ListQuery>,
+) -> Result<Json<Page<Job>>, ApiError> {
+    let state = query
+        .state
+        .map(|text| text.parse::<JobState>())
+        .transpose()
+        .map_err(|error| ApiError::invalid(format!("state: {error}")))?;
+    let after = query
+        .cursor
+        .map(|cursor| cursor.parse::<JobId>())
+        .transpose()
+        .map_err(|_| ApiError::invalid("cursor: is not one of ours"))?;
     // By the id itself: the job that a cursor names may have been acknowledged meanwhile.
     let object = |(_, entry): &(JobId, Arc<Entry>)| {
         let job = entry.job();
-        (state.is_none_or(|state| job.state == state) && query.task_id.is_none_or(|task| job.task_id == task)).then_some(job)
+        (state.is_none_or(|state| job.state == state)
+            && query.task_id.is_none_or(|task| job.task_id == task))
+        .then_some(job)
     };
-    page(api.jobs.entries(after), query.limit, None, |(id, _)| *id, object).map(Json)
+    page(
+        api.jobs.entries(after),
+        query.limit,
+        None,
+        |(id, _)| *id,
+        object,
+    )
+    .map(Json)
 }
 
 /// Show a job, with its result once it has ended.
@@ -107,7 +154,13 @@ pub(super) async fn output(
     let entry = api.jobs.get(id)?;
     let asked = Asked::new(&query, &headers)?;
     if !asked.events || entry.is_final() {
-        drop(tokio::time::timeout_at(asked.deadline, entry.until(|record| record.job.state != JobState::Accepted)).await);
+        drop(
+            tokio::time::timeout_at(
+                asked.deadline,
+                entry.until(|record| record.job.state != JobState::Accepted),
+            )
+            .await,
+        );
     } else {
         tokio::select! {
             () = entry.until(|record| record.job.state != JobState::Accepted) => {}
@@ -124,14 +177,22 @@ pub(super) async fn output(
         return Err(expired(id));
     }
     let job = entry.job();
-    let ended = job.state.is_final().then(|| (never_ran(&api), job.ended_at.unwrap_or_else(OffsetDateTime::now_utc)));
+    let ended = job.state.is_final().then(|| {
+        (
+            never_ran(&api),
+            job.ended_at.unwrap_or_else(OffsetDateTime::now_utc),
+        )
+    });
     Ok(asked.nothing(ExecId::from_uuid(*id.as_uuid()), ended))
 }
 
 fn expired(id: JobId) -> ApiError {
-    Problem::new(ErrorCode::OutputExpired, format!("job {id} was acknowledged, and its output dropped"))
-        .with_remedy("Read the output before the job is acknowledged.")
-        .into()
+    Problem::new(
+        ErrorCode::OutputExpired,
+        format!("job {id} was acknowledged, and its output dropped"),
+    )
+    .with_remedy("Read the output before the job is acknowledged.")
+    .into()
 }
 
 /// The exit of a command that was not started: whoever follows the output needs an end.
@@ -154,7 +215,11 @@ fn never_ran(api: &Api) -> ExecExit {
 /// Say that the result is known, so that the node may forget it. Its output is dropped; its id is remembered for a day.
 #[utoipa::path(post, path = "/v1/worker/jobs/{job_id}/ack", tag = "jobs", params(("job_id" = JobId, Path)), request_body = JobAck,
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn acknowledge(State(api): State<Api>, Id(id): Id<JobId>, JsonBody(request): JsonBody<JobAck>) -> Result<StatusCode, ApiError> {
+pub(super) async fn acknowledge(
+    State(api): State<Api>,
+    Id(id): Id<JobId>,
+    JsonBody(request): JsonBody<JobAck>,
+) -> Result<StatusCode, ApiError> {
     check_version(request.version)?;
     api.jobs.acknowledge(id).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -163,7 +228,10 @@ pub(super) async fn acknowledge(State(api): State<Api>, Id(id): Id<JobId>, JsonB
 /// Stop a job: TERM, a grace, KILL. Answers at its end; a job that has ended stays as it ended, and one that is not known never runs here.
 #[utoipa::path(post, path = "/v1/worker/jobs:stop", tag = "jobs", request_body = JobStop,
     responses((status = 200, body = Job), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn stop(State(api): State<Api>, JsonBody(request): JsonBody<JobStop>) -> Result<Json<Job>, ApiError> {
+pub(super) async fn stop(
+    State(api): State<Api>,
+    JsonBody(request): JsonBody<JobStop>,
+) -> Result<Json<Job>, ApiError> {
     let entry = api.jobs.stop(&request).await?;
     result(&api, &entry).await.map(Json)
 }
@@ -174,9 +242,24 @@ mod tests {
 
     #[test]
     fn a_preference_is_found_among_others() {
-        let prefers =
-            |values: &[&str]| responds_async(&values.iter().map(|value| (http::HeaderName::from_static("prefer"), value.parse().expect("a value"))).collect());
-        assert!(prefers(&["respond-async"]) && prefers(&["wait=10, Respond-Async"]) && prefers(&["wait=1", "respond-async; x=y"]));
+        let prefers = |values: &[&str]| {
+            responds_async(
+                &values
+                    .iter()
+                    .map(|value| {
+                        (
+                            http::HeaderName::from_static("prefer"),
+                            value.parse().expect("a value"),
+                        )
+                    })
+                    .collect(),
+            )
+        };
+        assert!(
+            prefers(&["respond-async"])
+                && prefers(&["wait=10, Respond-Async"])
+                && prefers(&["wait=1", "respond-async; x=y"])
+        );
         assert!(!prefers(&[]) && !prefers(&["return=minimal"]) && !prefers(&["not-respond-async"]));
     }
 }

@@ -61,8 +61,14 @@ struct Bearer;
 impl Modify for Bearer {
     fn modify(&self, document: &mut utoipa::openapi::OpenApi) {
         let components = document.components.get_or_insert_default();
-        components.add_security_scheme("bearer", SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer)));
-        document.security = Some(vec![utoipa::openapi::security::SecurityRequirement::new("bearer", Vec::<String>::new())]);
+        components.add_security_scheme(
+            "bearer",
+            SecurityScheme::Http(Http::new(HttpAuthScheme::Bearer)),
+        );
+        document.security = Some(vec![utoipa::openapi::security::SecurityRequirement::new(
+            "bearer",
+            Vec::<String>::new(),
+        )]);
     }
 }
 
@@ -99,7 +105,12 @@ fn documented() -> OpenApiRouter<Api> {
         // Files have limits of their own, kept while they stream.
         .merge(
             OpenApiRouter::new()
-                .routes(routes!(files::read, files::stat, files::write, files::delete))
+                .routes(routes!(
+                    files::read,
+                    files::stat,
+                    files::write,
+                    files::delete
+                ))
                 .routes(routes!(files::import))
                 .routes(routes!(execs::start))
                 .layer(DefaultBodyLimit::disable()),
@@ -111,7 +122,11 @@ fn documented() -> OpenApiRouter<Api> {
 pub fn openapi() -> serde_json::Value {
     let document = serde_json::to_value(documented().into_openapi()).unwrap_or_default();
     let mut some = describe::in_sessions("/v1/worker/sessions");
-    some.extend(REFUSALS.iter().map(|(route, codes)| ((*route).to_owned(), *codes)));
+    some.extend(
+        REFUSALS
+            .iter()
+            .map(|(route, codes)| ((*route).to_owned(), *codes)),
+    );
     describe::complete(document, &[ErrorCode::ShuttingDown], &some)
 }
 
@@ -144,24 +159,52 @@ const REFUSALS: &[(&str, &[ErrorCode])] = &[
         ],
     ),
     ("GET /v1/worker/images", &[ErrorCode::RuntimeUnavailable]),
-    ("POST /v1/worker/jobs:stop", &[ErrorCode::JobNotFound, ErrorCode::JobIdInUse]),
+    (
+        "POST /v1/worker/jobs:stop",
+        &[ErrorCode::JobNotFound, ErrorCode::JobIdInUse],
+    ),
     ("GET /v1/worker/jobs/{job_id}", &[ErrorCode::JobNotFound]),
-    ("GET /v1/worker/jobs/{job_id}/output", &[ErrorCode::JobNotFound, ErrorCode::OutputExpired]),
-    ("POST /v1/worker/jobs/{job_id}/ack", &[ErrorCode::JobNotFound, ErrorCode::JobNotEnded]),
+    (
+        "GET /v1/worker/jobs/{job_id}/output",
+        &[ErrorCode::JobNotFound, ErrorCode::OutputExpired],
+    ),
+    (
+        "POST /v1/worker/jobs/{job_id}/ack",
+        &[ErrorCode::JobNotFound, ErrorCode::JobNotEnded],
+    ),
 ];
 
-pub(crate) fn router(api: Api, tokens: Tokens, readiness: admin::Readiness, metrics: admin::MetricsReader) -> Router {
+pub(crate) fn router(
+    api: Api,
+    tokens: Tokens,
+    readiness: admin::Readiness,
+    metrics: admin::MetricsReader,
+) -> Router {
     let (routes, _) = documented().split_for_parts();
     let document = axum::body::Bytes::from(openapi().to_string());
     let stopping = api.stop.clone();
     routes
-        .layer(middleware::from_fn_with_state(Arc::clone(&api.calls), remember))
+        .layer(middleware::from_fn_with_state(
+            Arc::clone(&api.calls),
+            remember,
+        ))
         .layer(middleware::from_fn(answers::hold))
         .layer(middleware::from_fn(name_payer))
         .layer(middleware::from_fn(edge::measure))
-        .layer(middleware::from_fn_with_state(stopping, refuse_when_stopping))
+        .layer(middleware::from_fn_with_state(
+            stopping,
+            refuse_when_stopping,
+        ))
         .layer(middleware::from_fn_with_state(tokens, auth::require))
-        .route("/openapi.json", get(move || std::future::ready(([(http::header::CONTENT_TYPE, "application/json")], document.clone()))))
+        .route(
+            "/openapi.json",
+            get(move || {
+                std::future::ready((
+                    [(http::header::CONTENT_TYPE, "application/json")],
+                    document.clone(),
+                ))
+            }),
+        )
         .merge(admin::routes(readiness, metrics))
         .fallback(edge::not_found)
         .method_not_allowed_fallback(edge::method_not_allowed)
@@ -173,8 +216,14 @@ pub(crate) fn router(api: Api, tokens: Tokens, readiness: admin::Readiness, metr
 
 /// All calls come from the orchestrator: an answer counts against the session or job that it is about.
 async fn name_payer(mut request: Request, next: Next) -> Response {
-    let id = request.uri().path().split('/').find_map(|part| part.parse::<uuid::Uuid>().ok());
-    request.extensions_mut().insert(answers::Payer(id.map_or(0, |id| id.as_u128())));
+    let id = request
+        .uri()
+        .path()
+        .split('/')
+        .find_map(|part| part.parse::<uuid::Uuid>().ok());
+    request
+        .extensions_mut()
+        .insert(answers::Payer(id.map_or(0, |id| id.as_u128())));
     next.run(request).await
 }
 
@@ -185,8 +234,16 @@ async fn gone(live: &Live) {
     }
 }
 
-async fn refuse_when_stopping(State(stop): State<CancellationToken>, request: Request, next: Next) -> Response {
-    if stop.is_cancelled() { ApiError::new(ErrorCode::ShuttingDown, "the worker is stopping").into_response() } else { next.run(request).await }
+async fn refuse_when_stopping(
+    State(stop): State<CancellationToken>,
+    request: Request,
+    next: Next,
+) -> Response {
+    if stop.is_cancelled() {
+        ApiError::new(ErrorCode::ShuttingDown, "the worker is stopping").into_response()
+    } else {
+        next.run(request).await
+    }
 }
 
 /// What becomes of the sandboxes when the worker stops.
@@ -210,9 +267,15 @@ struct Shutdown {
 
 /// Stop this worker.
 #[utoipa::path(post, path = "/v1/worker/shutdown", tag = "worker", request_body = Shutdown, responses((status = 202, description = "It stops"), (status = "default", body = cynode_api::Problem, content_type = "application/problem+json")))]
-async fn shutdown(State(api): State<Api>, JsonBody(request): JsonBody<Shutdown>) -> Result<http::StatusCode, ApiError> {
+async fn shutdown(
+    State(api): State<Api>,
+    JsonBody(request): JsonBody<Shutdown>,
+) -> Result<http::StatusCode, ApiError> {
     crate::sessions::check_version(request.version)?;
-    api.end_sandboxes.store(request.sandboxes == Sandboxes::End, std::sync::atomic::Ordering::SeqCst);
+    api.end_sandboxes.store(
+        request.sandboxes == Sandboxes::End,
+        std::sync::atomic::Ordering::SeqCst,
+    );
     // After the answer has left.
     tokio::spawn(async move {
         tokio::time::sleep(std::time::Duration::from_millis(20)).await;

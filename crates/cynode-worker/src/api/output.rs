@@ -57,13 +57,19 @@ pub(super) struct Asked {
 
 impl Asked {
     pub(super) fn new(query: &OutputQuery, headers: &HeaderMap) -> Result<Self, ApiError> {
-        let resumed = match headers.get("last-event-id") {
-            Some(value) => {
-                let seq = value.to_str().ok().and_then(|text| text.parse::<u64>().ok());
-                Some(seq.ok_or_else(|| ApiError::invalid("Last-Event-ID: is not a sequence number"))?)
-            }
-            None => None,
-        };
+        let resumed =
+            match headers.get("last-event-id") {
+                Some(value) => {
+                    let seq = value
+                        .to_str()
+                        .ok()
+                        .and_then(|text| text.parse::<u64>().ok());
+                    Some(seq.ok_or_else(|| {
+                        ApiError::invalid("Last-Event-ID: is not a sequence number")
+                    })?)
+                }
+                None => None,
+            };
         let wait = query.wait_ms.unwrap_or(0);
         if wait > MAX_WAIT_MS {
             return Err(ApiError::invalid(format!("wait_ms: at most {MAX_WAIT_MS}")));
@@ -71,14 +77,21 @@ impl Asked {
         Ok(Self {
             after_seq: resumed.or(query.after_seq).unwrap_or(0),
             tail_bytes: query.tail_bytes,
-            max_bytes: query.max_bytes.unwrap_or(1 << 20).clamp(1, MAX_OUTPUT_BYTES),
+            max_bytes: query
+                .max_bytes
+                .unwrap_or(1 << 20)
+                .clamp(1, MAX_OUTPUT_BYTES),
             deadline: Instant::now() + Duration::from_millis(wait),
             events: accepts_events(headers),
             from_start: resumed.is_none(),
         })
     }
 
-    pub(super) async fn answer(self, exec: &Arc<Exec>, stop: CancellationToken) -> Result<Response, ApiError> {
+    pub(super) async fn answer(
+        self,
+        exec: &Arc<Exec>,
+        stop: CancellationToken,
+    ) -> Result<Response, ApiError> {
         let mut after_seq = self.after_seq;
         if let Some(bytes) = self.tail_bytes {
             after_seq = after_seq.max(exec.before_tail(bytes)?);
@@ -90,25 +103,47 @@ impl Asked {
         let mut changes = exec.changes();
         let page = loop {
             let page = exec.page(after_seq, self.max_bytes)?;
-            if !page.pieces.is_empty() || page.exit.is_some() || tokio::time::timeout_at(self.deadline, changes.changed()).await.is_err() {
+            if !page.pieces.is_empty()
+                || page.exit.is_some()
+                || tokio::time::timeout_at(self.deadline, changes.changed())
+                    .await
+                    .is_err()
+            {
                 break page;
             }
         };
         let chunks = page.pieces.into_iter().map(chunk).collect();
-        Ok(Json(OutputPage { chunks, next_seq: page.next_seq, lost_before_seq: page.lost_before_seq, exit: page.exit }).into_response())
+        Ok(Json(OutputPage {
+            chunks,
+            next_seq: page.next_seq,
+            lost_before_seq: page.lost_before_seq,
+            exit: page.exit,
+        })
+        .into_response())
     }
 
     /// Of a command that has not been started; `ended` when it never will be.
-    pub(super) fn nothing(self, exec_id: ExecId, ended: Option<(ExecExit, OffsetDateTime)>) -> Response {
+    pub(super) fn nothing(
+        self,
+        exec_id: ExecId,
+        ended: Option<(ExecExit, OffsetDateTime)>,
+    ) -> Response {
         if self.events {
             return without_output(exec_id, self.from_start, ended);
         }
-        Json(OutputPage { chunks: Vec::new(), next_seq: 0, lost_before_seq: None, exit: ended.map(|(exit, _)| exit) }).into_response()
+        Json(OutputPage {
+            chunks: Vec::new(),
+            next_seq: 0,
+            lost_before_seq: None,
+            exit: ended.map(|(exit, _)| exit),
+        })
+        .into_response()
     }
 }
 
 fn at(millis: u64) -> OffsetDateTime {
-    OffsetDateTime::from_unix_timestamp_nanos(i128::from(millis) * 1_000_000).unwrap_or(OffsetDateTime::UNIX_EPOCH)
+    OffsetDateTime::from_unix_timestamp_nanos(i128::from(millis) * 1_000_000)
+        .unwrap_or(OffsetDateTime::UNIX_EPOCH)
 }
 
 /// Text where it is UTF-8. A character that was split between two pieces makes both base64, which loses nothing.
@@ -121,7 +156,13 @@ fn text_or_bytes(data: Vec<u8>) -> (Option<String>, Option<Base64Bytes>) {
 
 fn chunk(piece: Piece) -> Chunk {
     let (data, data_b64) = text_or_bytes(piece.data);
-    Chunk { seq: piece.seq, stream: piece.stream, at: at(piece.at_ms), data, data_b64 }
+    Chunk {
+        seq: piece.seq,
+        stream: piece.stream,
+        at: at(piece.at_ms),
+        data,
+        data_b64,
+    }
 }
 
 /// Follows an exec as an event stream to its end. A reader who does not read stops the stream, and so the program.
@@ -131,7 +172,11 @@ pub(super) fn stream(reader: Reader, from_start: bool, stop: CancellationToken) 
         let record = &reader.exec().record;
         write_event(
             "start",
-            &StreamEvent { exec_id: Some(record.exec_id), lost_before_seq: reader.lost_before_seq, ..empty_event(0, record.started_at) },
+            &StreamEvent {
+                exec_id: Some(record.exec_id),
+                lost_before_seq: reader.lost_before_seq,
+                ..empty_event(0, record.started_at)
+            },
             &mut first,
         );
     }
@@ -147,14 +192,30 @@ pub(super) fn stream(reader: Reader, from_start: bool, stop: CancellationToken) 
                         Stream::Stderr => "stderr",
                     };
                     let (data, data_b64) = text_or_bytes(piece.data);
-                    write_event(name, &StreamEvent { data, data_b64, ..empty_event(piece.seq, at(piece.at_ms)) }, &mut batch);
+                    write_event(
+                        name,
+                        &StreamEvent {
+                            data,
+                            data_b64,
+                            ..empty_event(piece.seq, at(piece.at_ms))
+                        },
+                        &mut batch,
+                    );
                     if batch.len() < BATCH {
                         continue;
                     }
                 }
                 Ok(Next::Exit(exit, ended_at)) => {
                     let seq = reader.last_seq();
-                    write_event("exit", &StreamEvent { exit: Some(exit), exec_id: Some(reader.exec().id()), ..empty_event(seq, ended_at) }, &mut batch);
+                    write_event(
+                        "exit",
+                        &StreamEvent {
+                            exit: Some(exit),
+                            exec_id: Some(reader.exec().id()),
+                            ..empty_event(seq, ended_at)
+                        },
+                        &mut batch,
+                    );
                     return Some((Ok::<_, Infallible>(Bytes::from(batch)), None));
                 }
                 Ok(Next::Nothing) if batch.is_empty() => {
@@ -173,7 +234,11 @@ pub(super) fn stream(reader: Reader, from_start: bool, stop: CancellationToken) 
                 Err(error) => {
                     // Too late for a status: the stream ends without an exit event, and the reason is in it.
                     batch.extend_from_slice(
-                        format!("event: error\ndata: {}\n\n", serde_json::json!({ "code": error.0.code, "detail": error.0.detail })).as_bytes(),
+                        format!(
+                            "event: error\ndata: {}\n\n",
+                            serde_json::json!({ "code": error.0.code, "detail": error.0.detail })
+                        )
+                        .as_bytes(),
                     );
                     return Some((Ok(Bytes::from(batch)), None));
                 }

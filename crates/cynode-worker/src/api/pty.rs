@@ -101,26 +101,56 @@ pub(super) async fn open(
             "rows" if rows.is_none() => rows = Some(number()?),
             "cols" | "rows" => return Err(ApiError::invalid(format!("{name}: is named twice"))),
             "argv" if argv.len() < 256 && !value.contains('\0') => argv.push(value),
-            _ => return Err(ApiError::invalid(format!("query: '{}' is not understood", name.chars().take(50).collect::<String>()))),
+            _ => {
+                return Err(ApiError::invalid(format!(
+                    "query: '{}' is not understood",
+                    name.chars().take(50).collect::<String>()
+                )));
+            }
         }
     }
     let size = (cols.unwrap_or(80), rows.unwrap_or(24));
     let (entry, live) = api.sessions.live(id)?;
     let record = entry.record();
     if !record.session.pty_allowed {
-        return Err(ApiError::new(ErrorCode::PtyNotAllowed, format!("session {id} was created without a terminal")));
+        return Err(ApiError::new(
+            ErrorCode::PtyNotAllowed,
+            format!("session {id} was created without a terminal"),
+        ));
     }
-    let upgrade = upgrade.map_err(|error| ApiError::invalid(format!("a WebSocket is expected here: {}", error.body_text())))?;
+    let upgrade = upgrade.map_err(|error| {
+        ApiError::invalid(format!(
+            "a WebSocket is expected here: {}",
+            error.body_text()
+        ))
+    })?;
     if argv.is_empty() {
         argv = ["/bin/sh", "-c", SHELL].map(str::to_owned).to_vec();
     }
-    let argv = ["/bin/sh", "-c", SIZED, "sh"].map(str::to_owned).into_iter().chain([size.0.to_string(), size.1.to_string()]).chain(argv).collect();
-    let env = exec_environment(&record, &BTreeMap::from([("TERM".to_owned(), "xterm-256color".to_owned())]));
-    let spec = ExecSpec { argv, env, cwd: WORKSPACE.to_owned(), stdin: true, tty: Some(size) };
+    let argv = ["/bin/sh", "-c", SIZED, "sh"]
+        .map(str::to_owned)
+        .into_iter()
+        .chain([size.0.to_string(), size.1.to_string()])
+        .chain(argv)
+        .collect();
+    let env = exec_environment(
+        &record,
+        &BTreeMap::from([("TERM".to_owned(), "xterm-256color".to_owned())]),
+    );
+    let spec = ExecSpec {
+        argv,
+        env,
+        cwd: WORKSPACE.to_owned(),
+        stdin: true,
+        tty: Some(size),
+    };
     // Started only when the socket is there: a client that vanishes before leaves nothing running, and what runs here is not
     // dropped in the middle of a start when the client goes.
     let patience = Duration::from_secs(api.sessions.config.pty_timeout_seconds);
-    Ok(upgrade.max_message_size(MAX_MESSAGE).max_frame_size(MAX_MESSAGE).on_upgrade(move |socket| serve(socket, live, spec, patience, api.stop)))
+    Ok(upgrade
+        .max_message_size(MAX_MESSAGE)
+        .max_frame_size(MAX_MESSAGE)
+        .on_upgrade(move |socket| serve(socket, live, spec, patience, api.stop)))
 }
 
 /// Why a terminal ended.
@@ -133,13 +163,23 @@ enum End {
     Stop,
 }
 
-async fn serve(mut socket: WebSocket, live: Arc<Live>, spec: ExecSpec, patience: Duration, stop: CancellationToken) {
+async fn serve(
+    mut socket: WebSocket,
+    live: Arc<Live>,
+    spec: ExecSpec,
+    patience: Duration,
+    stop: CancellationToken,
+) {
     let _activity = live.activity();
     let exec = match live.runtime.exec(&live.container, &spec).await {
         Ok(exec) => exec,
         Err(error) => {
             let Problem { code, detail, .. } = runtime_problem(&error);
-            drop(socket.send(ToClient::Error { code, detail }.message()).await);
+            drop(
+                socket
+                    .send(ToClient::Error { code, detail }.message())
+                    .await,
+            );
             drop(socket.send(Message::Close(None)).await);
             return;
         }
@@ -176,8 +216,13 @@ async fn serve(mut socket: WebSocket, live: Arc<Live>, spec: ExecSpec, patience:
         }
         End::Client => hang_up(&live, &id).await,
         End::Stop => {
-            let reason = ToClient::Error { code: ErrorCode::ShuttingDown.as_str().to_owned(), detail: "the worker is stopping".to_owned() };
-            tokio::join!(hang_up(&live, &id), async { drop(to_client.send(reason.message()).await) });
+            let reason = ToClient::Error {
+                code: ErrorCode::ShuttingDown.as_str().to_owned(),
+                detail: "the worker is stopping".to_owned(),
+            };
+            tokio::join!(hang_up(&live, &id), async {
+                drop(to_client.send(reason.message()).await)
+            });
         }
     }
 }
@@ -199,7 +244,11 @@ async fn sized(mut output: ExecOutput) -> ExecOutput {
 }
 
 /// Passes on what the program shows, until it ends or nobody is there to see it.
-async fn show(to_client: &mut SplitSink<WebSocket, Message>, output: &mut ExecOutput, to_say: &mut mpsc::Receiver<Message>) -> End {
+async fn show(
+    to_client: &mut SplitSink<WebSocket, Message>,
+    output: &mut ExecOutput,
+    to_say: &mut mpsc::Receiver<Message>,
+) -> End {
     loop {
         let message = tokio::select! {
             Some(message) = to_say.recv() => message,
@@ -228,7 +277,9 @@ async fn listen(
     loop {
         let Ok(message) = tokio::time::timeout(patience / ASKED, from_client.next()).await else {
             if heard.elapsed() >= patience {
-                tracing::info!("A terminal's client does not answer any more; ending the terminal.");
+                tracing::info!(
+                    "A terminal's client does not answer any more; ending the terminal."
+                );
                 return End::Client;
             }
             drop(say.try_send(Message::Ping(Bytes::new())));
@@ -237,17 +288,31 @@ async fn listen(
         match message {
             Some(Ok(Message::Binary(data))) => {
                 // A client that vanished is only noticed by reading or by asking.
-                while let Err(_elapsed) = tokio::time::timeout(ASK, typed.reserve()).await.map(|room| room.map(|room| room.send(data.clone()))) {
+                while let Err(_elapsed) = tokio::time::timeout(ASK, typed.reserve())
+                    .await
+                    .map(|room| room.map(|room| room.send(data.clone())))
+                {
                     drop(say.try_send(Message::Ping(Bytes::new())));
                 }
             }
             Some(Ok(Message::Text(text))) => match serde_json::from_str(&text) {
-                Ok(FromClient::Resize { cols, rows }) if (1..=1_000).contains(&cols) && (1..=1_000).contains(&rows) => {
+                Ok(FromClient::Resize { cols, rows })
+                    if (1..=1_000).contains(&cols) && (1..=1_000).contains(&rows) =>
+                {
                     size.send_replace(Some((cols, rows)));
                 }
                 _ => {
-                    let detail = "text frames are {\"type\":\"resize\",\"cols\":n,\"rows\":n}".to_owned();
-                    drop(say.try_send(ToClient::Error { code: ErrorCode::InvalidRequest.as_str().to_owned(), detail }.message()));
+                    let detail =
+                        "text frames are {\"type\":\"resize\",\"cols\":n,\"rows\":n}".to_owned();
+                    drop(
+                        say.try_send(
+                            ToClient::Error {
+                                code: ErrorCode::InvalidRequest.as_str().to_owned(),
+                                detail,
+                            }
+                            .message(),
+                        ),
+                    );
                 }
             },
             Some(Ok(Message::Ping(_) | Message::Pong(_))) => {}
@@ -258,7 +323,10 @@ async fn listen(
 }
 
 /// Writes what was typed, as fast as the program reads it. A terminal that takes no more is about to end, which its output says.
-async fn write(mut input: Pin<Box<dyn AsyncWrite + Send>>, mut typed: mpsc::Receiver<Bytes>) -> End {
+async fn write(
+    mut input: Pin<Box<dyn AsyncWrite + Send>>,
+    mut typed: mpsc::Receiver<Bytes>,
+) -> End {
     while let Some(data) = typed.recv().await {
         if input.write_all(&data).await.is_err() || input.flush().await.is_err() {
             break;
@@ -313,7 +381,12 @@ async fn hang_up(live: &Live, id: &str) {
     process::signal_session(pid, 1);
     for _ in 0..50 {
         tokio::time::sleep(Duration::from_millis(40)).await;
-        if !live.runtime.exec_state(id).await.is_ok_and(|state| state.running) {
+        if !live
+            .runtime
+            .exec_state(id)
+            .await
+            .is_ok_and(|state| state.running)
+        {
             return;
         }
     }
@@ -328,12 +401,21 @@ mod tests {
 
     #[tokio::test]
     async fn the_mark_of_a_sized_terminal_is_not_shown_and_nothing_else_is_lost() {
-        for (pieces, shown) in
-            [(vec!["\0", "a", "b"], "ab"), (vec!["\0a\0"], "a\0"), (vec!["Error: no such file\r\n"], "Error: no such file\r\n"), (vec![], "")]
-        {
-            let pieces: Vec<_> = pieces.into_iter().map(|piece| Ok((Stream::Stdout, Bytes::from(piece)))).collect();
+        for (pieces, shown) in [
+            (vec!["\0", "a", "b"], "ab"),
+            (vec!["\0a\0"], "a\0"),
+            (vec!["Error: no such file\r\n"], "Error: no such file\r\n"),
+            (vec![], ""),
+        ] {
+            let pieces: Vec<_> = pieces
+                .into_iter()
+                .map(|piece| Ok((Stream::Stdout, Bytes::from(piece))))
+                .collect();
             let output = sized(Box::pin(stream::iter(pieces))).await;
-            let seen: Vec<_> = output.map(|piece| piece.expect("no error").1).collect().await;
+            let seen: Vec<_> = output
+                .map(|piece| piece.expect("no error").1)
+                .collect()
+                .await;
             assert_eq!(seen.concat(), shown.as_bytes());
         }
     }

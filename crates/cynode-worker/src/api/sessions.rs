@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use axum::{Json, extract::State, response::Response};
 use cynode_api::{
-    ExecVia, Page, Problem, Session, SessionCreate, SessionEnd, SessionId, SessionOutcome, SessionPatch, SessionState, SignalOutcome, SignalSession, TaskId,
+    ExecVia, Page, Problem, Session, SessionCreate, SessionEnd, SessionId, SessionOutcome,
+    SessionPatch, SessionState, SignalOutcome, SignalSession, TaskId,
 };
 use cynode_sba_proto::Request;
 use cynode_service::{
@@ -28,8 +29,14 @@ pub(super) struct Id<T>(pub(super) T);
 impl<S: Send + Sync> axum::extract::FromRequestParts<S> for Id<SessionId> {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut http::request::Parts, state: &S) -> Result<Self, Self::Rejection> {
-        let path = axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(parts, state)
+    async fn from_request_parts(
+        parts: &mut http::request::Parts,
+        state: &S,
+    ) -> Result<Self, Self::Rejection> {
+        let path =
+            axum::extract::Path::<std::collections::HashMap<String, String>>::from_request_parts(
+                parts, state,
+            )
             .await
             .map_err(|error| ApiError::invalid(error.body_text()))?;
         parse_id(&path, "id", cynode_api::ErrorCode::SessionNotFound).map(Id)
@@ -42,13 +49,24 @@ pub(super) fn parse_id<T: std::str::FromStr>(
     missing: cynode_api::ErrorCode,
 ) -> Result<T, ApiError> {
     let text = path.get(name).map(String::as_str).unwrap_or_default();
-    text.parse().map_err(|_| ApiError::new(missing, format!("'{}' is not an id", text.chars().take(100).collect::<String>())))
+    text.parse().map_err(|_| {
+        ApiError::new(
+            missing,
+            format!(
+                "'{}' is not an id",
+                text.chars().take(100).collect::<String>()
+            ),
+        )
+    })
 }
 
 /// Create a session. Answers when it runs; after 60 s with 202 and the state `creating`.
 #[utoipa::path(post, path = "/v1/worker/sessions", tag = "sessions", request_body = SessionCreate,
     responses((status = 201, body = Session), (status = 200, body = Session, description = "The same request came before"), (status = 202, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn create(State(api): State<Api>, JsonBody(request): JsonBody<SessionCreate>) -> Result<Response, ApiError> {
+pub(super) async fn create(
+    State(api): State<Api>,
+    JsonBody(request): JsonBody<SessionCreate>,
+) -> Result<Response, ApiError> {
     created(api.sessions.create(request).await)
 }
 
@@ -82,20 +100,39 @@ pub(super) struct ListQuery {
 /// List sessions, oldest first.
 #[utoipa::path(get, path = "/v1/worker/sessions", tag = "sessions", params(ListQuery),
     responses((status = 200, body = Page<Session>), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn list(State(api): State<Api>, QueryParams(query): QueryParams<ListQuery>) -> Result<Json<Page<Session>>, ApiError> {
-    let state = query.state.map(|text| text.parse::<SessionState>()).transpose().map_err(|error| ApiError::invalid(format!("state: {error}")))?;
+pub(super) async fn list(
+    State(api): State<Api>,
+    QueryParams(query): QueryParams<ListQuery>,
+) -> Result<Json<Page<Session>>, ApiError> {
+    let state = query
+        .state
+        .map(|text| text.parse::<SessionState>())
+        .transpose()
+        .map_err(|error| ApiError::invalid(format!("state: {error}")))?;
     let has_label = |session: &Session| {
-        query.label.as_ref().is_none_or(|label| match label.split_once('=') {
-            Some((name, value)) => session.labels.get(name).is_some_and(|found| found == value),
-            None => session.labels.contains_key(label),
-        })
+        query
+            .label
+            .as_ref()
+            .is_none_or(|label| match label.split_once('=') {
+                Some((name, value)) => session.labels.get(name).is_some_and(|found| found == value),
+                None => session.labels.contains_key(label),
+            })
     };
     let object = |entry: &Arc<Entry>| {
         let session = entry.object();
-        let is_wanted = state.is_none_or(|state| session.state == state) && query.task_id.is_none_or(|task| session.task_id == task) && has_label(&session);
+        let is_wanted = state.is_none_or(|state| session.state == state)
+            && query.task_id.is_none_or(|task| session.task_id == task)
+            && has_label(&session);
         is_wanted.then_some(session)
     };
-    page(api.sessions.entries(), query.limit, query.cursor.as_deref(), |entry| entry.id(), object).map(Json)
+    page(
+        api.sessions.entries(),
+        query.limit,
+        query.cursor.as_deref(),
+        |entry| entry.id(),
+        object,
+    )
+    .map(Json)
 }
 
 /// The part of a list that a caller asks for, and the cursor of the next one: the id of the last item. Objects are made one by
@@ -114,8 +151,13 @@ pub(super) fn page<E, T: Serialize, I: PartialEq + ToString + std::str::FromStr>
     let first = match cursor {
         None => 0,
         Some(cursor) => {
-            let after = cursor.parse::<I>().map_err(|_| ApiError::invalid("cursor: is not one of ours"))?;
-            entries.iter().position(|entry| id(entry) == after).map_or(entries.len(), |position| position + 1)
+            let after = cursor
+                .parse::<I>()
+                .map_err(|_| ApiError::invalid("cursor: is not one of ours"))?;
+            entries
+                .iter()
+                .position(|entry| id(entry) == after)
+                .map_or(entries.len(), |position| position + 1)
         }
     };
     let (mut page, mut last) = (PageBuilder::new(limit), None);
@@ -123,32 +165,55 @@ pub(super) fn page<E, T: Serialize, I: PartialEq + ToString + std::str::FromStr>
         let Some(item) = object(&entry) else { continue };
         let size = json_size(&item);
         if !page.add(item, size) {
-            return Ok(Page { items: page.into_items(), next_cursor: last.map(|last| id(&last).to_string()) });
+            return Ok(Page {
+                items: page.into_items(),
+                next_cursor: last.map(|last| id(&last).to_string()),
+            });
         }
         last = Some(entry);
     }
-    Ok(Page { items: page.into_items(), next_cursor: None })
+    Ok(Page {
+        items: page.into_items(),
+        next_cursor: None,
+    })
 }
 
 /// Show a session.
 #[utoipa::path(get, path = "/v1/worker/sessions/{id}", tag = "sessions", params(("id" = SessionId, Path)),
     responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn show(State(api): State<Api>, Id(id): Id<SessionId>) -> Result<Json<Session>, ApiError> {
+pub(super) async fn show(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+) -> Result<Json<Session>, ApiError> {
     Ok(Json(api.sessions.get(id)?.object()))
 }
 
 /// Change a session's limits of time, counted from now, or its labels.
 #[utoipa::path(patch, path = "/v1/worker/sessions/{id}", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionPatch,
     responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn patch(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionPatch>) -> Result<Response, ApiError> {
-    api.sessions.patch(id, request).await.map(|session| answer(StatusCode::OK, session))
+pub(super) async fn patch(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    JsonBody(request): JsonBody<SessionPatch>,
+) -> Result<Response, ApiError> {
+    api.sessions
+        .patch(id, request)
+        .await
+        .map(|session| answer(StatusCode::OK, session))
 }
 
 /// End a session. 200 also when it has ended already.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/end", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionEnd,
     responses((status = 200, body = Session), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn end(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionEnd>) -> Result<Response, ApiError> {
-    api.sessions.end(id, request).await.map(|session| answer(StatusCode::OK, session))
+pub(super) async fn end(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    JsonBody(request): JsonBody<SessionEnd>,
+) -> Result<Response, ApiError> {
+    api.sessions
+        .end(id, request)
+        .await
+        .map(|session| answer(StatusCode::OK, session))
 }
 
 #[derive(Clone, Debug, Default, Deserialize, ToSchema)]
@@ -160,7 +225,11 @@ pub(super) struct SessionResume {
 /// Give a session whose container is gone a new one on its kept workspace.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/resume", tag = "sessions", params(("id" = SessionId, Path)), request_body = SessionResume,
     responses((status = 201, body = Session), (status = 200, body = Session, description = "It runs already"), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn resume(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SessionResume>) -> Result<Response, ApiError> {
+pub(super) async fn resume(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    JsonBody(request): JsonBody<SessionResume>,
+) -> Result<Response, ApiError> {
     check_version(request.version)?;
     created(api.sessions.resume(id).await)
 }
@@ -168,14 +237,29 @@ pub(super) async fn resume(State(api): State<Api>, Id(id): Id<SessionId>, JsonBo
 /// Signal everything in the sandbox but process 1. Needs no free process slot inside.
 #[utoipa::path(post, path = "/v1/worker/sessions/{id}/signal", tag = "sessions", params(("id" = SessionId, Path)), request_body = SignalSession,
     responses((status = 204), (status = "default", body = Problem, content_type = "application/problem+json")))]
-pub(super) async fn signal(State(api): State<Api>, Id(id): Id<SessionId>, JsonBody(request): JsonBody<SignalSession>) -> Result<Response, ApiError> {
+pub(super) async fn signal(
+    State(api): State<Api>,
+    Id(id): Id<SessionId>,
+    JsonBody(request): JsonBody<SignalSession>,
+) -> Result<Response, ApiError> {
     check_version(request.version)?;
     let (_, live) = api.sessions.live(id)?;
     match api.sessions.config.exec_via {
         ExecVia::Agent => {
-            live.link()?.call(&Request::SignalAll { signal: request.signal.number() }).await?;
+            live.link()?
+                .call(&Request::SignalAll {
+                    signal: request.signal.number(),
+                })
+                .await?;
         }
         ExecVia::Runtime => kill_everything_by_runtime(&live, request.signal.number()),
     }
-    Ok(told(&SignalOutcome { exec_id: None, signal: request.signal, scope: None }, StatusCode::NO_CONTENT))
+    Ok(told(
+        &SignalOutcome {
+            exec_id: None,
+            signal: request.signal,
+            scope: None,
+        },
+        StatusCode::NO_CONTENT,
+    ))
 }

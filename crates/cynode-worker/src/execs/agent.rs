@@ -33,7 +33,12 @@ pub(crate) struct Command {
 }
 
 /// Starts a command; returns once it runs. From then on it is followed to its end, whoever waits.
-pub(crate) async fn start(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, command: Command) -> Result<(), ApiError> {
+pub(crate) async fn start(
+    live: Arc<Live>,
+    execs: Arc<SessionExecs>,
+    exec: Arc<Exec>,
+    command: Command,
+) -> Result<(), ApiError> {
     let begun = match begin(&live, &exec, &command).await {
         Ok(channel) => Some(channel),
         Err(error) if command.again && error.0.is(ErrorCode::ExecIdInUse) => None,
@@ -45,7 +50,12 @@ pub(crate) async fn start(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<E
     let stdin = open_stdin(&exec, &command);
     exec.set_started();
     if !command.input.is_empty() || (!command.stdin_open && stdin.is_some()) {
-        tokio::spawn(feed(Arc::clone(&live), Arc::clone(&exec), command.input, command.stdin_open));
+        tokio::spawn(feed(
+            Arc::clone(&live),
+            Arc::clone(&exec),
+            command.input,
+            command.stdin_open,
+        ));
     }
     tokio::spawn(follow(live, execs, exec, begun, stdin));
     Ok(())
@@ -107,7 +117,11 @@ fn open_stdin(exec: &Exec, command: &Command) -> Option<mpsc::Receiver<Stdin>> {
 
 /// Goes on with the execs of a session after a restart of the worker. An exec that the agent does not know was recorded, but
 /// the crash came before it was started: it is lost, unless its owner starts it again.
-pub(crate) async fn adopt(live: Arc<Live>, execs: Arc<SessionExecs>, started_again: bool) -> Result<(), ApiError> {
+pub(crate) async fn adopt(
+    live: Arc<Live>,
+    execs: Arc<SessionExecs>,
+    started_again: bool,
+) -> Result<(), ApiError> {
     let known: Vec<ExecStatus> = match live.link()?.call(&Request::Execs).await? {
         Reply::Execs { execs } => execs,
         other => return Err(unexpected(&format!("{other:?}"))),
@@ -117,7 +131,13 @@ pub(crate) async fn adopt(live: Arc<Live>, execs: Arc<SessionExecs>, started_aga
             exec.set_started();
             let (sender, receiver) = mpsc::channel(1);
             *exec.stdin.lock() = Some(sender);
-            tokio::spawn(follow(Arc::clone(&live), Arc::clone(&execs), exec, None, Some(receiver)));
+            tokio::spawn(follow(
+                Arc::clone(&live),
+                Arc::clone(&execs),
+                exec,
+                None,
+                Some(receiver),
+            ));
         } else if !started_again {
             execs.finish(&exec, lost_exit(&exec));
         }
@@ -126,7 +146,13 @@ pub(crate) async fn adopt(live: Arc<Live>, execs: Arc<SessionExecs>, started_aga
 }
 
 /// Takes output and exit, whatever happens to the connection, until the exec or its sandbox is gone.
-async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, mut channel: Option<Channel>, mut stdin: Option<mpsc::Receiver<Stdin>>) {
+async fn follow(
+    live: Arc<Live>,
+    execs: Arc<SessionExecs>,
+    exec: Arc<Exec>,
+    mut channel: Option<Channel>,
+    mut stdin: Option<mpsc::Receiver<Stdin>>,
+) {
     let _activity = live.activity();
     let guard = tokio::spawn(guard(Arc::clone(&live), Arc::clone(&exec))).abort_handle();
     let exit = loop {
@@ -169,12 +195,20 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, mut 
 }
 
 async fn attach(live: &Live, exec: &Exec) -> Result<Channel, ApiError> {
-    let request = Request::Attach { exec_id: exec.id(), after_seq: exec.last_seq() };
+    let request = Request::Attach {
+        exec_id: exec.id(),
+        after_seq: exec.last_seq(),
+    };
     live.link()?.open(&request).await.map_err(unavailable)
 }
 
 /// Moves output in and standard input out until the exit comes.
-async fn pump(live: &Live, exec: &Exec, channel: &mut Channel, stdin: &mut Option<mpsc::Receiver<Stdin>>) -> Result<ExitReport, LinkError> {
+async fn pump(
+    live: &Live,
+    exec: &Exec,
+    channel: &mut Channel,
+    stdin: &mut Option<mpsc::Receiver<Stdin>>,
+) -> Result<ExitReport, LinkError> {
     let mut writing: Option<tokio::sync::oneshot::Sender<bool>> = None;
     loop {
         let frame = tokio::select! {
@@ -196,15 +230,27 @@ async fn pump(live: &Live, exec: &Exec, channel: &mut Channel, stdin: &mut Optio
             }
         };
         match frame {
-            Frame::Output { stream, seq, at_ms, data } => {
+            Frame::Output {
+                stream,
+                seq,
+                at_ms,
+                data,
+            } => {
                 let expected = exec.last_seq() + 1;
                 if seq > expected || data.len() > MAX_DATA {
-                    return Err(LinkError::Protocol(format!("output {seq} where {expected} was due")));
+                    return Err(LinkError::Protocol(format!(
+                        "output {seq} where {expected} was due"
+                    )));
                 }
                 exec.make_room().await;
                 live.room_for_output().await;
                 // A full disk on the node: the output can't be kept, so the agent keeps it and the program waits.
-                while let Err(error) = exec.keep(&Piece { seq, at_ms, stream, data: data.clone() }) {
+                while let Err(error) = exec.keep(&Piece {
+                    seq,
+                    at_ms,
+                    stream,
+                    data: data.clone(),
+                }) {
                     if live.is_gone() {
                         return Err(LinkError::Gone);
                     }
@@ -227,9 +273,15 @@ async fn pump(live: &Live, exec: &Exec, channel: &mut Channel, stdin: &mut Optio
                         let _told = taken.send(false);
                     }
                 }
-                Ok(Reply::Error(error)) if error.code == ErrorCode::ExecNotFound => return Err(LinkError::NoSuchExec),
-                Ok(Reply::Error(error)) => return Err(LinkError::Protocol(agent_problem(error).detail)),
-                Ok(_) | Err(_) => return Err(LinkError::Protocol("an unexpected reply".to_owned())),
+                Ok(Reply::Error(error)) if error.code == ErrorCode::ExecNotFound => {
+                    return Err(LinkError::NoSuchExec);
+                }
+                Ok(Reply::Error(error)) => {
+                    return Err(LinkError::Protocol(agent_problem(error).detail));
+                }
+                Ok(_) | Err(_) => {
+                    return Err(LinkError::Protocol("an unexpected reply".to_owned()));
+                }
             },
             _ => return Err(LinkError::Protocol("an unexpected frame".to_owned())),
         }
@@ -245,7 +297,10 @@ async fn next_stdin(stdin: &mut Option<mpsc::Receiver<Stdin>>) -> Option<Stdin> 
 
 fn translate(live: &Live, exec: &Exec, report: &ExitReport) -> ExecExit {
     let killed = report.signal == Some(9) || report.code == Some(137);
-    let bytes = Bytes { stdout: report.stdout_bytes, stderr: report.stderr_bytes };
+    let bytes = Bytes {
+        stdout: report.stdout_bytes,
+        stderr: report.stderr_bytes,
+    };
     ExecExit {
         exit_code: report.code,
         signal: report.signal.map(SignalName::name_of),
@@ -253,7 +308,11 @@ fn translate(live: &Live, exec: &Exec, report: &ExitReport) -> ExecExit {
         oom_killed: killed && !report.timed_out && live.saw_oom_kill(),
         bytes,
         // The end of one that is lost was not seen, so neither was all that it wrote.
-        sha256: if report.lost { None } else { exec.sha256(bytes) },
+        sha256: if report.lost {
+            None
+        } else {
+            exec.sha256(bytes)
+        },
         duration_ms: report.duration_ms,
         via: ExecVia::Agent,
         lost: report.lost,
@@ -263,7 +322,8 @@ fn translate(live: &Live, exec: &Exec, report: &ExitReport) -> ExecExit {
 
 /// Ends a foreground exec that nobody waits for, and an exec whose agent does not keep its deadline.
 async fn guard(live: Arc<Live>, exec: Arc<Exec>) {
-    let deadline = (exec.record.timeout_ms > 0).then(|| Instant::now() + Duration::from_millis(exec.record.timeout_ms + GRACE_MS) + DOUBT);
+    let deadline = (exec.record.timeout_ms > 0)
+        .then(|| Instant::now() + Duration::from_millis(exec.record.timeout_ms + GRACE_MS) + DOUBT);
     tokio::select! {
         () = until(deadline) => enforce_deadline(&live, &exec).await,
         () = abandoned(&exec) => {
@@ -300,7 +360,10 @@ async fn enforce_deadline(live: &Live, exec: &Exec) {
 async fn has_ended(live: &Live, exec: &Exec) -> bool {
     let Ok(link) = live.link() else { return false };
     match link.call(&Request::Execs).await {
-        Ok(Reply::Execs { execs }) => execs.iter().find(|status| status.exec_id == exec.id()).is_none_or(|status| status.ended),
+        Ok(Reply::Execs { execs }) => execs
+            .iter()
+            .find(|status| status.exec_id == exec.id())
+            .is_none_or(|status| status.ended),
         _ => false,
     }
 }
@@ -332,12 +395,21 @@ pub(super) async fn abandoned(exec: &Exec) {
                 }
             }
         };
-        if tokio::time::timeout(Duration::from_millis(ABANDONED_MS), returned).await.is_err() {
+        if tokio::time::timeout(Duration::from_millis(ABANDONED_MS), returned)
+            .await
+            .is_err()
+        {
             return;
         }
     }
 }
 
 async fn kill_tree(live: &Live, exec: &Exec) -> Result<Reply, ApiError> {
-    live.link()?.call(&Request::Signal { exec_id: exec.id(), signal: SignalName::KILL.number(), scope: SignalScope::Tree }).await
+    live.link()?
+        .call(&Request::Signal {
+            exec_id: exec.id(),
+            signal: SignalName::KILL.number(),
+            scope: SignalScope::Tree,
+        })
+        .await
 }

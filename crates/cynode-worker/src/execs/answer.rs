@@ -37,20 +37,43 @@ impl Answer {
     pub(crate) fn into_result(self) -> Result<ExecResult, ApiError> {
         let whole = |kept: Kept| kept.whole().map_err(|error| unreadable(&error));
         let (stdout, stderr, encoding) = encode_streams(whole(self.stdout)?, whole(self.stderr)?);
-        Ok(ExecResult { exec_id: self.exec_id, exit: self.exit, stdout, stderr, encoding: encoding.to_owned(), truncated: self.truncated })
+        Ok(ExecResult {
+            exec_id: self.exec_id,
+            exit: self.exit,
+            stdout,
+            stderr,
+            encoding: encoding.to_owned(),
+            truncated: self.truncated,
+        })
     }
 
     pub(crate) async fn into_response(self) -> Result<Response, ApiError> {
         if self.stdout.is_in_memory() && self.stderr.is_in_memory() {
             return Ok(Json(self.into_result()?).into_response());
         }
-        let Self { exec_id, exit, stdout, stderr, truncated } = self;
+        let Self {
+            exec_id,
+            exit,
+            stdout,
+            stderr,
+            truncated,
+        } = self;
         let size = usize::try_from(stdout.len() + stderr.len()).unwrap_or(usize::MAX);
         let is_text = || Ok(is_utf8(&stdout)? && is_utf8(&stderr)?);
-        let is_text = compute::apart(size, is_text).await.map_err(|error| unreadable(&error))?;
+        let is_text = compute::apart(size, is_text)
+            .await
+            .map_err(|error| unreadable(&error))?;
         let encoding = if is_text { "utf-8" } else { "base64" };
-        let rest = ExecResult { exec_id, exit, stdout: String::new(), stderr: String::new(), encoding: encoding.to_owned(), truncated };
-        let mut members = serde_json::to_value(&rest).map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+        let rest = ExecResult {
+            exec_id,
+            exit,
+            stdout: String::new(),
+            stderr: String::new(),
+            encoding: encoding.to_owned(),
+            truncated,
+        };
+        let mut members = serde_json::to_value(&rest)
+            .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
         if let Some(members) = members.as_object_mut() {
             members.remove("stdout");
             members.remove("stderr");
@@ -58,7 +81,12 @@ impl Answer {
         let mut begin = members.to_string();
         begin.truncate(begin.len() - 1);
         begin.push_str(",\"stdout\":\"");
-        let text = Text { begin: Some(begin), streams: vec![(stderr, "\"}"), (stdout, "\",\"stderr\":\"")], at: 0, is_text };
+        let text = Text {
+            begin: Some(begin),
+            streams: vec![(stderr, "\"}"), (stdout, "\",\"stderr\":\"")],
+            at: 0,
+            is_text,
+        };
         let pieces = stream::unfold(Some(text), async |text| {
             let mut text = text?;
             match text.next() {
@@ -67,7 +95,11 @@ impl Answer {
                 Err(error) => Some((Err(error), None)),
             }
         });
-        Ok(([(header::CONTENT_TYPE, "application/json")], Body::from_stream(pieces)).into_response())
+        Ok((
+            [(header::CONTENT_TYPE, "application/json")],
+            Body::from_stream(pieces),
+        )
+            .into_response())
     }
 }
 
@@ -85,7 +117,9 @@ impl Text {
         if let Some(begin) = self.begin.take() {
             return Ok(Some(begin));
         }
-        let Some((kept, follows)) = self.streams.last() else { return Ok(None) };
+        let Some((kept, follows)) = self.streams.last() else {
+            return Ok(None);
+        };
         let mut bytes = kept.read(self.at, PIECE)?;
         if bytes.is_empty() {
             let follows = (*follows).to_owned();
@@ -109,7 +143,9 @@ impl Text {
 fn whole_characters(bytes: &[u8]) -> io::Result<usize> {
     match std::str::from_utf8(bytes) {
         Ok(_) => Ok(bytes.len()),
-        Err(error) if error.error_len().is_none() && error.valid_up_to() > 0 => Ok(error.valid_up_to()),
+        Err(error) if error.error_len().is_none() && error.valid_up_to() > 0 => {
+            Ok(error.valid_up_to())
+        }
         Err(error) => Err(io::Error::other(error)),
     }
 }
@@ -121,7 +157,9 @@ fn is_utf8(kept: &Kept) -> io::Result<bool> {
         if bytes.is_empty() {
             return Ok(true);
         }
-        let Ok(length) = whole_characters(&bytes) else { return Ok(false) };
+        let Ok(length) = whole_characters(&bytes) else {
+            return Ok(false);
+        };
         // A character that the very end cuts through is none.
         if length < bytes.len() && at + bytes.len() as u64 == kept.len() {
             return Ok(false);
@@ -162,12 +200,24 @@ mod tests {
                 via: ExecVia::Agent,
                 lost: false,
             };
-            Answer { exec_id: ExecId::from_uuid(uuid::Uuid::nil()), exit, stdout, stderr, truncated }
+            Answer {
+                exec_id: ExecId::from_uuid(uuid::Uuid::nil()),
+                exit,
+                stdout,
+                stderr,
+                truncated,
+            }
         };
         let is_in_memory = make().stdout.is_in_memory();
         let response = make().into_response().await.expect("an answer");
-        let sent = axum::body::to_bytes(response.into_body(), usize::MAX).await.expect("read");
-        (serde_json::from_slice(&sent).expect("JSON"), serde_json::to_value(make().into_result().expect("a result")).expect("JSON"), is_in_memory)
+        let sent = axum::body::to_bytes(response.into_body(), usize::MAX)
+            .await
+            .expect("read");
+        (
+            serde_json::from_slice(&sent).expect("JSON"),
+            serde_json::to_value(make().into_result().expect("a result")).expect("JSON"),
+            is_in_memory,
+        )
     }
 
     #[tokio::test]

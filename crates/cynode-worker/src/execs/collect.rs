@@ -29,12 +29,21 @@ pub(crate) struct Overflow {
 
 impl Overflow {
     pub(crate) fn new(directory: PathBuf, bytes: u64) -> Arc<Self> {
-        Arc::new(Self { directory, left: AtomicU64::new(bytes) })
+        Arc::new(Self {
+            directory,
+            left: AtomicU64::new(bytes),
+        })
     }
 
     fn take(&self, bytes: u64) -> io::Result<()> {
-        let taken = self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(bytes));
-        taken.map(drop).map_err(|_| io::Error::other("the session's answers take too much room"))
+        let taken = self
+            .left
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| {
+                left.checked_sub(bytes)
+            });
+        taken
+            .map(drop)
+            .map_err(|_| io::Error::other("the session's answers take too much room"))
     }
 }
 
@@ -48,11 +57,18 @@ pub(crate) struct Ring {
 
 impl Ring {
     fn create(overflow: &Arc<Overflow>) -> io::Result<Self> {
-        Ok(Self { file: tempfile::tempfile_in(&overflow.directory)?, extent: AtomicU64::new(0), overflow: Arc::clone(overflow) })
+        Ok(Self {
+            file: tempfile::tempfile_in(&overflow.directory)?,
+            extent: AtomicU64::new(0),
+            overflow: Arc::clone(overflow),
+        })
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
-        let (before, end) = (self.extent.load(Ordering::Relaxed), offset + data.len() as u64);
+        let (before, end) = (
+            self.extent.load(Ordering::Relaxed),
+            offset + data.len() as u64,
+        );
         if end > before {
             self.overflow.take(end - before)?;
             self.extent.store(end, Ordering::Relaxed);
@@ -63,7 +79,9 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        self.overflow.left.fetch_add(*self.extent.get_mut(), Ordering::Relaxed);
+        self.overflow
+            .left
+            .fetch_add(*self.extent.get_mut(), Ordering::Relaxed);
     }
 }
 
@@ -85,7 +103,16 @@ struct Half {
 
 impl Half {
     fn new(limit: usize, overflow: Arc<Overflow>) -> Self {
-        Self { limit, store: Store::Memory { head: Vec::new(), tail: VecDeque::new() }, total: 0, cut_at: None, overflow }
+        Self {
+            limit,
+            store: Store::Memory {
+                head: Vec::new(),
+                tail: VecDeque::new(),
+            },
+            total: 0,
+            cut_at: None,
+            overflow,
+        }
     }
 
     const fn head(&self) -> usize {
@@ -111,7 +138,9 @@ impl Half {
 
     fn push_to_memory(&mut self, data: &[u8]) {
         let (most_head, limit) = (self.head(), self.limit);
-        let Store::Memory { head, tail } = &mut self.store else { return };
+        let Store::Memory { head, tail } = &mut self.store else {
+            return;
+        };
         let (first, rest) = data.split_at(data.len().min(most_head - head.len()));
         head.extend_from_slice(first);
         let most_tail = limit - most_head;
@@ -142,7 +171,9 @@ impl Half {
             let (offset, room) = if at < head {
                 (at, head - at)
             } else if at < behind {
-                let skipped = usize::try_from(behind - at).unwrap_or(usize::MAX).min(rest.len());
+                let skipped = usize::try_from(behind - at)
+                    .unwrap_or(usize::MAX)
+                    .min(rest.len());
                 (at, rest) = (at + skipped as u64, &rest[skipped..]);
                 continue;
             } else {
@@ -160,10 +191,26 @@ impl Half {
         let (limit, head) = (self.limit as u64, self.head() as u64);
         let length = self.cut_at.unwrap_or_else(|| self.total.min(limit));
         match &self.store {
-            Store::Memory { head, tail } => Kept::Memory(head.iter().chain(tail).copied().take(usize::try_from(length).unwrap_or(usize::MAX)).collect()),
+            Store::Memory { head, tail } => Kept::Memory(
+                head.iter()
+                    .chain(tail)
+                    .copied()
+                    .take(usize::try_from(length).unwrap_or(usize::MAX))
+                    .collect(),
+            ),
             Store::File(ring) => {
-                let turned = if self.total > limit && self.cut_at.is_none() { (self.total - head) % (limit - head) } else { 0 };
-                Kept::File { ring: Arc::clone(ring), length, head, limit, turned }
+                let turned = if self.total > limit && self.cut_at.is_none() {
+                    (self.total - head) % (limit - head)
+                } else {
+                    0
+                };
+                Kept::File {
+                    ring: Arc::clone(ring),
+                    length,
+                    head,
+                    limit,
+                    turned,
+                }
             }
         }
     }
@@ -201,13 +248,21 @@ impl Kept {
 
     /// The bytes from a place on, at most so many.
     pub(crate) fn read(&self, from: u64, most: usize) -> io::Result<Vec<u8>> {
-        let left = usize::try_from(self.len().saturating_sub(from)).unwrap_or(usize::MAX).min(most);
+        let left = usize::try_from(self.len().saturating_sub(from))
+            .unwrap_or(usize::MAX)
+            .min(most);
         let (ring, head, limit, turned) = match self {
             Self::Memory(bytes) => {
                 let from = usize::try_from(from).unwrap_or(usize::MAX).min(bytes.len());
                 return Ok(bytes[from..from + left].to_vec());
             }
-            Self::File { ring, head, limit, turned, .. } => (ring, *head, *limit, *turned),
+            Self::File {
+                ring,
+                head,
+                limit,
+                turned,
+                ..
+            } => (ring, *head, *limit, *turned),
         };
         let mut bytes = vec![0; left];
         let (mut at, mut done) = (from, 0);
@@ -219,7 +274,8 @@ impl Kept {
                 (head + place, limit - head - place)
             };
             let length = usize::try_from(room).unwrap_or(usize::MAX).min(left - done);
-            ring.file.read_exact_at(&mut bytes[done..done + length], offset)?;
+            ring.file
+                .read_exact_at(&mut bytes[done..done + length], offset)?;
             (at, done) = (at + length as u64, done + length);
         }
         Ok(bytes)
@@ -228,7 +284,9 @@ impl Kept {
     pub(crate) fn whole(self) -> io::Result<Vec<u8>> {
         match self {
             Self::Memory(bytes) => Ok(bytes),
-            Self::File { length, .. } => self.read(0, usize::try_from(length).unwrap_or(usize::MAX)),
+            Self::File { length, .. } => {
+                self.read(0, usize::try_from(length).unwrap_or(usize::MAX))
+            }
         }
     }
 }
@@ -242,7 +300,10 @@ pub(crate) struct Collector {
 impl Collector {
     pub(crate) fn new(limit: u64, overflow: &Arc<Overflow>) -> Self {
         let limit = usize::try_from(limit).unwrap_or(usize::MAX);
-        Self { stdout: Half::new(limit, Arc::clone(overflow)), stderr: Half::new(limit, Arc::clone(overflow)) }
+        Self {
+            stdout: Half::new(limit, Arc::clone(overflow)),
+            stderr: Half::new(limit, Arc::clone(overflow)),
+        }
     }
 
     pub(crate) fn push(&mut self, stream: Stream, data: &[u8]) {
@@ -254,7 +315,14 @@ impl Collector {
 
     /// Both streams and whether each was cut.
     pub(crate) fn finish(&self) -> (Kept, Kept, Truncated) {
-        (self.stdout.kept(), self.stderr.kept(), Truncated { stdout: self.stdout.is_cut(), stderr: self.stderr.is_cut() })
+        (
+            self.stdout.kept(),
+            self.stderr.kept(),
+            Truncated {
+                stdout: self.stdout.is_cut(),
+                stderr: self.stderr.is_cut(),
+            },
+        )
     }
 }
 
@@ -278,7 +346,10 @@ mod tests {
                 collector.push(Stream::Stdout, part);
             }
             let (stdout, stderr, truncated) = collector.finish();
-            assert_eq!(stdout.whole().expect("read"), [0, 1, 2, 3, 4, 95, 96, 97, 98, 99]);
+            assert_eq!(
+                stdout.whole().expect("read"),
+                [0, 1, 2, 3, 4, 95, 96, 97, 98, 99]
+            );
             assert!(truncated.stdout && !truncated.stderr && stderr.len() == 0);
         }
     }
@@ -290,16 +361,34 @@ mod tests {
         collector.push(Stream::Stderr, b"0123456");
         collector.push(Stream::Stderr, b"789");
         let (stdout, stderr, truncated) = collector.finish();
-        assert_eq!((stdout.len(), stderr.whole().expect("read"), truncated), (0, b"0123456789".to_vec(), Truncated::default()));
+        assert_eq!(
+            (stdout.len(), stderr.whole().expect("read"), truncated),
+            (0, b"0123456789".to_vec(), Truncated::default())
+        );
     }
 
     #[test]
     fn long_output_is_the_same_in_a_file_as_in_memory() {
         let (_directory, overflow) = overflow(1 << 30);
-        for limit in [IN_MEMORY - 1, IN_MEMORY, IN_MEMORY + 1, 2 * IN_MEMORY + 1, 300_000] {
-            for total in [limit - 1, limit, limit + 1, 2 * limit, 3 * limit + 12_345, 10 * limit] {
+        for limit in [
+            IN_MEMORY - 1,
+            IN_MEMORY,
+            IN_MEMORY + 1,
+            2 * IN_MEMORY + 1,
+            300_000,
+        ] {
+            for total in [
+                limit - 1,
+                limit,
+                limit + 1,
+                2 * limit,
+                3 * limit + 12_345,
+                10 * limit,
+            ] {
                 for piece in [7_919, 65_536, 1_000_000] {
-                    let input: Vec<u8> = (0..total).map(|n| u8::try_from(n % 251).expect("a byte")).collect();
+                    let input: Vec<u8> = (0..total)
+                        .map(|n| u8::try_from(n % 251).expect("a byte"))
+                        .collect();
                     let mut collector = Collector::new(limit as u64, &overflow);
                     for part in input.chunks(piece) {
                         collector.push(Stream::Stdout, part);
@@ -307,18 +396,33 @@ mod tests {
                     let (stdout, _, truncated) = collector.finish();
                     let mut expected = input[..total.min(limit)].to_vec();
                     if total > limit {
-                        expected = [&input[..limit.div_ceil(2)], &input[total - limit / 2..]].concat();
+                        expected =
+                            [&input[..limit.div_ceil(2)], &input[total - limit / 2..]].concat();
                     }
                     assert_eq!(truncated.stdout, total > limit);
-                    assert_eq!(stdout.is_in_memory(), expected.len() <= IN_MEMORY, "{limit} {total}");
-                    let pieces: Vec<u8> =
-                        (0..).map(|n| stdout.read(n * 50_000, 50_000).expect("read")).take_while(|piece| !piece.is_empty()).flatten().collect();
+                    assert_eq!(
+                        stdout.is_in_memory(),
+                        expected.len() <= IN_MEMORY,
+                        "{limit} {total}"
+                    );
+                    let pieces: Vec<u8> = (0..)
+                        .map(|n| stdout.read(n * 50_000, 50_000).expect("read"))
+                        .take_while(|piece| !piece.is_empty())
+                        .flatten()
+                        .collect();
                     assert!(pieces == expected, "{limit} {total} {piece}: in pieces");
-                    assert!(stdout.whole().expect("read") == expected, "{limit} {total} {piece}");
+                    assert!(
+                        stdout.whole().expect("read") == expected,
+                        "{limit} {total} {piece}"
+                    );
                 }
             }
         }
-        assert_eq!(overflow.left.load(Ordering::Relaxed), 1 << 30, "all room was given back");
+        assert_eq!(
+            overflow.left.load(Ordering::Relaxed),
+            1 << 30,
+            "all room was given back"
+        );
     }
 
     #[test]
@@ -331,7 +435,11 @@ mod tests {
         }
         let (stdout, stderr, truncated) = collector.finish();
         assert!(truncated.stdout && !truncated.stderr);
-        assert!(stdout.len() >= 100_000 && stdout.len() <= 200_000, "{}", stdout.len());
+        assert!(
+            stdout.len() >= 100_000 && stdout.len() <= 200_000,
+            "{}",
+            stdout.len()
+        );
         let length = stdout.len();
         let whole = stdout.whole().expect("read");
         assert!(whole.iter().all(|byte| *byte == b'x') && whole.len() as u64 == length);

@@ -9,7 +9,9 @@ use std::{
     },
 };
 
-use cynode_api::{Bytes, ErrorCode, Exec as ExecObject, ExecExit, ExecId, ExecResult, ExecState, StreamHashes};
+use cynode_api::{
+    Bytes, ErrorCode, Exec as ExecObject, ExecExit, ExecId, ExecResult, ExecState, StreamHashes,
+};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
 use time::OffsetDateTime;
@@ -74,10 +76,25 @@ pub(crate) struct Exec {
 }
 
 impl Exec {
-    pub(super) fn new(record: ExecRecord, spool: Spool, collector: Option<Collector>, hashes: Option<Box<Hashes>>, overflow: Arc<Overflow>) -> Self {
+    pub(super) fn new(
+        record: ExecRecord,
+        spool: Spool,
+        collector: Option<Collector>,
+        hashes: Option<Box<Hashes>>,
+        overflow: Arc<Overflow>,
+    ) -> Self {
         Self {
             record,
-            inner: Mutex::new(Inner { spool, collector, hashes, ended: None, failed: None, started: false, expired: false, readers: HashMap::new() }),
+            inner: Mutex::new(Inner {
+                spool,
+                collector,
+                hashes,
+                ended: None,
+                failed: None,
+                started: false,
+                expired: false,
+                readers: HashMap::new(),
+            }),
             changed: watch::Sender::new(0),
             stdin: Mutex::new(None),
             watchers: AtomicUsize::new(0),
@@ -140,7 +157,10 @@ impl Exec {
                     return Ok(());
                 }
             }
-            changes.changed().await.map_err(|_| ApiError::new(ErrorCode::Internal, "the exec was dropped"))?;
+            changes
+                .changed()
+                .await
+                .map_err(|_| ApiError::new(ErrorCode::Internal, "the exec was dropped"))?;
         }
     }
 
@@ -161,15 +181,25 @@ impl Exec {
                 if let Some(ended) = &inner.ended {
                     let (stdout, stderr, mut truncated) = match &inner.collector {
                         Some(collector) => collector.finish(),
-                        None => collect(&inner.spool, self.record.max_output_bytes, &self.overflow).finish(),
+                        None => collect(&inner.spool, self.record.max_output_bytes, &self.overflow)
+                            .finish(),
                     };
                     // What was dropped before it was collected is missing too.
                     truncated.stdout |= ended.exit.bytes.stdout > stdout.len();
                     truncated.stderr |= ended.exit.bytes.stderr > stderr.len();
-                    return Ok(Answer { exec_id: self.id(), exit: ended.exit.clone(), stdout, stderr, truncated });
+                    return Ok(Answer {
+                        exec_id: self.id(),
+                        exit: ended.exit.clone(),
+                        stdout,
+                        stderr,
+                        truncated,
+                    });
                 }
             }
-            changes.changed().await.map_err(|_| ApiError::new(ErrorCode::Internal, "the exec was dropped"))?;
+            changes
+                .changed()
+                .await
+                .map_err(|_| ApiError::new(ErrorCode::Internal, "the exec was dropped"))?;
         }
     }
 
@@ -194,7 +224,8 @@ impl Exec {
     /// Takes in what an earlier worker kept. What it had dropped is missing: then the hash of the whole is not known.
     pub(super) fn read_again(&self) {
         let mut inner = self.inner.lock();
-        inner.collector = (!self.record.background).then(|| Collector::new(self.record.max_output_bytes, &self.overflow));
+        inner.collector = (!self.record.background)
+            .then(|| Collector::new(self.record.max_output_bytes, &self.overflow));
         inner.hashes = (inner.spool.first_seq() == 1).then(Box::default);
         let mut reader = inner.spool.read_after(0);
         while inner.collector.is_some() || inner.hashes.is_some() {
@@ -212,7 +243,11 @@ impl Exec {
 
     /// Hashes of the whole streams, if it was these many bytes that passed here.
     pub(super) fn sha256(&self, bytes: Bytes) -> Option<StreamHashes> {
-        self.inner.lock().hashes.as_ref().and_then(|hashes| hashes.of(bytes))
+        self.inner
+            .lock()
+            .hashes
+            .as_ref()
+            .and_then(|hashes| hashes.of(bytes))
     }
 
     /// Drops old output, waiting for attached readers that still need it: a slow reader holds up its own program.
@@ -223,7 +258,9 @@ impl Exec {
                 let mut inner = self.inner.lock();
                 match inner.spool.droppable() {
                     None => return,
-                    Some(next) if inner.readers.values().all(|needed| *needed >= next) => inner.spool.drop_oldest(),
+                    Some(next) if inner.readers.values().all(|needed| *needed >= next) => {
+                        inner.spool.drop_oldest()
+                    }
                     Some(_) => {}
                 }
                 if inner.spool.droppable().is_none() {
@@ -250,11 +287,15 @@ impl Exec {
         let inner = self.inner.lock();
         self.check_kept(&inner)?;
         let mut reader = inner.spool.read_after(after_seq);
-        let lost_before_seq = (after_seq.saturating_add(1) < inner.spool.first_seq()).then(|| inner.spool.first_seq());
+        let lost_before_seq = (after_seq.saturating_add(1) < inner.spool.first_seq())
+            .then(|| inner.spool.first_seq());
         let mut pieces = Vec::new();
         let (mut bytes, mut written) = (0, 0);
         while bytes < max_bytes && written < MAX_PAGE_BYTES && pieces.len() < MAX_PAGE_PIECES {
-            match reader.next(&inner.spool).map_err(|error| unreadable(&error))? {
+            match reader
+                .next(&inner.spool)
+                .map_err(|error| unreadable(&error))?
+            {
                 Some(piece) => {
                     bytes += piece.data.len() as u64;
                     written += written_bytes(&piece.data);
@@ -263,21 +304,46 @@ impl Exec {
                 None => break,
             }
         }
-        let next_seq = pieces.last().map_or_else(|| after_seq.min(inner.spool.last_seq()).max(lost_before_seq.map_or(0, |seq| seq - 1)), |piece| piece.seq);
-        let exit = inner.ended.as_ref().filter(|_| next_seq >= inner.spool.last_seq()).map(|ended| ended.exit.clone());
-        Ok(Page { pieces, next_seq, lost_before_seq, exit })
+        let next_seq = pieces.last().map_or_else(
+            || {
+                after_seq
+                    .min(inner.spool.last_seq())
+                    .max(lost_before_seq.map_or(0, |seq| seq - 1))
+            },
+            |piece| piece.seq,
+        );
+        let exit = inner
+            .ended
+            .as_ref()
+            .filter(|_| next_seq >= inner.spool.last_seq())
+            .map(|ended| ended.exit.clone());
+        Ok(Page {
+            pieces,
+            next_seq,
+            lost_before_seq,
+            exit,
+        })
     }
 
     /// The sequence number before the newest pieces that hold at least `tail_bytes`.
     pub(crate) fn before_tail(&self, tail_bytes: u64) -> Result<u64, ApiError> {
         let inner = self.inner.lock();
         self.check_kept(&inner)?;
-        inner.spool.before_tail(tail_bytes).map_err(|error| unreadable(&error))
+        inner
+            .spool
+            .before_tail(tail_bytes)
+            .map_err(|error| unreadable(&error))
     }
 
     fn check_kept(&self, inner: &Inner) -> Result<(), ApiError> {
         if inner.expired {
-            Err(ApiError::new(ErrorCode::OutputExpired, format!("the output of exec {} was dropped to make room for newer output", self.id())))
+            Err(ApiError::new(
+                ErrorCode::OutputExpired,
+                format!(
+                    "the output of exec {} was dropped to make room for newer output",
+                    self.id()
+                ),
+            ))
         } else {
             Ok(())
         }
@@ -287,12 +353,18 @@ impl Exec {
     pub(crate) fn attach(self: &Arc<Self>, after_seq: u64) -> Result<Reader, ApiError> {
         let mut inner = self.inner.lock();
         self.check_kept(&inner)?;
-        let lost_before_seq = (after_seq.saturating_add(1) < inner.spool.first_seq()).then(|| inner.spool.first_seq());
+        let lost_before_seq = (after_seq.saturating_add(1) < inner.spool.first_seq())
+            .then(|| inner.spool.first_seq());
         let reader = inner.spool.read_after(after_seq);
         let id = self.reader_ids.fetch_add(1, Ordering::Relaxed);
         inner.readers.insert(id, reader.next_seq());
         drop(inner);
-        Ok(Reader { watching: self.watch(), reader, id, lost_before_seq })
+        Ok(Reader {
+            watching: self.watch(),
+            reader,
+            id,
+            lost_before_seq,
+        })
     }
 
     /// Counts a caller who waits for this exec.
@@ -316,12 +388,21 @@ impl Exec {
 
     /// What its record takes in memory and in the log, about.
     pub(super) fn record_bytes(&self) -> usize {
-        RECORD_BYTES + self.record.cwd.len() + self.record.argv.iter().map(|argument| argument.len() + 32).sum::<usize>()
+        RECORD_BYTES
+            + self.record.cwd.len()
+            + self
+                .record
+                .argv
+                .iter()
+                .map(|argument| argument.len() + 32)
+                .sum::<usize>()
     }
 
     /// Passes standard input on; false when the command takes no more.
     pub(crate) async fn write_stdin(&self, data: Option<Vec<u8>>) -> bool {
-        let Some(sender) = self.stdin.lock().clone() else { return false };
+        let Some(sender) = self.stdin.lock().clone() else {
+            return false;
+        };
         let end = data.is_none();
         let (taken, answer) = oneshot::channel();
         if sender.send((data, taken)).await.is_err() {
@@ -336,7 +417,15 @@ impl Exec {
 
 /// How long output is as JSON: control characters take six letters each.
 fn written_bytes(data: &[u8]) -> u64 {
-    data.iter().map(|byte| if *byte < 0x20 { 6 } else { 1 + u64::from(matches!(byte, b'"' | b'\\')) }).sum()
+    data.iter()
+        .map(|byte| {
+            if *byte < 0x20 {
+                6
+            } else {
+                1 + u64::from(matches!(byte, b'"' | b'\\'))
+            }
+        })
+        .sum()
 }
 
 fn unreadable(error: &io::Error) -> ApiError {
@@ -404,7 +493,10 @@ impl Reader {
         let exec = Arc::clone(self.exec());
         let mut inner = exec.inner.lock();
         exec.check_kept(&inner)?;
-        let found = self.reader.next(&inner.spool).map_err(|error| unreadable(&error))?;
+        let found = self
+            .reader
+            .next(&inner.spool)
+            .map_err(|error| unreadable(&error))?;
         inner.readers.insert(self.id, self.reader.next_seq());
         match found {
             Some(piece) => {
@@ -415,7 +507,9 @@ impl Reader {
                 }
                 Ok(Next::Piece(piece))
             }
-            None => Ok(inner.ended.as_ref().map_or(Next::Nothing, |ended| Next::Exit(ended.exit.clone(), ended.ended_at))),
+            None => Ok(inner.ended.as_ref().map_or(Next::Nothing, |ended| {
+                Next::Exit(ended.exit.clone(), ended.ended_at)
+            })),
         }
     }
 }

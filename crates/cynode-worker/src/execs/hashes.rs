@@ -24,7 +24,10 @@ impl Hashes {
 
     /// The hashes, if these many bytes are all that there were. Else some never came here.
     pub(super) fn of(&self, bytes: Bytes) -> Option<StreamHashes> {
-        (bytes == self.bytes).then(|| StreamHashes { stdout: hex(&self.stdout.clone().finalize()), stderr: hex(&self.stderr.clone().finalize()) })
+        (bytes == self.bytes).then(|| StreamHashes {
+            stdout: hex(&self.stdout.clone().finalize()),
+            stderr: hex(&self.stderr.clone().finalize()),
+        })
     }
 }
 
@@ -36,12 +39,27 @@ mod tests {
     fn hashes_are_of_each_stream_and_of_nothing_when_some_is_missing() {
         let mut hashes = Hashes::default();
         let of = |data: &[u8]| hex(&Sha256::digest(data));
-        assert_eq!(hashes.of(Bytes::default()), Some(StreamHashes { stdout: of(b""), stderr: of(b"") }));
+        assert_eq!(
+            hashes.of(Bytes::default()),
+            Some(StreamHashes {
+                stdout: of(b""),
+                stderr: of(b"")
+            })
+        );
         hashes.push(Stream::Stdout, b"he");
         hashes.push(Stream::Stderr, b"\xff");
         hashes.push(Stream::Stdout, b"llo");
-        let expected = Some(StreamHashes { stdout: of(b"hello"), stderr: of(b"\xff") });
-        assert_eq!(hashes.of(Bytes { stdout: 5, stderr: 1 }), expected);
+        let expected = Some(StreamHashes {
+            stdout: of(b"hello"),
+            stderr: of(b"\xff"),
+        });
+        assert_eq!(
+            hashes.of(Bytes {
+                stdout: 5,
+                stderr: 1
+            }),
+            expected
+        );
         for (stdout, stderr) in [(6, 1), (5, 2), (5, 0), (4, 1)] {
             assert_eq!(hashes.of(Bytes { stdout, stderr }), None);
         }

@@ -63,7 +63,9 @@ impl Room {
         let all = self.all.0.fetch_add(by, Ordering::Relaxed) + by;
         self.bytes += by;
         if all > MAX_INPUT_PER_SESSION {
-            let detail = format!("the commands of this session have not read {MAX_INPUT_PER_SESSION} bytes of their input yet, and there is room for no more");
+            let detail = format!(
+                "the commands of this session have not read {MAX_INPUT_PER_SESSION} bytes of their input yet, and there is room for no more"
+            );
             return Err(ApiError::new(ErrorCode::NoSpace, detail));
         }
         Ok(())
@@ -72,7 +74,11 @@ impl Room {
 
 impl From<Vec<u8>> for Input {
     fn from(bytes: Vec<u8>) -> Self {
-        Self { size: bytes.len() as u64, bytes, ..Self::default() }
+        Self {
+            size: bytes.len() as u64,
+            bytes,
+            ..Self::default()
+        }
     }
 }
 
@@ -90,7 +96,9 @@ impl Input {
         }
         self.bytes = Vec::new();
         self.taken = 0;
-        let Some(file) = &mut self.rest else { return Ok(None) };
+        let Some(file) = &mut self.rest else {
+            return Ok(None);
+        };
         let mut piece = vec![0; MAX_DATA];
         let count = file.read(&mut piece).await?;
         piece.truncate(count);
@@ -100,7 +108,14 @@ impl Input {
 
 impl Spooling {
     pub(crate) fn new(rooms: &Rooms) -> Self {
-        Self { input: Input::default(), room: Room { all: rooms.clone(), bytes: 0 }, hash: Sha256::new() }
+        Self {
+            input: Input::default(),
+            room: Room {
+                all: rooms.clone(),
+                bytes: 0,
+            },
+            hash: Sha256::new(),
+        }
     }
 
     pub(crate) async fn push(&mut self, piece: &[u8], directory: &Path) -> Result<(), ApiError> {
@@ -113,7 +128,9 @@ impl Spooling {
         }
         let file = match &mut self.input.rest {
             Some(file) => file,
-            None => self.input.rest.insert(File::from_std(tempfile::tempfile_in(directory).map_err(not_kept)?)),
+            None => self.input.rest.insert(File::from_std(
+                tempfile::tempfile_in(directory).map_err(not_kept)?,
+            )),
         };
         file.write_all(piece).await.map_err(not_kept)
     }
@@ -139,7 +156,11 @@ fn not_kept(error: io::Error) -> ApiError {
 mod tests {
     use super::*;
 
-    async fn spooled(bytes: &[u8], piece: usize, rooms: &Rooms) -> Result<(Input, String), ApiError> {
+    async fn spooled(
+        bytes: &[u8],
+        piece: usize,
+        rooms: &Rooms,
+    ) -> Result<(Input, String), ApiError> {
         let directory = tempfile::tempdir().expect("a directory");
         let mut spooling = Spooling::new(rooms);
         for piece in bytes.chunks(piece) {
@@ -154,8 +175,14 @@ mod tests {
             let bytes: Vec<u8> = (0..=250).cycle().take(size).collect();
             let rooms = Rooms::default();
             let (mut input, sha256) = spooled(&bytes, 10_000, &rooms).await.expect("room");
-            assert_eq!((input.is_empty(), input.rest.is_some()), (size == 0, size > IN_MEMORY));
-            assert_eq!((rooms.0.load(Ordering::Relaxed), sha256), (size as u64, hex(&Sha256::digest(&bytes))));
+            assert_eq!(
+                (input.is_empty(), input.rest.is_some()),
+                (size == 0, size > IN_MEMORY)
+            );
+            assert_eq!(
+                (rooms.0.load(Ordering::Relaxed), sha256),
+                (size as u64, hex(&Sha256::digest(&bytes)))
+            );
             let mut read = Vec::new();
             while let Some(piece) = input.next().await.expect("read") {
                 assert!((1..=MAX_DATA).contains(&piece.len()));
@@ -172,7 +199,11 @@ mod tests {
         let rooms = Rooms::default();
         rooms.0.store(MAX_INPUT_PER_SESSION - 10, Ordering::Relaxed);
         let (input, _) = spooled(&[7; 10], 5, &rooms).await.expect("room");
-        assert!(spooled(&[7], 1, &rooms).await.is_err_and(|error| error.0.is(ErrorCode::NoSpace)));
+        assert!(
+            spooled(&[7], 1, &rooms)
+                .await
+                .is_err_and(|error| error.0.is(ErrorCode::NoSpace))
+        );
         drop(input);
         assert!(spooled(&[7; 10], 5, &rooms).await.is_ok());
         assert_eq!(rooms.0.load(Ordering::Relaxed), MAX_INPUT_PER_SESSION - 10);

@@ -18,14 +18,19 @@ pub(crate) use agent::{Command, adopt as adopt_by_agent, start as start_by_agent
 pub(crate) use exec::{Exec, Next, Reader, Watching};
 pub(crate) use input::{Input, Spooling};
 pub(crate) use record::{Begun, SessionExecs};
-pub(crate) use runtime::{Leftovers, kill_everything as kill_everything_by_runtime, signal as signal_by_runtime, start as start_by_runtime};
+pub(crate) use runtime::{
+    Leftovers, kill_everything as kill_everything_by_runtime, signal as signal_by_runtime,
+    start as start_by_runtime,
+};
 pub(crate) use spool::Piece;
 pub(crate) use stdin::Offered;
 
 pub(crate) fn hex(bytes: &[u8]) -> String {
     use std::fmt::Write as _;
-    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
-        let _infallible = write!(text, "{byte:02x}");
-        text
-    })
+    bytes
+        .iter()
+        .fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+            let _infallible = write!(text, "{byte:02x}");
+            text
+        })
 }

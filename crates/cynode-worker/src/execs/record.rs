@@ -12,7 +12,9 @@ use std::{
 
 use cynode_api::{
     ErrorCode, ExecExit, ExecId, ExecRequest,
-    exec_limits::{DEFAULT_OUTPUT_BYTES, KEPT_PER_SESSION, MAX_ARGV, MAX_RUNNING, MAX_SHOWN_ARGV_BYTES},
+    exec_limits::{
+        DEFAULT_OUTPUT_BYTES, KEPT_PER_SESSION, MAX_ARGV, MAX_RUNNING, MAX_SHOWN_ARGV_BYTES,
+    },
 };
 use cynode_service::ApiError;
 use parking_lot::Mutex;
@@ -112,16 +114,23 @@ impl SessionExecs {
         let overflow = Overflow::new(directory.clone(), KEPT_PER_SESSION);
         let mut known = BTreeMap::new();
         if let Ok(text) = fs_err::read(&path) {
-            for line in text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()) {
+            for line in text
+                .split(|byte| *byte == b'\n')
+                .filter(|line| !line.is_empty())
+            {
                 match serde_json::from_slice(line) {
                     Ok(LogLine::Start(record)) => {
                         let spool = Spool::recover(directory.clone(), record.exec_id)?;
-                        known.insert(record.exec_id, Arc::new(Exec::new(record, spool, None, None, Arc::clone(&overflow))));
+                        known.insert(
+                            record.exec_id,
+                            Arc::new(Exec::new(record, spool, None, None, Arc::clone(&overflow))),
+                        );
                     }
                     Ok(LogLine::End(ended)) => {
                         if let Some(exec) = known.get(&ended.exec_id) {
                             let mut inner = exec.inner.lock();
-                            inner.expired = ended.exit.bytes.stdout + ended.exit.bytes.stderr > 0 && inner.spool.last_seq() == 0;
+                            inner.expired = ended.exit.bytes.stdout + ended.exit.bytes.stderr > 0
+                                && inner.spool.last_seq() == 0;
                             inner.ended = Some(ended);
                         }
                     }
@@ -129,7 +138,9 @@ impl SessionExecs {
                         known.remove(&exec_id);
                     }
                     // The last line may be cut off by a crash: the agent was never told of it, so it says nothing.
-                    Err(error) => tracing::warn!(%error, path = %path.display(), "A line of an exec log can't be read; it is passed over."),
+                    Err(error) => {
+                        tracing::warn!(%error, path = %path.display(), "A line of an exec log can't be read; it is passed over.")
+                    }
                 }
             }
         }
@@ -154,7 +165,12 @@ impl SessionExecs {
 
     /// Registers a request. The same id with the same request is the same exec. `input` is the hash of input that is no part of the
     /// request itself.
-    pub(crate) fn begin(&self, request: &ExecRequest, cwd: String, input: Option<&str>) -> Result<Begun, ApiError> {
+    pub(crate) fn begin(
+        &self,
+        request: &ExecRequest,
+        cwd: String,
+        input: Option<&str>,
+    ) -> Result<Begun, ApiError> {
         let fingerprint = fingerprint(request, input);
         let exec_id = request.exec_id.unwrap_or_else(ExecId::generate);
         let mut known = self.known.lock();
@@ -162,11 +178,17 @@ impl SessionExecs {
             return if exec.record.fingerprint == fingerprint {
                 Ok(Begun::Existing(Arc::clone(exec)))
             } else {
-                Err(ApiError::new(ErrorCode::ExecIdInUse, format!("exec {exec_id} was made by another request")))
+                Err(ApiError::new(
+                    ErrorCode::ExecIdInUse,
+                    format!("exec {exec_id} was made by another request"),
+                ))
             };
         }
         if self.running.load(Ordering::Relaxed) >= MAX_RUNNING {
-            return Err(ApiError::new(ErrorCode::PidsExhausted, format!("{MAX_RUNNING} execs run in this session already")));
+            return Err(ApiError::new(
+                ErrorCode::PidsExhausted,
+                format!("{MAX_RUNNING} execs run in this session already"),
+            ));
         }
         let max_output_bytes = request.max_output_bytes.unwrap_or(DEFAULT_OUTPUT_BYTES);
         let (argv, argv_truncated) = shown(&request.argv);
@@ -181,9 +203,19 @@ impl SessionExecs {
             fingerprint,
             started_at: OffsetDateTime::now_utc(),
         };
-        self.append(&LogLine::Start(record.clone())).map_err(|error| ApiError::new(ErrorCode::Internal, format!("recording the exec: {error}")))?;
-        let collector = (!record.background).then(|| Collector::new(max_output_bytes, &self.overflow));
-        let exec = Arc::new(Exec::new(record, Spool::new(self.directory.clone(), exec_id), collector, Some(Box::default()), Arc::clone(&self.overflow)));
+        self.append(&LogLine::Start(record.clone()))
+            .map_err(|error| {
+                ApiError::new(ErrorCode::Internal, format!("recording the exec: {error}"))
+            })?;
+        let collector =
+            (!record.background).then(|| Collector::new(max_output_bytes, &self.overflow));
+        let exec = Arc::new(Exec::new(
+            record,
+            Spool::new(self.directory.clone(), exec_id),
+            collector,
+            Some(Box::default()),
+            Arc::clone(&self.overflow),
+        ));
         known.insert(exec_id, Arc::clone(&exec));
         self.running.fetch_add(1, Ordering::Relaxed);
         Ok(Begun::New(exec))
@@ -215,13 +247,24 @@ impl SessionExecs {
     pub(crate) fn finish(self: &Arc<Self>, exec: &Exec, exit: ExecExit) {
         if let Err(error) = self.try_finish(exec, exit.clone()) {
             tracing::error!(%error, exec_id = %exec.id(), "Recording an exec's end failed.");
-            self.set_ended(exec, Ended { exec_id: exec.id(), exit, ended_at: OffsetDateTime::now_utc() });
+            self.set_ended(
+                exec,
+                Ended {
+                    exec_id: exec.id(),
+                    exit,
+                    ended_at: OffsetDateTime::now_utc(),
+                },
+            );
         }
     }
 
     /// The exec has ended: recorded first, then told. Nothing has changed when that fails.
     pub(crate) fn try_finish(self: &Arc<Self>, exec: &Exec, exit: ExecExit) -> io::Result<()> {
-        let ended = Ended { exec_id: exec.id(), exit, ended_at: OffsetDateTime::now_utc() };
+        let ended = Ended {
+            exec_id: exec.id(),
+            exit,
+            ended_at: OffsetDateTime::now_utc(),
+        };
         // Held until the end is seen too: whoever writes the log anew must not do so in between.
         let mut log = self.log.lock();
         self.append_to(&mut log, &LogLine::End(ended.clone()))?;
@@ -242,9 +285,14 @@ impl SessionExecs {
         };
         exec.release();
         exec.announce();
-        self.recorded.fetch_add(exec.record_bytes(), Ordering::Relaxed);
+        self.recorded
+            .fetch_add(exec.record_bytes(), Ordering::Relaxed);
         // Looking at every exec of a long session at each end would make each the slower; small ones are looked at now and then.
-        let many = self.finished.fetch_add(1, Ordering::Relaxed).is_multiple_of(TRIM_EVERY) || self.recorded.load(Ordering::Relaxed) > MAX_RECORD_BYTES;
+        let many = self
+            .finished
+            .fetch_add(1, Ordering::Relaxed)
+            .is_multiple_of(TRIM_EVERY)
+            || self.recorded.load(Ordering::Relaxed) > MAX_RECORD_BYTES;
         if bytes > TRIM_BYTES || many {
             // It may write the log anew, which takes its time.
             let execs = Arc::clone(self);
@@ -262,7 +310,12 @@ impl SessionExecs {
         let torn = std::mem::replace(&mut log.torn, true);
         let file = match &mut log.file {
             Some(file) => file,
-            None => log.file.insert(fs_err::OpenOptions::new().create(true).append(true).open(self.directory.join("log"))?),
+            None => log.file.insert(
+                fs_err::OpenOptions::new()
+                    .create(true)
+                    .append(true)
+                    .open(self.directory.join("log"))?,
+            ),
         };
         if torn {
             bytes.insert(0, b'\n');
@@ -277,9 +330,16 @@ impl SessionExecs {
     fn trim(&self) {
         self.recorded.store(0, Ordering::Relaxed);
         let mut known = self.known.lock();
-        let mut finished: Vec<Arc<Exec>> = known.values().filter(|exec| !exec.is_running()).cloned().collect();
+        let mut finished: Vec<Arc<Exec>> = known
+            .values()
+            .filter(|exec| !exec.is_running())
+            .cloned()
+            .collect();
         finished.sort_by_key(|exec| exec.ended_at());
-        let mut kept: u64 = known.values().map(|exec| exec.inner.lock().spool.bytes()).sum();
+        let mut kept: u64 = known
+            .values()
+            .map(|exec| exec.inner.lock().spool.bytes())
+            .sum();
         for exec in &finished {
             if kept <= KEPT_PER_SESSION {
                 break;
@@ -337,7 +397,12 @@ impl SessionExecs {
     }
 
     pub(crate) fn get(&self, id: ExecId) -> Result<Arc<Exec>, ApiError> {
-        self.known.lock().get(&id).cloned().ok_or_else(|| ApiError::new(ErrorCode::ExecNotFound, format!("no exec {id} in this session")))
+        self.known.lock().get(&id).cloned().ok_or_else(|| {
+            ApiError::new(
+                ErrorCode::ExecNotFound,
+                format!("no exec {id} in this session"),
+            )
+        })
     }
 
     /// By their ids, which are ordered by time when we made them.
@@ -348,7 +413,12 @@ impl SessionExecs {
     }
 
     pub(crate) fn running(&self) -> Vec<Arc<Exec>> {
-        self.known.lock().values().filter(|exec| exec.is_running()).cloned().collect()
+        self.known
+            .lock()
+            .values()
+            .filter(|exec| exec.is_running())
+            .cloned()
+            .collect()
     }
 
     pub(crate) fn running_count(&self) -> u32 {
@@ -403,7 +473,12 @@ fn shown(argv: &[String]) -> (Vec<String>, bool) {
     let mut left = MAX_SHOWN_ARGV_BYTES;
     let mut kept = Vec::new();
     for argument in argv {
-        let Some(rest) = left.checked_sub(argument.len() + 1).filter(|_| kept.len() < MAX_ARGV) else { return (kept, true) };
+        let Some(rest) = left
+            .checked_sub(argument.len() + 1)
+            .filter(|_| kept.len() < MAX_ARGV)
+        else {
+            return (kept, true);
+        };
         left = rest;
         kept.push(argument.clone());
     }
@@ -415,11 +490,17 @@ mod tests {
     use super::*;
 
     fn request(argument: &str) -> ExecRequest {
-        ExecRequest { argv: vec!["true".to_owned(), argument.to_owned()], timeout_ms: 1_000, ..Default::default() }
+        ExecRequest {
+            argv: vec!["true".to_owned(), argument.to_owned()],
+            timeout_ms: 1_000,
+            ..Default::default()
+        }
     }
 
     fn run(execs: &Arc<SessionExecs>, argument: &str) -> Arc<Exec> {
-        let Ok(Begun::New(exec)) = execs.begin(&request(argument), "/".to_owned(), None) else { panic!("a new exec") };
+        let Ok(Begun::New(exec)) = execs.begin(&request(argument), "/".to_owned(), None) else {
+            panic!("a new exec")
+        };
         execs.finish(&exec, lost_exit(&exec));
         exec
     }
@@ -427,7 +508,10 @@ mod tests {
     #[test]
     fn a_long_command_is_shown_as_far_as_there_is_room() {
         let word = "x".repeat(MAX_SHOWN_ARGV_BYTES / 4 - 1);
-        assert_eq!(shown(&vec![word.clone(); 4]), (vec![word.clone(); 4], false));
+        assert_eq!(
+            shown(&vec![word.clone(); 4]),
+            (vec![word.clone(); 4], false)
+        );
         assert_eq!(shown(&vec![word.clone(); 5]), (vec![word; 4], true));
         let words = vec!["x".to_owned(); MAX_ARGV + 1];
         assert_eq!(shown(&words[1..]), (words[1..].to_vec(), false));
@@ -438,7 +522,10 @@ mod tests {
     async fn another_input_is_another_request() {
         let directory = tempfile::tempdir().expect("a directory");
         let execs = SessionExecs::open(directory.path()).expect("opens");
-        let request = ExecRequest { exec_id: Some(ExecId::generate()), ..request("a") };
+        let request = ExecRequest {
+            exec_id: Some(ExecId::generate()),
+            ..request("a")
+        };
         let begin = |input| execs.begin(&request, "/".to_owned(), input);
         assert!(matches!(begin(Some("aa")), Ok(Begun::New(_))));
         assert!(matches!(begin(Some("aa")), Ok(Begun::Existing(_))));
@@ -456,9 +543,14 @@ mod tests {
         let last = run(&execs, &argument).id();
         execs.trim();
         let kept: usize = execs.list().iter().map(|exec| exec.record_bytes()).sum();
-        assert!((MAX_RECORD_BYTES / 2..=MAX_RECORD_BYTES).contains(&kept), "{kept}");
+        assert!(
+            (MAX_RECORD_BYTES / 2..=MAX_RECORD_BYTES).contains(&kept),
+            "{kept}"
+        );
         assert!(execs.get(last).is_ok(), "the newest stay");
-        let log = fs_err::metadata(directory.path().join("execs/log")).expect("a log").len();
+        let log = fs_err::metadata(directory.path().join("execs/log"))
+            .expect("a log")
+            .len();
         assert!(log < COMPACT_AFTER + 2 * MAX_RECORD_BYTES as u64, "{log}");
     }
 
@@ -466,20 +558,46 @@ mod tests {
     async fn an_ended_exec_that_nobody_waits_for_holds_no_output_in_memory() {
         let directory = tempfile::tempdir().expect("a directory");
         let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
-        let Ok(Begun::New(exec)) = execs.begin(&request("a"), "/".to_owned(), None) else { panic!("a new exec") };
+        let Ok(Begun::New(exec)) = execs.begin(&request("a"), "/".to_owned(), None) else {
+            panic!("a new exec")
+        };
         let watching = exec.watch();
-        exec.keep(&crate::execs::Piece { seq: 1, at_ms: 0, stream: cynode_api::Stream::Stdout, data: b"text".to_vec() }).expect("kept");
-        execs.finish(&exec, ExecExit { bytes: cynode_api::Bytes { stdout: 4, stderr: 0 }, ..lost_exit(&exec) });
+        exec.keep(&crate::execs::Piece {
+            seq: 1,
+            at_ms: 0,
+            stream: cynode_api::Stream::Stdout,
+            data: b"text".to_vec(),
+        })
+        .expect("kept");
+        execs.finish(
+            &exec,
+            ExecExit {
+                bytes: cynode_api::Bytes {
+                    stdout: 4,
+                    stderr: 0,
+                },
+                ..lost_exit(&exec)
+            },
+        );
         assert!(exec.inner.lock().collector.is_some());
         drop(watching);
         assert!(exec.inner.lock().collector.is_none());
         let again = exec.result().await.expect("the same answer from the files");
-        assert_eq!((again.stdout.as_str(), again.truncated.stdout), ("text", false));
+        assert_eq!(
+            (again.stdout.as_str(), again.truncated.stdout),
+            ("text", false)
+        );
     }
 
     fn say(exec: &Exec, text: &[u8]) {
         let seq = exec.last_seq() + 1;
-        exec.keep(&crate::execs::Piece { seq, at_ms: 0, stream: cynode_api::Stream::Stdout, data: text.to_vec() }).expect("kept");
+        exec.keep(&crate::execs::Piece {
+            seq,
+            at_ms: 0,
+            stream: cynode_api::Stream::Stdout,
+            data: text.to_vec(),
+        })
+        .expect("kept");
     }
 
     #[tokio::test]
@@ -487,23 +605,56 @@ mod tests {
         for background in [false, true] {
             let directory = tempfile::tempdir().expect("a directory");
             let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
-            let request = ExecRequest { background, ..request("a") };
-            let Ok(Begun::New(exec)) = execs.begin(&request, "/".to_owned(), None) else { panic!("a new exec") };
+            let request = ExecRequest {
+                background,
+                ..request("a")
+            };
+            let Ok(Begun::New(exec)) = execs.begin(&request, "/".to_owned(), None) else {
+                panic!("a new exec")
+            };
             say(&exec, b"he");
             drop((exec, execs));
 
             let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
             let exec = execs.running().pop().expect("it runs");
             say(&exec, b"llo");
-            let bytes = cynode_api::Bytes { stdout: 5, stderr: 0 };
+            let bytes = cynode_api::Bytes {
+                stdout: 5,
+                stderr: 0,
+            };
             let sha256 = exec.sha256(bytes).expect("known");
-            assert_eq!((sha256.stdout, sha256.stderr), (hex(&Sha256::digest("hello")), hex(&Sha256::digest(""))));
-            assert_eq!(exec.sha256(cynode_api::Bytes { stdout: 6, stderr: 0 }), None, "a piece that never came");
-            execs.finish(&exec, ExecExit { bytes, sha256: exec.sha256(bytes), ..lost_exit(&exec) });
+            assert_eq!(
+                (sha256.stdout, sha256.stderr),
+                (hex(&Sha256::digest("hello")), hex(&Sha256::digest("")))
+            );
+            assert_eq!(
+                exec.sha256(cynode_api::Bytes {
+                    stdout: 6,
+                    stderr: 0
+                }),
+                None,
+                "a piece that never came"
+            );
+            execs.finish(
+                &exec,
+                ExecExit {
+                    bytes,
+                    sha256: exec.sha256(bytes),
+                    ..lost_exit(&exec)
+                },
+            );
 
             let execs = SessionExecs::open(directory.path()).expect("opens");
-            let exit = execs.get(exec.id()).expect("known").object().exit.expect("it has ended");
-            assert_eq!(exit.sha256.map(|sha256| sha256.stdout), Some(hex(&Sha256::digest("hello"))));
+            let exit = execs
+                .get(exec.id())
+                .expect("known")
+                .object()
+                .exit
+                .expect("it has ended");
+            assert_eq!(
+                exit.sha256.map(|sha256| sha256.stdout),
+                Some(hex(&Sha256::digest("hello")))
+            );
         }
     }
 
@@ -511,7 +662,9 @@ mod tests {
     async fn the_hash_of_output_that_a_worker_of_before_dropped_is_not_known() {
         let directory = tempfile::tempdir().expect("a directory");
         let execs = Arc::new(SessionExecs::open(directory.path()).expect("opens"));
-        let Ok(Begun::New(exec)) = execs.begin(&request("a"), "/".to_owned(), None) else { panic!("a new exec") };
+        let Ok(Begun::New(exec)) = execs.begin(&request("a"), "/".to_owned(), None) else {
+            panic!("a new exec")
+        };
         let piece = vec![b'x'; 64 * 1024];
         let mut all = Sha256::new();
         for _ in 0..400 {
@@ -519,8 +672,15 @@ mod tests {
             say(&exec, &piece);
             all.update(&piece);
         }
-        let bytes = cynode_api::Bytes { stdout: 400 * 64 * 1024, stderr: 0 };
-        assert_eq!(exec.sha256(bytes).map(|sha256| sha256.stdout), Some(hex(&all.finalize())), "of more than is kept");
+        let bytes = cynode_api::Bytes {
+            stdout: 400 * 64 * 1024,
+            stderr: 0,
+        };
+        assert_eq!(
+            exec.sha256(bytes).map(|sha256| sha256.stdout),
+            Some(hex(&all.finalize())),
+            "of more than is kept"
+        );
         drop((exec, execs));
         let execs = SessionExecs::open(directory.path()).expect("opens");
         assert_eq!(execs.running().pop().expect("it runs").sha256(bytes), None);
@@ -545,7 +705,11 @@ mod tests {
         over.store(true, Ordering::SeqCst);
         compacting.await.expect("ends");
         let again = SessionExecs::open(directory.path()).expect("opens");
-        assert_eq!(again.running().len(), 0, "answered, and running again after a restart");
+        assert_eq!(
+            again.running().len(),
+            0,
+            "answered, and running again after a restart"
+        );
     }
 
     #[tokio::test]
@@ -556,11 +720,18 @@ mod tests {
         {
             // A full disk took half of a line.
             let mut log = execs.log.lock();
-            log.file.as_mut().expect("open").write_all(b"{\"start\":{\"exec_id\"").expect("writes");
+            log.file
+                .as_mut()
+                .expect("open")
+                .write_all(b"{\"start\":{\"exec_id\"")
+                .expect("writes");
             log.torn = true;
         }
         let second = run(&execs, "b").id();
         let again = SessionExecs::open(directory.path()).expect("opens");
-        assert!(again.get(first).is_ok_and(|exec| !exec.is_running()) && again.get(second).is_ok_and(|exec| !exec.is_running()));
+        assert!(
+            again.get(first).is_ok_and(|exec| !exec.is_running())
+                && again.get(second).is_ok_and(|exec| !exec.is_running())
+        );
     }
 }

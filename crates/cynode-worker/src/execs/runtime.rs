@@ -37,7 +37,12 @@ const FIRST_WORDS: Duration = Duration::from_millis(200);
 /// How often an exec's state is asked for once its streams have ended.
 const POLL: Duration = Duration::from_millis(20);
 
-pub(crate) async fn start(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, mut command: Command) -> Result<(), ApiError> {
+pub(crate) async fn start(
+    live: Arc<Live>,
+    execs: Arc<SessionExecs>,
+    exec: Arc<Exec>,
+    mut command: Command,
+) -> Result<(), ApiError> {
     command.env.push((MARK.to_owned(), exec.id().to_string()));
     let spec = ExecSpec {
         argv: std::mem::take(&mut command.argv),
@@ -49,7 +54,9 @@ pub(crate) async fn start(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<E
     let begun = Instant::now();
     let started = match live.runtime.exec(&live.container, &spec).await {
         Ok(started) => see_start(&live, started).await,
-        Err(error) => Err(start_problem(&error.to_string()).unwrap_or_else(|| runtime_problem(&error))),
+        Err(error) => {
+            Err(start_problem(&error.to_string()).unwrap_or_else(|| runtime_problem(&error)))
+        }
     };
     match started {
         Ok(started) => {
@@ -67,16 +74,25 @@ pub(crate) async fn start(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<E
 /// The runtime answers before the command runs, and says a failed start as output and exit code. So the first words are
 /// looked at, if they come at once.
 async fn see_start(live: &Live, started: RuntimeExec) -> Result<RuntimeExec, Problem> {
-    let RuntimeExec { id, input, mut output } = started;
+    let RuntimeExec {
+        id,
+        input,
+        mut output,
+    } = started;
     let first = tokio::time::timeout(FIRST_WORDS, output.next()).await;
     if let Ok(Some(Ok((stream, words)))) = &first {
         let words = String::from_utf8_lossy(words);
-        let podmans = *stream == Stream::Stderr && words.starts_with("Error: ") && words.contains("OCI runtime");
+        let podmans = *stream == Stream::Stderr
+            && words.starts_with("Error: ")
+            && words.contains("OCI runtime");
         // Docker says it on the other stream.
         let dockers = *stream == Stream::Stdout && words.starts_with("OCI runtime exec failed: ");
         if (podmans || dockers)
             && let Some(problem) = start_problem(&words.to_lowercase())
-            && matches!(tokio::time::timeout(Duration::from_secs(5), exited(live, &id)).await, Ok(Some(126 | 127)))
+            && matches!(
+                tokio::time::timeout(Duration::from_secs(5), exited(live, &id)).await,
+                Ok(Some(126 | 127))
+            )
         {
             return Err(problem);
         }
@@ -98,20 +114,37 @@ fn start_problem(message: &str) -> Option<Problem> {
     } else if message.contains("exec format error") {
         "ENOEXEC"
     } else if message.contains("resource temporarily unavailable") {
-        return Some(Problem::new(ErrorCode::PidsExhausted, "no process slot is free"));
+        return Some(Problem::new(
+            ErrorCode::PidsExhausted,
+            "no process slot is free",
+        ));
     } else {
         return None;
     };
-    Some(Problem::new(ErrorCode::ExecFailed, message.chars().take(1_000).collect::<String>()).with("errno", errno))
+    Some(
+        Problem::new(
+            ErrorCode::ExecFailed,
+            message.chars().take(1_000).collect::<String>(),
+        )
+        .with("errno", errno),
+    )
 }
 
-async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, started: RuntimeExec, command: Command, begun: Instant) {
+async fn follow(
+    live: Arc<Live>,
+    execs: Arc<SessionExecs>,
+    exec: Arc<Exec>,
+    started: RuntimeExec,
+    command: Command,
+    begun: Instant,
+) {
     let _activity = live.activity();
     let RuntimeExec { id, input, output } = started;
     feed(&exec, input, command);
     let counts = Counts::default();
     let mut timed_out = false;
-    let deadline = (exec.record.timeout_ms > 0).then(|| begun + Duration::from_millis(exec.record.timeout_ms));
+    let deadline =
+        (exec.record.timeout_ms > 0).then(|| begun + Duration::from_millis(exec.record.timeout_ms));
     let reading = read(&live, &exec, output, &counts);
     let ended = async {
         // The stream ends with the last writer; the process may end before that.
@@ -143,7 +176,10 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, star
         .filter(|code| timed_out && *code > 128)
         .map(|code| SignalName::name_of(code - 128))
         .or_else(|| (timed_out && code.is_none()).then(|| "KILL".to_owned()));
-    let bytes = Bytes { stdout: counts.stdout.load(Ordering::Relaxed), stderr: counts.stderr.load(Ordering::Relaxed) };
+    let bytes = Bytes {
+        stdout: counts.stdout.load(Ordering::Relaxed),
+        stderr: counts.stderr.load(Ordering::Relaxed),
+    };
     let exit = ExecExit {
         exit_code: code.filter(|_| signal.is_none()),
         oom_killed: code == Some(137) && !timed_out && live.saw_oom_kill(),
@@ -161,7 +197,11 @@ async fn follow(live: Arc<Live>, execs: Arc<SessionExecs>, exec: Arc<Exec>, star
 }
 
 /// Standard input: what came with the request, then what is written later.
-fn feed(exec: &Arc<Exec>, mut input: std::pin::Pin<Box<dyn tokio::io::AsyncWrite + Send>>, mut command: Command) {
+fn feed(
+    exec: &Arc<Exec>,
+    mut input: std::pin::Pin<Box<dyn tokio::io::AsyncWrite + Send>>,
+    mut command: Command,
+) {
     let (sender, mut receiver) = mpsc::channel::<super::exec::Stdin>(1);
     if command.stdin_open {
         *exec.stdin.lock() = Some(sender);
@@ -197,14 +237,24 @@ struct Counts {
 async fn read(live: &Live, exec: &Exec, mut output: ExecOutput, counts: &Counts) {
     while let Some(Ok((stream, data))) = output.next().await {
         match stream {
-            Stream::Stdout => counts.stdout.fetch_add(data.len() as u64, Ordering::Relaxed),
-            Stream::Stderr => counts.stderr.fetch_add(data.len() as u64, Ordering::Relaxed),
+            Stream::Stdout => counts
+                .stdout
+                .fetch_add(data.len() as u64, Ordering::Relaxed),
+            Stream::Stderr => counts
+                .stderr
+                .fetch_add(data.len() as u64, Ordering::Relaxed),
         };
         for part in data.chunks(MAX_DATA) {
             exec.make_room().await;
             live.room_for_output().await;
-            let at_ms = u64::try_from(OffsetDateTime::now_utc().unix_timestamp_nanos() / 1_000_000).unwrap_or(0);
-            if let Err(error) = exec.keep(&Piece { seq: exec.last_seq() + 1, at_ms, stream, data: part.to_vec() }) {
+            let at_ms = u64::try_from(OffsetDateTime::now_utc().unix_timestamp_nanos() / 1_000_000)
+                .unwrap_or(0);
+            if let Err(error) = exec.keep(&Piece {
+                seq: exec.last_seq() + 1,
+                at_ms,
+                stream,
+                data: part.to_vec(),
+            }) {
                 tracing::error!(%error, exec_id = %exec.id(), "Keeping output failed.");
             }
         }
@@ -216,7 +266,9 @@ async fn exited(live: &Live, id: &str) -> Option<i32> {
     let mut pause = POLL;
     loop {
         match live.runtime.exec_state(id).await {
-            Ok(state) if !state.running => return state.exit_code.and_then(|code| i32::try_from(code).ok()),
+            Ok(state) if !state.running => {
+                return state.exit_code.and_then(|code| i32::try_from(code).ok());
+            }
             Err(crate::runtime::Error::NotFound(_)) => return None,
             Err(_) if live.is_gone() => return None,
             Ok(_) | Err(_) => {}
@@ -228,8 +280,17 @@ async fn exited(live: &Live, id: &str) -> Option<i32> {
 
 /// TERM, a grace, then KILL of all that belongs to the exec, until nothing does.
 async fn end(live: &Live, execs: &SessionExecs, id: &str, exec_id: ExecId, grace_ms: u64) {
-    let main = live.runtime.exec_state(id).await.map_or(0, |state| state.pid);
-    let others: Vec<ExecId> = execs.running().iter().map(|exec| exec.id()).filter(|other| *other != exec_id).collect();
+    let main = live
+        .runtime
+        .exec_state(id)
+        .await
+        .map_or(0, |state| state.pid);
+    let others: Vec<ExecId> = execs
+        .running()
+        .iter()
+        .map(|exec| exec.id())
+        .filter(|other| *other != exec_id)
+        .collect();
     let find = || belonging(live.init.pid, main, exec_id, &others);
     if grace_ms > 0 {
         for pid in find() {
@@ -262,7 +323,13 @@ fn belonging(init: i32, main: i32, exec_id: ExecId, others: &[ExecId]) -> Vec<i3
     let mut found: HashSet<i32> = HashSet::from([main]);
     loop {
         let before = found.len();
-        found.extend(inside.iter().filter(|process| found.contains(&process.parent)).map(|process| process.pid).collect::<Vec<_>>());
+        found.extend(
+            inside
+                .iter()
+                .filter(|process| found.contains(&process.parent))
+                .map(|process| process.pid)
+                .collect::<Vec<_>>(),
+        );
         if found.len() == before {
             break;
         }
@@ -270,9 +337,17 @@ fn belonging(init: i32, main: i32, exec_id: ExecId, others: &[ExecId]) -> Vec<i3
     let is_ours = |process: &Inside| {
         found.contains(&process.pid)
             || process::has_env(process.pid, &own)
-            || (process.parent == init && process::has_mark(process.pid, MARK) && !others.iter().any(|other| process::has_env(process.pid, &mark(other))))
+            || (process.parent == init
+                && process::has_mark(process.pid, MARK)
+                && !others
+                    .iter()
+                    .any(|other| process::has_env(process.pid, &mark(other))))
     };
-    inside.iter().filter(|process| is_ours(process)).map(|process| process.pid).collect()
+    inside
+        .iter()
+        .filter(|process| is_ours(process))
+        .map(|process| process.pid)
+        .collect()
 }
 
 /// Signals what carries an exec's mark.

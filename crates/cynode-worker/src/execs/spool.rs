@@ -41,7 +41,13 @@ pub(crate) struct Spool {
 
 impl Spool {
     pub(crate) const fn new(directory: PathBuf, exec_id: ExecId) -> Self {
-        Self { directory, exec_id, segments: Vec::new(), current: None, last_seq: 0 }
+        Self {
+            directory,
+            exec_id,
+            segments: Vec::new(),
+            current: None,
+            last_seq: 0,
+        }
     }
 
     /// Finds what an earlier worker wrote. A piece that was cut off by its death is cut away: the agent still has it.
@@ -49,7 +55,17 @@ impl Spool {
         let mut spool = Self::new(directory, exec_id);
         let prefix = format!("{exec_id}.");
         let mut found: Vec<u64> = match fs_err::read_dir(&spool.directory) {
-            Ok(entries) => entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.strip_prefix(&prefix)?.parse().ok()).collect(),
+            Ok(entries) => entries
+                .filter_map(|entry| {
+                    entry
+                        .ok()?
+                        .file_name()
+                        .to_str()?
+                        .strip_prefix(&prefix)?
+                        .parse()
+                        .ok()
+                })
+                .collect(),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             Err(error) => return Err(error),
         };
@@ -61,7 +77,11 @@ impl Spool {
             let mut whole = 0;
             while let Some((header, data_bytes)) = read_header(&mut file)? {
                 let end = whole + HEADER as u64 + data_bytes;
-                let due = if whole == 0 { first_seq } else { spool.last_seq.saturating_add(1) };
+                let due = if whole == 0 {
+                    first_seq
+                } else {
+                    spool.last_seq.saturating_add(1)
+                };
                 // Cut off, or not what we wrote: a disk that lies must not make us take its word for a number.
                 if end > length || header.seq != due || due == u64::MAX {
                     break;
@@ -70,12 +90,19 @@ impl Spool {
                 whole = end;
                 spool.last_seq = header.seq;
             }
-            fs_err::OpenOptions::new().write(true).open(&path)?.set_len(whole)?;
+            fs_err::OpenOptions::new()
+                .write(true)
+                .open(&path)?
+                .set_len(whole)?;
             if whole == 0 {
                 remove(&path);
                 continue;
             }
-            spool.segments.push(Segment { first_seq, bytes: whole, path });
+            spool.segments.push(Segment {
+                first_seq,
+                bytes: whole,
+                path,
+            });
         }
         Ok(spool)
     }
@@ -90,7 +117,9 @@ impl Spool {
 
     /// The first piece that is still kept; one past the last when there is none.
     pub(crate) fn first_seq(&self) -> u64 {
-        self.segments.first().map_or(self.last_seq + 1, |segment| segment.first_seq)
+        self.segments
+            .first()
+            .map_or(self.last_seq + 1, |segment| segment.first_seq)
     }
 
     pub(crate) fn bytes(&self) -> u64 {
@@ -98,20 +127,42 @@ impl Spool {
     }
 
     pub(crate) fn append(&mut self, piece: &Piece) -> io::Result<()> {
-        let full = self.segments.last().is_none_or(|segment| segment.bytes >= SEGMENT);
+        let full = self
+            .segments
+            .last()
+            .is_none_or(|segment| segment.bytes >= SEGMENT);
         if full || self.current.is_none() {
-            let first_seq = if full { piece.seq } else { self.segments.last().map_or(piece.seq, |segment| segment.first_seq) };
+            let first_seq = if full {
+                piece.seq
+            } else {
+                self.segments
+                    .last()
+                    .map_or(piece.seq, |segment| segment.first_seq)
+            };
             let path = self.path(first_seq);
-            self.current = Some(fs_err::OpenOptions::new().create(true).append(true).open(&path)?);
+            self.current = Some(
+                fs_err::OpenOptions::new()
+                    .create(true)
+                    .append(true)
+                    .open(&path)?,
+            );
             if full {
-                self.segments.push(Segment { first_seq, bytes: 0, path });
+                self.segments.push(Segment {
+                    first_seq,
+                    bytes: 0,
+                    path,
+                });
             }
         }
         let mut record = Vec::with_capacity(HEADER + piece.data.len());
         record.extend_from_slice(&piece.seq.to_le_bytes());
         record.extend_from_slice(&piece.at_ms.to_le_bytes());
         record.push(u8::from(piece.stream == Stream::Stderr));
-        record.extend_from_slice(&u32::try_from(piece.data.len()).unwrap_or(u32::MAX).to_le_bytes());
+        record.extend_from_slice(
+            &u32::try_from(piece.data.len())
+                .unwrap_or(u32::MAX)
+                .to_le_bytes(),
+        );
         record.extend_from_slice(&piece.data);
         if let (Some(file), Some(segment)) = (&mut self.current, self.segments.last_mut()) {
             if let Err(error) = file.write_all(&record) {
@@ -128,7 +179,8 @@ impl Spool {
     /// The oldest segment, when the rest alone keeps enough. The caller drops it when no attached reader needs it.
     pub(crate) fn droppable(&self) -> Option<u64> {
         let oldest = self.segments.first()?;
-        (self.segments.len() > 1 && self.bytes() - oldest.bytes >= KEPT_PER_EXEC).then(|| self.segments[1].first_seq)
+        (self.segments.len() > 1 && self.bytes() - oldest.bytes >= KEPT_PER_EXEC)
+            .then(|| self.segments[1].first_seq)
     }
 
     pub(crate) fn drop_oldest(&mut self) {
@@ -152,7 +204,10 @@ impl Spool {
 
     /// A reader at the first kept piece after `seq`.
     pub(crate) fn read_after(&self, seq: u64) -> SpoolReader {
-        SpoolReader { next_seq: seq.saturating_add(1).max(self.first_seq()), file: None }
+        SpoolReader {
+            next_seq: seq.saturating_add(1).max(self.first_seq()),
+            file: None,
+        }
     }
 
     /// The sequence number before the newest pieces that hold at least so many bytes.
@@ -172,16 +227,26 @@ impl Spool {
                 bytes += size;
             }
         }
-        Ok(if bytes == 0 { self.last_seq } else { self.first_seq() - 1 })
+        Ok(if bytes == 0 {
+            self.last_seq
+        } else {
+            self.first_seq() - 1
+        })
     }
 
     fn segment_of(&self, seq: u64) -> Option<&Segment> {
-        self.segments.iter().rev().find(|segment| segment.first_seq <= seq)
+        self.segments
+            .iter()
+            .rev()
+            .find(|segment| segment.first_seq <= seq)
     }
 }
 
 fn open(path: &Path) -> io::Result<BufReader<fs_err::File>> {
-    Ok(BufReader::with_capacity(64 * 1024, fs_err::File::open(path)?))
+    Ok(BufReader::with_capacity(
+        64 * 1024,
+        fs_err::File::open(path)?,
+    ))
 }
 
 fn remove(path: &Path) {
@@ -209,15 +274,25 @@ impl SpoolReader {
                 return Ok(None);
             }
             self.next_seq = self.next_seq.max(spool.first_seq());
-            let Some(segment) = spool.segment_of(self.next_seq) else { return Ok(None) };
+            let Some(segment) = spool.segment_of(self.next_seq) else {
+                return Ok(None);
+            };
             let file = match &mut self.file {
                 Some((first_seq, file)) if *first_seq == segment.first_seq => file,
-                _ => &mut self.file.insert((segment.first_seq, open(&segment.path)?)).1,
+                _ => {
+                    &mut self
+                        .file
+                        .insert((segment.first_seq, open(&segment.path)?))
+                        .1
+                }
             };
             let Some((header, data_bytes)) = read_header(file)? else {
                 // The end of this segment, although the piece should be in it: look again from its start.
                 self.file = None;
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "the kept output has a gap"));
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "the kept output has a gap",
+                ));
             };
             if header.seq < self.next_seq {
                 file.seek_relative(i64::try_from(data_bytes).unwrap_or(i64::MAX))?;
@@ -241,9 +316,26 @@ fn read_header(file: &mut impl Read) -> io::Result<Option<(Piece, u64)>> {
             count => filled += count,
         }
     }
-    let number = |range: std::ops::Range<usize>| header[range].iter().rev().fold(0_u64, |value, byte| value << 8 | u64::from(*byte));
-    let stream = if header[16] == 0 { Stream::Stdout } else { Stream::Stderr };
-    Ok(Some((Piece { seq: number(0..8), at_ms: number(8..16), stream, data: Vec::new() }, number(17..21))))
+    let number = |range: std::ops::Range<usize>| {
+        header[range]
+            .iter()
+            .rev()
+            .fold(0_u64, |value, byte| value << 8 | u64::from(*byte))
+    };
+    let stream = if header[16] == 0 {
+        Stream::Stdout
+    } else {
+        Stream::Stderr
+    };
+    Ok(Some((
+        Piece {
+            seq: number(0..8),
+            at_ms: number(8..16),
+            stream,
+            data: Vec::new(),
+        },
+        number(17..21),
+    )))
 }
 
 #[cfg(test)]
@@ -254,7 +346,11 @@ mod tests {
         Piece {
             seq,
             at_ms: seq * 10,
-            stream: if seq.is_multiple_of(3) { Stream::Stderr } else { Stream::Stdout },
+            stream: if seq.is_multiple_of(3) {
+                Stream::Stderr
+            } else {
+                Stream::Stdout
+            },
             data: vec![u8::try_from(seq % 251).unwrap_or(0); size],
         }
     }
@@ -268,12 +364,21 @@ mod tests {
     fn what_was_kept_is_read_again_from_any_place() {
         let directory = tempfile::tempdir().expect("a directory");
         let mut spool = Spool::new(directory.path().to_owned(), ExecId::generate());
-        let pieces: Vec<Piece> = (1..=50).map(|seq| piece(seq, usize::try_from(seq).unwrap_or(0) * 7)).collect();
+        let pieces: Vec<Piece> = (1..=50)
+            .map(|seq| piece(seq, usize::try_from(seq).unwrap_or(0) * 7))
+            .collect();
         for piece in &pieces {
             spool.append(piece).expect("appends");
         }
         for after in [0, 1, 17, 49, 50, 99] {
-            assert_eq!(all(&spool, after), pieces.iter().filter(|piece| piece.seq > after).cloned().collect::<Vec<_>>());
+            assert_eq!(
+                all(&spool, after),
+                pieces
+                    .iter()
+                    .filter(|piece| piece.seq > after)
+                    .cloned()
+                    .collect::<Vec<_>>()
+            );
         }
     }
 
@@ -300,7 +405,11 @@ mod tests {
                 spool.drop_oldest();
             }
         }
-        assert!(spool.bytes() >= KEPT_PER_EXEC && spool.bytes() < KEPT_PER_EXEC + 2 * SEGMENT, "{}", spool.bytes());
+        assert!(
+            spool.bytes() >= KEPT_PER_EXEC && spool.bytes() < KEPT_PER_EXEC + 2 * SEGMENT,
+            "{}",
+            spool.bytes()
+        );
         let kept = all(&spool, 0);
         assert_eq!(kept.first().map(|piece| piece.seq), Some(spool.first_seq()));
         assert!(kept.windows(2).all(|pair| pair[1].seq == pair[0].seq + 1));
@@ -332,7 +441,10 @@ mod tests {
             for seq in last + 1..=3 {
                 recovered.append(&piece(seq, 100)).expect("appends");
             }
-            assert_eq!(all(&recovered, 0), (1..=3).map(|seq| piece(seq, 100)).collect::<Vec<_>>());
+            assert_eq!(
+                all(&recovered, 0),
+                (1..=3).map(|seq| piece(seq, 100)).collect::<Vec<_>>()
+            );
         }
     }
 
@@ -341,11 +453,19 @@ mod tests {
         let (directory, id, path) = three();
         let length = fs_err::metadata(&path).expect("there").len();
         for cut in [1, 50, 100, 110] {
-            fs_err::OpenOptions::new().write(true).open(&path).expect("opens").set_len(length - cut).expect("cuts");
+            fs_err::OpenOptions::new()
+                .write(true)
+                .open(&path)
+                .expect("opens")
+                .set_len(length - cut)
+                .expect("cuts");
             let mut recovered = Spool::recover(directory.path().to_owned(), id).expect("recovers");
             assert_eq!(recovered.last_seq(), 2);
             recovered.append(&piece(3, 100)).expect("appends");
-            assert_eq!(all(&recovered, 0), (1..=3).map(|seq| piece(seq, 100)).collect::<Vec<_>>());
+            assert_eq!(
+                all(&recovered, 0),
+                (1..=3).map(|seq| piece(seq, 100)).collect::<Vec<_>>()
+            );
         }
     }
 }

@@ -26,7 +26,9 @@ impl Exec {
     /// Passes a piece of standard input on, `None` being its end, and waits so long until the command has taken it.
     pub(crate) async fn offer_stdin(&self, data: Option<Vec<u8>>, limit: Duration) -> Offered {
         let deadline = Instant::now() + limit;
-        let Some(sender) = self.stdin.lock().clone() else { return Offered::Closed };
+        let Some(sender) = self.stdin.lock().clone() else {
+            return Offered::Closed;
+        };
         let room = match timeout_at(deadline, sender.reserve()).await {
             Ok(Ok(room)) => room,
             Ok(Err(_)) => return Offered::Closed,
@@ -77,7 +79,13 @@ mod tests {
         let directory = tempfile::tempdir().expect("a directory");
         let id = ExecId::generate();
         let overflow = Overflow::new(directory.path().to_owned(), 0);
-        let exec = Exec::new(record(id), Spool::new(directory.path().to_owned(), id), None, None, overflow);
+        let exec = Exec::new(
+            record(id),
+            Spool::new(directory.path().to_owned(), id),
+            None,
+            None,
+            overflow,
+        );
         let piece = || Some(b"piece".to_vec());
         assert_eq!(exec.offer_stdin(piece(), SOON).await, Offered::Closed);
 
@@ -88,11 +96,17 @@ mod tests {
             assert_eq!(data, piece());
             taken.send(true).expect("somebody waits");
         };
-        assert_eq!(tokio::join!(exec.offer_stdin(piece(), 100 * SOON), taking).0, Offered::Taken);
+        assert_eq!(
+            tokio::join!(exec.offer_stdin(piece(), 100 * SOON), taking).0,
+            Offered::Taken
+        );
         // Nobody takes anything any more: the first one is on its way, the second one is not.
         assert_eq!(exec.offer_stdin(piece(), SOON).await, Offered::Waiting);
         assert_eq!(exec.offer_stdin(piece(), SOON).await, Offered::Refused);
-        assert!(receiver.try_recv().is_ok() && receiver.try_recv().is_err(), "exactly what was said to wait");
+        assert!(
+            receiver.try_recv().is_ok() && receiver.try_recv().is_err(),
+            "exactly what was said to wait"
+        );
 
         assert_eq!(exec.offer_stdin(None, SOON).await, Offered::Waiting);
         assert_eq!(exec.offer_stdin(piece(), SOON).await, Offered::Closed);

@@ -18,7 +18,10 @@ fn is_root() -> bool {
 }
 
 pub(super) fn root() -> Check {
-    Check::ok("privileges", "root: each sandbox gets 65,536 ids of its own")
+    Check::ok(
+        "privileges",
+        "root: each sandbox gets 65,536 ids of its own",
+    )
 }
 
 /// Docker's daemon is root and the files that sandboxes share with it are made by us.
@@ -26,16 +29,25 @@ pub(super) fn root_for_docker() -> Check {
     if is_root() {
         Check::ok("privileges", "root")
     } else {
-        Check::problem("privileges", "an ordinary user can't hand workspaces over to Docker's sandboxes", "Run it as root, or use Podman.")
+        Check::problem(
+            "privileges",
+            "an ordinary user can't hand workspaces over to Docker's sandboxes",
+            "Run it as root, or use Podman.",
+        )
     }
 }
 
 pub(super) fn cgroups() -> Check {
     let v2 = Path::new("/sys/fs/cgroup/cgroup.controllers").exists();
-    let v1 = ["memory", "pids", "cpu"].iter().all(|name| Path::new("/sys/fs/cgroup").join(name).is_dir());
+    let v1 = ["memory", "pids", "cpu"]
+        .iter()
+        .all(|name| Path::new("/sys/fs/cgroup").join(name).is_dir());
     match (v2, v1) {
         (true, _) => Check::ok("cgroups", "version 2"),
-        (false, true) if Path::new("/sys/fs/cgroup/unified").is_dir() => Check::adapted("cgroups", "hybrid (versions 1 and 2): limits are set in version 1"),
+        (false, true) if Path::new("/sys/fs/cgroup/unified").is_dir() => Check::adapted(
+            "cgroups",
+            "hybrid (versions 1 and 2): limits are set in version 1",
+        ),
         (false, true) => Check::adapted("cgroups", "version 1"),
         (false, false) => Check::problem(
             "cgroups",
@@ -48,8 +60,15 @@ pub(super) fn cgroups() -> Check {
 /// Systemd manages cgroups where it runs, for an ordinary user where it runs for that user too.
 pub(super) fn choose_cgroup_manager() -> &'static str {
     let for_us = || is_root() && !in_user_namespace();
-    let for_user = || std::env::var_os("XDG_RUNTIME_DIR").is_some_and(|directory| Path::new(&directory).join("systemd/private").exists());
-    if Path::new("/run/systemd/system").is_dir() && (for_us() || for_user()) { "systemd" } else { "cgroupfs" }
+    let for_user = || {
+        std::env::var_os("XDG_RUNTIME_DIR")
+            .is_some_and(|directory| Path::new(&directory).join("systemd/private").exists())
+    };
+    if Path::new("/run/systemd/system").is_dir() && (for_us() || for_user()) {
+        "systemd"
+    } else {
+        "cgroupfs"
+    }
 }
 
 /// Whether root here is somebody else outside.
@@ -61,7 +80,10 @@ fn in_user_namespace() -> bool {
 pub(super) fn cgroup_manager() -> Check {
     match choose_cgroup_manager() {
         "systemd" => Check::ok("cgroup manager", "systemd"),
-        _ => Check::adapted("cgroup manager", "cgroupfs, because systemd does not run here, or not for this user"),
+        _ => Check::adapted(
+            "cgroup manager",
+            "cgroupfs, because systemd does not run here, or not for this user",
+        ),
     }
 }
 
@@ -71,21 +93,33 @@ pub(super) fn id_ranges() -> Check {
     for file in ["/etc/subuid", "/etc/subgid"] {
         for line in fs_err::read_to_string(file).unwrap_or_default().lines() {
             let mut parts = line.split(':');
-            let (Some(name), Some(start), Some(count)) =
-                (parts.next(), parts.next().and_then(|text| text.trim().parse::<u64>().ok()), parts.next().and_then(|text| text.trim().parse::<u64>().ok()))
-            else {
+            let (Some(name), Some(start), Some(count)) = (
+                parts.next(),
+                parts
+                    .next()
+                    .and_then(|text| text.trim().parse::<u64>().ok()),
+                parts
+                    .next()
+                    .and_then(|text| text.trim().parse::<u64>().ok()),
+            ) else {
                 continue;
             };
             if start <= last && start + count > first {
                 return Check::problem(
                     "id ranges",
-                    format!("{file} gives '{name}' ids from {start} to {}, which sandboxes use", start + count - 1),
+                    format!(
+                        "{file} gives '{name}' ids from {start} to {}, which sandboxes use",
+                        start + count - 1
+                    ),
                     format!("Give '{name}' a range below {first} in {file}."),
                 );
             }
         }
     }
-    Check::ok("id ranges", format!("{first} to {last}, used by nobody else"))
+    Check::ok(
+        "id ranges",
+        format!("{first} to {last}, used by nobody else"),
+    )
 }
 
 /// What a sandbox's limits may be at most, since they can't be raised above ours.
@@ -98,8 +132,18 @@ pub(super) fn rlimits() -> (Check, u64) {
         .find_map(|line| line.strip_prefix("CapEff:"))
         .and_then(|value| u64::from_str_radix(value.trim(), 16).ok())
         .is_some_and(|capabilities| capabilities & 1 << 24 != 0);
-    let most = if may_raise { nofile.max(1 << 20) } else { nofile };
-    let text = |value: u64| if value == u64::MAX { "unlimited".to_owned() } else { value.to_string() };
+    let most = if may_raise {
+        nofile.max(1 << 20)
+    } else {
+        nofile
+    };
+    let text = |value: u64| {
+        if value == u64::MAX {
+            "unlimited".to_owned()
+        } else {
+            value.to_string()
+        }
+    };
     let check = if nofile < 1_024 {
         Check::problem(
             "rlimits",
@@ -107,11 +151,18 @@ pub(super) fn rlimits() -> (Check, u64) {
             "Raise it: 'ulimit -Hn 4096' before the start, or LimitNOFILE= in the unit.",
         )
     } else if may_raise {
-        Check::ok("rlimits", format!("nofile {}, nproc {}", text(nofile), text(nproc)))
+        Check::ok(
+            "rlimits",
+            format!("nofile {}, nproc {}", text(nofile), text(nproc)),
+        )
     } else {
         Check::adapted(
             "rlimits",
-            format!("can't be raised here (no CAP_SYS_RESOURCE): sandboxes get explicit ones, at most nofile {} and nproc {}", text(nofile), text(nproc)),
+            format!(
+                "can't be raised here (no CAP_SYS_RESOURCE): sandboxes get explicit ones, at most nofile {} and nproc {}",
+                text(nofile),
+                text(nproc)
+            ),
         )
     };
     (check, most)
@@ -121,7 +172,11 @@ pub(super) fn rlimits() -> (Check, u64) {
 pub(super) fn memory(config: &Config, ran: Option<&Ran>, max_nofile: u64) -> Check {
     const NAME: &str = "sandbox limits";
     let capacity = Capacity::of(config, max_nofile);
-    let LargestLimits { memory_bytes, cpus, pids } = capacity.largest;
+    let LargestLimits {
+        memory_bytes,
+        cpus,
+        pids,
+    } = capacity.largest;
     #[expect(clippy::cast_precision_loss, reason = "for people")]
     let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1_u64 << 30) as f64);
     let each = format!(
@@ -130,26 +185,48 @@ pub(super) fn memory(config: &Config, ran: Option<&Ran>, max_nofile: u64) -> Che
         gib(capacity.reserved_memory_bytes),
         gib(capacity.promised_memory_bytes)
     );
-    let Some(ran) = ran else { return Check::adapted(NAME, each) };
+    let Some(ran) = ran else {
+        return Check::adapted(NAME, each);
+    };
     let together = match (&config.podman_socket, ran.cgroup_manager.as_str()) {
-        (Some(_), _) if config.engine == Engine::Podman => Err("somebody else's Podman service decides where its containers run".to_owned()),
+        (Some(_), _) if config.engine == Engine::Podman => {
+            Err("somebody else's Podman service decides where its containers run".to_owned())
+        }
         (_, "systemd") => Ok(format!("{}.slice", config.cgroup_parent)),
-        _ if matches!(ran.ids, IdSpace::Within(_)) => Err("an ordinary user has no cgroup of its own here".to_owned()),
+        _ if matches!(ran.ids, IdSpace::Within(_)) => {
+            Err("an ordinary user has no cgroup of its own here".to_owned())
+        }
         _ => Parent::probe().map(|()| format!("/{}", config.cgroup_parent)),
     };
     match together {
-        Ok(cgroup) => Check::ok(NAME, format!("{each}; all together {} in the cgroup {cgroup}", gib(memory_bytes))),
-        Err(why) => Check::adapted(NAME, format!("{each}; all together are not limited ({why})")),
+        Ok(cgroup) => Check::ok(
+            NAME,
+            format!(
+                "{each}; all together {} in the cgroup {cgroup}",
+                gib(memory_bytes)
+            ),
+        ),
+        Err(why) => Check::adapted(
+            NAME,
+            format!("{each}; all together are not limited ({why})"),
+        ),
     }
 }
 
 /// The sum of what all sandboxes and the worker's own user may have.
 pub(super) fn inotify(max_sandboxes: usize) -> Check {
-    let read = |name: &str| fs_err::read_to_string(format!("/proc/sys/fs/inotify/{name}")).ok().and_then(|text| text.trim().parse::<usize>().ok());
+    let read = |name: &str| {
+        fs_err::read_to_string(format!("/proc/sys/fs/inotify/{name}"))
+            .ok()
+            .and_then(|text| text.trim().parse::<usize>().ok())
+    };
     let instances = read("max_user_instances").unwrap_or(0);
     let each = crate::sandbox::namespace::INOTIFY_INSTANCES as usize;
     if instances >= max_sandboxes * each {
-        Check::ok("inotify", format!("{instances} instances, enough for {max_sandboxes} sandboxes with {each} each"))
+        Check::ok(
+            "inotify",
+            format!("{instances} instances, enough for {max_sandboxes} sandboxes with {each} each"),
+        )
     } else {
         Check::adapted(
             "inotify",
@@ -167,18 +244,32 @@ pub(super) fn inotify(max_sandboxes: usize) -> Check {
 pub(super) async fn loop_devices(config: &Config) -> Check {
     const NAME: &str = "loop devices";
     // Where the worker would put it, and nothing is left there.
-    let place = config.state_dir.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/")).join(format!(".cynode-{}", uuid::Uuid::new_v4().simple()));
+    let place = config
+        .state_dir
+        .ancestors()
+        .find(|path| path.is_dir())
+        .unwrap_or(Path::new("/"))
+        .join(format!(".cynode-{}", uuid::Uuid::new_v4().simple()));
     let probed = Disks::new(place.clone()).probe().await;
     drop(fs_err::remove_dir_all(&place));
     match probed {
-        Ok(()) => Check::ok(NAME, "a disk was made and mounted: the disk limit of sandboxes is kept"),
-        Err(why) if config.allow_unenforced.contains(&Unenforced::Disk) => {
-            Check::adapted(NAME, format!("no disk can be mounted ({why}): sandboxes have no disk limit, as worker.allow_unenforced allows"))
-        }
+        Ok(()) => Check::ok(
+            NAME,
+            "a disk was made and mounted: the disk limit of sandboxes is kept",
+        ),
+        Err(why) if config.allow_unenforced.contains(&Unenforced::Disk) => Check::adapted(
+            NAME,
+            format!(
+                "no disk can be mounted ({why}): sandboxes have no disk limit, as worker.allow_unenforced allows"
+            ),
+        ),
         Err(why) => Check::problem(
             NAME,
             format!("no disk can be mounted ({why}): the disk limit of sandboxes can't be kept"),
-            format!("Run it as root on a host with loop devices, or do without the limit: {} in the configuration.", config.allowance(&[Unenforced::Disk])),
+            format!(
+                "Run it as root on a host with loop devices, or do without the limit: {} in the configuration.",
+                config.allowance(&[Unenforced::Disk])
+            ),
         ),
     }
 }
@@ -187,15 +278,31 @@ const LITTLE: u64 = 5 << 30;
 const TOO_LITTLE: u64 = 1 << 30;
 
 pub(super) fn disk(state_dir: &Path) -> Check {
-    let existing: PathBuf = state_dir.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/")).to_owned();
+    let existing: PathBuf = state_dir
+        .ancestors()
+        .find(|path| path.exists())
+        .unwrap_or(Path::new("/"))
+        .to_owned();
     let Ok(stat) = rustix::fs::statvfs(&existing) else {
-        return Check::problem("free disk", format!("{} can't be looked at", existing.display()), "Choose another --state-dir.");
+        return Check::problem(
+            "free disk",
+            format!("{} can't be looked at", existing.display()),
+            "Choose another --state-dir.",
+        );
     };
     let free = stat.f_bavail * stat.f_frsize;
     #[expect(clippy::cast_precision_loss, reason = "for people")]
-    let text = format!("{:.1} GiB under {}", free as f64 / (1_u64 << 30) as f64, existing.display());
+    let text = format!(
+        "{:.1} GiB under {}",
+        free as f64 / (1_u64 << 30) as f64,
+        existing.display()
+    );
     if free < TOO_LITTLE {
-        Check::problem("free disk", text, "Free at least 5 GiB, or choose another --state-dir.")
+        Check::problem(
+            "free disk",
+            text,
+            "Free at least 5 GiB, or choose another --state-dir.",
+        )
     } else if free < LITTLE {
         Check::adapted("free disk", format!("only {text}"))
     } else {
@@ -205,7 +312,14 @@ pub(super) fn disk(state_dir: &Path) -> Check {
 
 pub(super) async fn git() -> Check {
     match run("git", &["--version"]).await {
-        Ok(version) => Check::ok("git", version.trim().trim_start_matches("git version ").to_owned()),
-        Err(error) => Check::problem("git", format!("does not run: {error}"), "Install it: apt-get install git."),
+        Ok(version) => Check::ok(
+            "git",
+            version.trim().trim_start_matches("git version ").to_owned(),
+        ),
+        Err(error) => Check::problem(
+            "git",
+            format!("does not run: {error}"),
+            "Install it: apt-get install git.",
+        ),
     }
 }

@@ -12,7 +12,8 @@ use crate::{
     runtime::{Docker, Error, IdMap, IdSpace, Runtime as _, Spec, docker_ids},
 };
 
-pub(super) const INSTALL: &str = "Install and start it (apt-get install docker.io), or name its socket in worker.docker_socket.";
+pub(super) const INSTALL: &str =
+    "Install and start it (apt-get install docker.io), or name its socket in worker.docker_socket.";
 
 #[derive(Debug)]
 pub(super) struct Engine {
@@ -24,26 +25,52 @@ pub(super) struct Engine {
 pub(super) async fn engine(config: &Config, docker: &Docker) -> Engine {
     const NAME: &str = "container engine";
     match docker.info().await {
-        Err(error) => Engine { check: Check::problem(NAME, error.to_string(), INSTALL), info: None },
+        Err(error) => Engine {
+            check: Check::problem(NAME, error.to_string(), INSTALL),
+            info: None,
+        },
         Ok(info) => {
-            let version = info.server_version.as_deref().unwrap_or("of unknown version");
-            let mut numbers = version.split(['.', '-', '+']).map(|part| part.parse::<u32>().unwrap_or(0));
+            let version = info
+                .server_version
+                .as_deref()
+                .unwrap_or("of unknown version");
+            let mut numbers = version
+                .split(['.', '-', '+'])
+                .map(|part| part.parse::<u32>().unwrap_or(0));
             let number = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
             let check = if number >= (20, 10) {
-                Check::ok(NAME, format!("Docker {version} at {}", config.docker_socket.display()))
+                Check::ok(
+                    NAME,
+                    format!("Docker {version} at {}", config.docker_socket.display()),
+                )
             } else {
-                Check::problem(NAME, format!("Docker {version} is too old"), "Install Docker 20.10 or newer.")
+                Check::problem(
+                    NAME,
+                    format!("Docker {version} is too old"),
+                    "Install Docker 20.10 or newer.",
+                )
             };
-            Engine { check, info: Some(info) }
+            Engine {
+                check,
+                info: Some(info),
+            }
         }
     }
 }
 
 /// What decides the host's choice anew when it changes.
 pub(super) fn fingerprint(info: &SystemInfo) -> String {
-    let mut runtimes: Vec<&String> = info.runtimes.iter().flat_map(BTreeMap::from_iter).map(|(name, _)| name).collect();
+    let mut runtimes: Vec<&String> = info
+        .runtimes
+        .iter()
+        .flat_map(BTreeMap::from_iter)
+        .map(|(name, _)| name)
+        .collect();
     runtimes.sort();
-    format!("Docker {:?} {:?} {:?} {:?} {runtimes:?}", info.server_version, info.docker_root_dir, info.security_options, info.default_runtime)
+    format!(
+        "Docker {:?} {:?} {:?} {:?} {runtimes:?}",
+        info.server_version, info.docker_root_dir, info.security_options, info.default_runtime
+    )
 }
 
 /// Whether root inside is root outside, and whether sandboxes share their ids.
@@ -51,13 +78,23 @@ pub(super) fn id_space(config: &Config, info: &SystemInfo) -> Check {
     const NAME: &str = "user namespace";
     let space = match docker_ids(info) {
         Ok(space) => space,
-        Err(error) => return Check::problem(NAME, error, "Change the daemon's configuration as said, or use Podman."),
+        Err(error) => {
+            return Check::problem(
+                NAME,
+                error,
+                "Change the daemon's configuration as said, or use Podman.",
+            );
+        }
     };
     let missing = missing(config, space);
     let (detail, remedy) = match space {
-        IdSpace::Shared(map) => {
-            (format!("userns-remap: all sandboxes share the ids from {} on", map.first), "use Podman, which gives each sandbox ids of its own")
-        }
+        IdSpace::Shared(map) => (
+            format!(
+                "userns-remap: all sandboxes share the ids from {} on",
+                map.first
+            ),
+            "use Podman, which gives each sandbox ids of its own",
+        ),
         _ => (
             "none: ids in a sandbox are the host's own".to_owned(),
             "set \"userns-remap\": \"default\" in /etc/docker/daemon.json and restart the daemon, or use Podman",
@@ -66,29 +103,52 @@ pub(super) fn id_space(config: &Config, info: &SystemInfo) -> Check {
     if missing.is_empty() {
         Check::adapted(NAME, format!("{detail}, as allowed by name"))
     } else {
-        Check::problem(NAME, detail, format!("Allow it: {}. Or {remedy}.", config.allowance(&missing)))
+        Check::problem(
+            NAME,
+            detail,
+            format!("Allow it: {}. Or {remedy}.", config.allowance(&missing)),
+        )
     }
 }
 
 /// What the ids leave unenforced without having been allowed to.
 pub(crate) fn missing(config: &Config, space: IdSpace) -> Vec<Unenforced> {
-    space.unenforced().iter().filter(|name| !config.allow_unenforced.contains(name)).copied().collect()
+    space
+        .unenforced()
+        .iter()
+        .filter(|name| !config.allow_unenforced.contains(name))
+        .copied()
+        .collect()
 }
 
 pub(super) fn cgroups(info: &SystemInfo) -> Check {
     const NAME: &str = "cgroups";
-    let driver = info.cgroup_driver.map(|driver| driver.to_string()).unwrap_or_default();
-    let version = info.cgroup_version.map(|version| version.to_string()).unwrap_or_default();
-    let lacking: Vec<&str> = [("memory", info.memory_limit), ("swap", info.swap_limit), ("cpu quota", info.cpu_cfs_quota), ("pids", info.pids_limit)]
-        .into_iter()
-        .filter_map(|(name, there)| (there != Some(true)).then_some(name))
-        .collect();
+    let driver = info
+        .cgroup_driver
+        .map(|driver| driver.to_string())
+        .unwrap_or_default();
+    let version = info
+        .cgroup_version
+        .map(|version| version.to_string())
+        .unwrap_or_default();
+    let lacking: Vec<&str> = [
+        ("memory", info.memory_limit),
+        ("swap", info.swap_limit),
+        ("cpu quota", info.cpu_cfs_quota),
+        ("pids", info.pids_limit),
+    ]
+    .into_iter()
+    .filter_map(|(name, there)| (there != Some(true)).then_some(name))
+    .collect();
     if lacking.is_empty() {
         Check::ok(NAME, format!("version {version}, driver {driver}"))
     } else {
         Check::problem(
             NAME,
-            format!("version {version}, driver {driver}: no limits of {}", lacking.join(", ")),
+            format!(
+                "version {version}, driver {driver}: no limits of {}",
+                lacking.join(", ")
+            ),
             "Enable these controllers (kernel parameters cgroup_enable=memory swapaccount=1), or boot with cgroup v2.",
         )
     }
@@ -97,9 +157,13 @@ pub(super) fn cgroups(info: &SystemInfo) -> Check {
 pub(super) fn store(info: &SystemInfo) -> Vec<Check> {
     let driver = info.driver.as_deref().unwrap_or("unknown");
     let storage = match driver {
-        "overlay2" | "overlayfs" | "btrfs" | "zfs" => {
-            Check::ok("storage driver", format!("{driver} at {}", info.docker_root_dir.as_deref().unwrap_or("unknown")))
-        }
+        "overlay2" | "overlayfs" | "btrfs" | "zfs" => Check::ok(
+            "storage driver",
+            format!(
+                "{driver} at {}",
+                info.docker_root_dir.as_deref().unwrap_or("unknown")
+            ),
+        ),
         "vfs" => Check::problem(
             "storage driver",
             "vfs copies the whole image for every sandbox",
@@ -107,31 +171,63 @@ pub(super) fn store(info: &SystemInfo) -> Vec<Check> {
         ),
         other => Check::adapted("storage driver", other),
     };
-    let seccomp = if info.security_options.iter().flatten().any(|option| option.split(',').any(|part| part == "name=seccomp")) {
+    let seccomp = if info
+        .security_options
+        .iter()
+        .flatten()
+        .any(|option| option.split(',').any(|part| part == "name=seccomp"))
+    {
         Check::ok("seccomp", "on")
     } else {
-        Check::problem("seccomp", "off", "Use a kernel with CONFIG_SECCOMP_FILTER and a Docker built with seccomp.")
+        Check::problem(
+            "seccomp",
+            "off",
+            "Use a kernel with CONFIG_SECCOMP_FILTER and a Docker built with seccomp.",
+        )
     };
     vec![storage, seccomp]
 }
 
 /// Whether the OCI runtime is there and runs a sandbox: the agent itself, in an otherwise empty image, with every flag of
 /// ours.
-pub(super) async fn oci_runtime(config: &Config, docker: &Docker, info: &SystemInfo, agent: &Path) -> (Check, Option<String>) {
+pub(super) async fn oci_runtime(
+    config: &Config,
+    docker: &Docker,
+    info: &SystemInfo,
+    agent: &Path,
+) -> (Check, Option<String>) {
     const NAME: &str = "OCI runtime";
     let known = info.runtimes.clone().unwrap_or_default();
-    let name = config.oci_runtime.clone().or_else(|| info.default_runtime.clone()).unwrap_or_else(|| "runc".to_owned());
+    let name = config
+        .oci_runtime
+        .clone()
+        .or_else(|| info.default_runtime.clone())
+        .unwrap_or_else(|| "runc".to_owned());
     if !known.contains_key(&name) {
         let mut names: Vec<String> = known.into_keys().collect();
         names.sort();
-        let fix = format!("Install it and name it under \"runtimes\" in /etc/docker/daemon.json, or set worker.oci_runtime to one of: {}.", names.join(", "));
-        return (Check::problem(NAME, format!("the daemon does not know '{name}'"), fix), None);
+        let fix = format!(
+            "Install it and name it under \"runtimes\" in /etc/docker/daemon.json, or set worker.oci_runtime to one of: {}.",
+            names.join(", ")
+        );
+        return (
+            Check::problem(NAME, format!("the daemon does not know '{name}'"), fix),
+            None,
+        );
     }
     match trial(docker, agent).await {
-        Ok(()) => (Check::ok(NAME, format!("{name} ran a container")), Some(name)),
-        Err(error) => {
-            (Check::problem(NAME, format!("{name} did not run a container: {error}"), "See the daemon's log, or name another in worker.oci_runtime."), None)
-        }
+        Ok(()) => (
+            Check::ok(NAME, format!("{name} ran a container")),
+            Some(name),
+        ),
+        Err(error) => (
+            Check::problem(
+                NAME,
+                format!("{name} did not run a container: {error}"),
+                "See the daemon's log, or name another in worker.oci_runtime.",
+            ),
+            None,
+        ),
     }
 }
 
@@ -141,7 +237,12 @@ const TRIAL: Duration = Duration::from_secs(20);
 async fn trial(docker: &Docker, agent: &Path) -> Result<(), Error> {
     let name = format!("cynode-trial-{}", uuid::Uuid::new_v4().simple());
     let binary = fs_err::read(agent).map_err(|error| Error::Unavailable(error.to_string()))?;
-    docker.import(&name, layer(&binary).map_err(|error| Error::Unavailable(error.to_string()))?).await?;
+    docker
+        .import(
+            &name,
+            layer(&binary).map_err(|error| Error::Unavailable(error.to_string()))?,
+        )
+        .await?;
     let ran = run_trial(docker, &name).await;
     let removed = docker.remove(&name).await;
     let forgotten = docker.remove_image(&name).await;
@@ -151,7 +252,10 @@ async fn trial(docker: &Docker, agent: &Path) -> Result<(), Error> {
 async fn run_trial(docker: &Docker, name: &str) -> Result<(), Error> {
     let ids = match docker.ids().await? {
         IdSpace::Shared(map) => map,
-        _ => IdMap { first: 0, count: 65_536 },
+        _ => IdMap {
+            first: 0,
+            count: 65_536,
+        },
     };
     let spec = Spec {
         name: name.to_owned(),
@@ -161,7 +265,11 @@ async fn run_trial(docker: &Docker, name: &str) -> Result<(), Error> {
         env: Vec::new(),
         ids,
         mounts: Vec::new(),
-        limits: Limits { memory_bytes: 64 << 20, pids: 16, ..Limits::default() },
+        limits: Limits {
+            memory_bytes: 64 << 20,
+            pids: 16,
+            ..Limits::default()
+        },
         cgroup_parent: None,
     };
     docker.create(&spec).await?;
@@ -171,8 +279,18 @@ async fn run_trial(docker: &Docker, name: &str) -> Result<(), Error> {
         let found = docker.inspect(name).await?;
         match found.exit_code {
             Some(0) => return Ok(()),
-            Some(code) => return Err(Error::Refused { call: "trial", message: format!("the container ended with {code}") }),
-            None if tokio::time::Instant::now() >= deadline => return Err(Error::Timeout { call: "trial", limit: TRIAL }),
+            Some(code) => {
+                return Err(Error::Refused {
+                    call: "trial",
+                    message: format!("the container ended with {code}"),
+                });
+            }
+            None if tokio::time::Instant::now() >= deadline => {
+                return Err(Error::Timeout {
+                    call: "trial",
+                    limit: TRIAL,
+                });
+            }
             None => tokio::time::sleep(Duration::from_millis(20)).await,
         }
     }
@@ -196,6 +314,9 @@ fn layer(binary: &[u8]) -> std::io::Result<Bytes> {
 
 pub(super) async fn default_image(config: &Config, docker: &Docker) -> Check {
     const FIX: &str = "Build it and load it ('make images', then 'podman save IMAGE | docker load'), or name an image on this node in worker.default_image.";
-    let labels = docker.image(&config.default_image).await.map(|image| image.labels);
+    let labels = docker
+        .image(&config.default_image)
+        .await
+        .map(|image| image.labels);
     super::default_image(config, labels.map_err(|error| error.to_string()), FIX)
 }

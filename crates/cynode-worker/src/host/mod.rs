@@ -40,15 +40,30 @@ pub struct Check {
 
 impl Check {
     fn ok(name: &'static str, detail: impl Into<String>) -> Self {
-        Self { name, status: Status::Ok, detail: detail.into(), fix: None }
+        Self {
+            name,
+            status: Status::Ok,
+            detail: detail.into(),
+            fix: None,
+        }
     }
 
     fn adapted(name: &'static str, detail: impl Into<String>) -> Self {
-        Self { name, status: Status::Adapted, detail: detail.into(), fix: None }
+        Self {
+            name,
+            status: Status::Adapted,
+            detail: detail.into(),
+            fix: None,
+        }
     }
 
     fn problem(name: &'static str, detail: impl Into<String>, fix: impl Into<String>) -> Self {
-        Self { name, status: Status::Problem, detail: detail.into(), fix: Some(fix.into()) }
+        Self {
+            name,
+            status: Status::Problem,
+            detail: detail.into(),
+            fix: Some(fix.into()),
+        }
     }
 }
 
@@ -73,7 +88,10 @@ pub struct Report {
 impl Report {
     #[must_use]
     pub fn problems(&self) -> Vec<&Check> {
-        self.checks.iter().filter(|check| check.status == Status::Problem).collect()
+        self.checks
+            .iter()
+            .filter(|check| check.status == Status::Problem)
+            .collect()
     }
 }
 
@@ -95,7 +113,18 @@ pub async fn examine(config: &Config) -> Report {
     checks.push(checks::loop_devices(config).await);
     checks.push(checks::disk(&config.state_dir));
     checks.push(checks::git().await);
-    let choice = runtime.map(|Ran { oci_runtime, cgroup_manager, ids }| Choice { oci_runtime, cgroup_manager, max_nofile, ids });
+    let choice = runtime.map(
+        |Ran {
+             oci_runtime,
+             cgroup_manager,
+             ids,
+         }| Choice {
+            oci_runtime,
+            cgroup_manager,
+            max_nofile,
+            ids,
+        },
+    );
     Report { checks, choice }
 }
 
@@ -106,30 +135,60 @@ struct Ran {
     ids: IdSpace,
 }
 
-async fn with_podman(config: &Config, agent: &Result<PathBuf, String>) -> (Vec<Check>, Option<Ran>) {
+async fn with_podman(
+    config: &Config,
+    agent: &Result<PathBuf, String>,
+) -> (Vec<Check>, Option<Ran>) {
     let engine = podman::engine(config).await;
     let (runtime, name) = match (&engine.version, agent) {
         (Some(_), Ok(agent)) => podman::oci_runtime(config, agent).await,
-        (None, _) => (Check::problem("OCI runtime", "can't be tried without Podman", podman::INSTALL), None),
+        (None, _) => (
+            Check::problem(
+                "OCI runtime",
+                "can't be tried without Podman",
+                podman::INSTALL,
+            ),
+            None,
+        ),
         (_, Err(error)) => (untried(error), None),
     };
     let rootless = engine.is_rootless();
     let mut checks = vec![engine.check.clone()];
-    checks.push(if rootless { podman::privileges(config).await } else { checks::root() });
-    checks.push(if rootless { podman::cgroups(config, &engine) } else { checks::cgroups() });
+    checks.push(if rootless {
+        podman::privileges(config).await
+    } else {
+        checks::root()
+    });
+    checks.push(if rootless {
+        podman::cgroups(config, &engine)
+    } else {
+        checks::cgroups()
+    });
     checks.extend([runtime, checks::cgroup_manager()]);
     checks.extend((!rootless).then(checks::id_ranges));
     checks.extend(podman::store(&engine));
     checks.push(podman::default_image(config, engine.version.is_some()).await);
     let ids = engine.ids();
-    (checks, name.map(|oci_runtime| Ran { oci_runtime, cgroup_manager: checks::choose_cgroup_manager().to_owned(), ids }))
+    (
+        checks,
+        name.map(|oci_runtime| Ran {
+            oci_runtime,
+            cgroup_manager: checks::choose_cgroup_manager().to_owned(),
+            ids,
+        }),
+    )
 }
 
-async fn with_docker(config: &Config, agent: &Result<PathBuf, String>) -> (Vec<Check>, Option<Ran>) {
+async fn with_docker(
+    config: &Config,
+    agent: &Result<PathBuf, String>,
+) -> (Vec<Check>, Option<Ran>) {
     let docker = crate::docker(config);
     let engine = docker::engine(config, &docker).await;
     let mut checks = vec![engine.check, checks::root_for_docker()];
-    let Some(info) = engine.info else { return (checks, None) };
+    let Some(info) = engine.info else {
+        return (checks, None);
+    };
     checks.push(docker::id_space(config, &info));
     checks.push(docker::cgroups(&info));
     let (runtime, name) = match agent {
@@ -139,21 +198,52 @@ async fn with_docker(config: &Config, agent: &Result<PathBuf, String>) -> (Vec<C
     checks.push(runtime);
     checks.extend(docker::store(&info));
     checks.push(docker::default_image(config, &docker).await);
-    let cgroup_manager = info.cgroup_driver.map(|driver| driver.to_string()).unwrap_or_default();
-    let ran = name.zip(docker_ids(&info).ok()).map(|(oci_runtime, ids)| Ran { oci_runtime, cgroup_manager, ids });
+    let cgroup_manager = info
+        .cgroup_driver
+        .map(|driver| driver.to_string())
+        .unwrap_or_default();
+    let ran = name
+        .zip(docker_ids(&info).ok())
+        .map(|(oci_runtime, ids)| Ran {
+            oci_runtime,
+            cgroup_manager,
+            ids,
+        });
     (checks, ran)
 }
 
 fn untried(error: &str) -> Check {
-    Check::problem("OCI runtime", format!("can't be tried without the agent: {error}"), AGENT_FIX)
+    Check::problem(
+        "OCI runtime",
+        format!("can't be tried without the agent: {error}"),
+        AGENT_FIX,
+    )
 }
 
 /// Whether the default image is there, by its labels, and may be used.
-fn default_image(config: &Config, labels: Result<std::collections::BTreeMap<String, String>, String>, fix: &str) -> Check {
+fn default_image(
+    config: &Config,
+    labels: Result<std::collections::BTreeMap<String, String>, String>,
+    fix: &str,
+) -> Check {
     const NAME: &str = "default image";
     match labels {
-        Ok(labels) if labels.get(cynode_api::LABEL_AGENT_COMPATIBLE).is_some_and(|value| value == "true") => Check::ok(NAME, config.default_image.clone()),
-        Ok(_) => Check::problem(NAME, format!("{} does not carry the label {}", config.default_image, cynode_api::LABEL_AGENT_COMPATIBLE), fix),
+        Ok(labels)
+            if labels
+                .get(cynode_api::LABEL_AGENT_COMPATIBLE)
+                .is_some_and(|value| value == "true") =>
+        {
+            Check::ok(NAME, config.default_image.clone())
+        }
+        Ok(_) => Check::problem(
+            NAME,
+            format!(
+                "{} does not carry the label {}",
+                config.default_image,
+                cynode_api::LABEL_AGENT_COMPATIBLE
+            ),
+            fix,
+        ),
         Err(_) => Check::problem(NAME, format!("{} is not loaded", config.default_image), fix),
     }
 }
@@ -163,9 +253,17 @@ const AGENT_FIX: &str = "Build it with 'cargo xtask sba', or name it in worker.a
 /// The agent's binary: as configured, else beside this program.
 pub(crate) fn agent_binary(config: &Config) -> Result<PathBuf, String> {
     if let Some(path) = &config.agent_binary {
-        return if path.is_file() { Ok(path.clone()) } else { Err(format!("worker.agent_binary: {} is not a file", path.display())) };
+        return if path.is_file() {
+            Ok(path.clone())
+        } else {
+            Err(format!(
+                "worker.agent_binary: {} is not a file",
+                path.display()
+            ))
+        };
     }
-    let program = std::env::current_exe().map_err(|error| format!("where this program lies is unknown: {error}"))?;
+    let program = std::env::current_exe()
+        .map_err(|error| format!("where this program lies is unknown: {error}"))?;
     let directory = program.parent().unwrap_or(Path::new("/"));
     // A build tree keeps the static one apart from the one that its tests are linked with.
     let places = [
@@ -174,7 +272,16 @@ pub(crate) fn agent_binary(config: &Config) -> Result<PathBuf, String> {
         directory.join("../lib/cynode/cynode-sba"),
         PathBuf::from("/usr/lib/cynode/cynode-sba"),
     ];
-    places.iter().find(|path| path.is_file()).cloned().ok_or_else(|| format!("cynode-sba is not beside {} nor in any usual place", program.display()))
+    places
+        .iter()
+        .find(|path| path.is_file())
+        .cloned()
+        .ok_or_else(|| {
+            format!(
+                "cynode-sba is not beside {} nor in any usual place",
+                program.display()
+            )
+        })
 }
 
 #[derive(Serialize, Deserialize)]
@@ -188,21 +295,41 @@ struct Remembered {
 pub(crate) async fn choose(config: &Config) -> Result<Choice, Report> {
     let memory = config.directory().join("host.json");
     let key = key(config).await;
-    let remembered = fs_err::read(&memory).ok().and_then(|bytes| serde_json::from_slice::<Remembered>(&bytes).ok());
-    if let Some(Remembered { choice, .. }) = remembered.filter(|remembered| remembered.key == key && !key.is_empty()) {
+    let remembered = fs_err::read(&memory)
+        .ok()
+        .and_then(|bytes| serde_json::from_slice::<Remembered>(&bytes).ok());
+    if let Some(Remembered { choice, .. }) =
+        remembered.filter(|remembered| remembered.key == key && !key.is_empty())
+    {
         return Ok(choice);
     }
     let report = examine(config).await;
     for check in &report.checks {
         match check.status {
-            Status::Ok => tracing::debug!(check = check.name, detail = check.detail, "Checked the host."),
-            Status::Adapted => tracing::info!(check = check.name, detail = check.detail, "Adapted to the host."),
-            Status::Problem => tracing::warn!(check = check.name, detail = check.detail, fix = check.fix, "The host has a problem."),
+            Status::Ok => tracing::debug!(
+                check = check.name,
+                detail = check.detail,
+                "Checked the host."
+            ),
+            Status::Adapted => tracing::info!(
+                check = check.name,
+                detail = check.detail,
+                "Adapted to the host."
+            ),
+            Status::Problem => tracing::warn!(
+                check = check.name,
+                detail = check.detail,
+                fix = check.fix,
+                "The host has a problem."
+            ),
         }
     }
     match &report.choice {
         Some(choice) => {
-            if let Ok(bytes) = serde_json::to_vec(&Remembered { key, choice: choice.clone() }) {
+            if let Ok(bytes) = serde_json::to_vec(&Remembered {
+                key,
+                choice: choice.clone(),
+            }) {
                 drop(cynode_service::files::replace(&memory, &bytes));
             }
             Ok(choice.clone())
@@ -216,25 +343,49 @@ async fn key(config: &Config) -> String {
     let boot = fs_err::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let engine = match config.engine {
         Engine::Podman => run(&config.podman, &["--version"]).await.ok(),
-        Engine::Docker => crate::docker(config).info().await.ok().map(|info| docker::fingerprint(&info)),
+        Engine::Docker => crate::docker(config)
+            .info()
+            .await
+            .ok()
+            .map(|info| docker::fingerprint(&info)),
     };
     // An ordinary user may have been given other ids meanwhile.
     let ids = fs_err::read_to_string("/proc/self/uid_map").unwrap_or_default();
     let ids: Vec<&str> = ids.split_ascii_whitespace().collect();
-    engine.map(|engine| format!("{} {} {:?} {}", boot.trim(), engine.trim(), config.oci_runtime, ids.join(" "))).unwrap_or_default()
+    engine
+        .map(|engine| {
+            format!(
+                "{} {} {:?} {}",
+                boot.trim(),
+                engine.trim(),
+                config.oci_runtime,
+                ids.join(" ")
+            )
+        })
+        .unwrap_or_default()
 }
 
 /// Runs a program to its end, within half a minute; its output, or what it complained of.
 pub(crate) async fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
     let mut command = process::command(program);
-    command.args(arguments).stdin(std::process::Stdio::null()).kill_on_drop(true);
+    command
+        .args(arguments)
+        .stdin(std::process::Stdio::null())
+        .kill_on_drop(true);
     match tokio::time::timeout(std::time::Duration::from_secs(30), command.output()).await {
         Err(_) => Err("it did not answer within 30 s".to_owned()),
         Ok(Err(error)) => Err(error.to_string()),
-        Ok(Ok(output)) if output.status.success() => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
+        Ok(Ok(output)) if output.status.success() => {
+            Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+        }
         Ok(Ok(output)) => {
             let text = String::from_utf8_lossy(&output.stderr);
-            Err(text.trim().lines().last().unwrap_or("it failed without a word").to_owned())
+            Err(text
+                .trim()
+                .lines()
+                .last()
+                .unwrap_or("it failed without a word")
+                .to_owned())
         }
     }
 }

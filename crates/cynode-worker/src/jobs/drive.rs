@@ -8,7 +8,8 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use cynode_api::{
-    ErrorCode, ExecId, ExecRequest, ExecVia, JobRun, JobState, SessionState, SignalName, SignalScope,
+    ErrorCode, ExecId, ExecRequest, ExecVia, JobRun, JobState, SessionState, SignalName,
+    SignalScope,
     exec_limits::GRACE_MS,
     job_limits::{DEFAULT_TIMEOUT_SECONDS, OBJECT_BYTES},
 };
@@ -41,7 +42,11 @@ fn exec_request(record: &JobRecord, run: &JobRun) -> ExecRequest {
     ExecRequest {
         argv: run.sandbox.command.clone(),
         env: run.sandbox.env.clone(),
-        timeout_ms: run.sandbox.timeout_seconds.unwrap_or(DEFAULT_TIMEOUT_SECONDS) * 1_000,
+        timeout_ms: run
+            .sandbox
+            .timeout_seconds
+            .unwrap_or(DEFAULT_TIMEOUT_SECONDS)
+            * 1_000,
         max_output_bytes: Some(OBJECT_BYTES),
         exec_id: Some(exec_id(record)),
         ..Default::default()
@@ -62,7 +67,9 @@ impl Jobs {
 
     async fn run_to_end(self: &Arc<Self>, entry: &Arc<Entry>) -> Outcome {
         let record = entry.record();
-        let Some(run) = record.request.clone() else { return Outcome::interrupted("the job's record lacks its request") };
+        let Some(run) = record.request.clone() else {
+            return Outcome::interrupted("the job's record lacks its request");
+        };
         let sandbox = match self.sandbox(&record, &run).await {
             Ok(sandbox) => sandbox,
             Err(outcome) => return outcome,
@@ -81,7 +88,11 @@ impl Jobs {
             (Ok(live), _) => live,
             (Err(_), Some(exec)) => return Outcome::of(exec.result().await),
             (Err(SessionState::Failed), None) => return Outcome::failed(&sandbox.failure()),
-            (Err(_), None) => return Outcome::interrupted("the sandbox went away before the command was started"),
+            (Err(_), None) => {
+                return Outcome::interrupted(
+                    "the sandbox went away before the command was started",
+                );
+            }
         };
         let (exec, _watching) = match self.start(&sandbox, &live, &record, &run).await {
             Ok(started) => started,
@@ -97,40 +108,76 @@ impl Jobs {
     }
 
     /// The job's sandbox. One that was promised and never written down is made now: nothing has run.
-    async fn sandbox(self: &Arc<Self>, record: &JobRecord, run: &JobRun) -> Result<Arc<Sandbox>, Outcome> {
+    async fn sandbox(
+        self: &Arc<Self>,
+        record: &JobRecord,
+        run: &JobRun,
+    ) -> Result<Arc<Sandbox>, Outcome> {
         if let Some(sandbox) = self.sessions.of_job(record.session_id) {
             return Ok(sandbox);
         }
         if self.sessions.is_unreadable(record.session_id) {
-            return Err(Outcome::interrupted("the record of the job's sandbox can't be read"));
+            return Err(Outcome::interrupted(
+                "the record of the job's sandbox can't be read",
+            ));
         }
         self.sessions.settled().await;
         let made = async {
-            let image = self.sessions.any_image(&run.sandbox.image_ref, run.sandbox.image_digest.as_deref()).await?;
-            self.sessions.place(run, record.session_id, image, Room::WasPromised).await?.take().await
+            let image = self
+                .sessions
+                .any_image(&run.sandbox.image_ref, run.sandbox.image_digest.as_deref())
+                .await?;
+            self.sessions
+                .place(run, record.session_id, image, Room::WasPromised)
+                .await?
+                .take()
+                .await
         };
-        made.await.map_err(|error: ApiError| Outcome::failed(&error))
+        made.await
+            .map_err(|error: ApiError| Outcome::failed(&error))
     }
 
     /// Starts the command, unless it was.
-    async fn start(&self, sandbox: &Sandbox, live: &Arc<Live>, record: &JobRecord, run: &JobRun) -> Result<(Arc<Exec>, Watching), Outcome> {
+    async fn start(
+        &self,
+        sandbox: &Sandbox,
+        live: &Arc<Live>,
+        record: &JobRecord,
+        run: &JobRun,
+    ) -> Result<(Arc<Exec>, Watching), Outcome> {
         let request = exec_request(record, run);
         let mut tries = 0;
         loop {
-            let (Begun::New(exec) | Begun::Existing(exec)) =
-                sandbox.execs.begin(&request, WORKSPACE.to_owned(), None).map_err(|error| Outcome::failed(&error))?;
+            let (Begun::New(exec) | Begun::Existing(exec)) = sandbox
+                .execs
+                .begin(&request, WORKSPACE.to_owned(), None)
+                .map_err(|error| Outcome::failed(&error))?;
             let watching = exec.watch();
             if exec.is_started() || !exec.is_running() {
                 return Ok((exec, watching));
             }
             tracing::debug!(job_id = %record.job.job_id, "Starting the command of a job.");
             let env = exec_environment(&sandbox.record(), &request.env);
-            let command = Command { argv: request.argv.clone(), env, input: Input::default(), stdin_open: false, again: true };
-            let (live, execs, started) = (Arc::clone(live), Arc::clone(&sandbox.execs), Arc::clone(&exec));
+            let command = Command {
+                argv: request.argv.clone(),
+                env,
+                input: Input::default(),
+                stdin_open: false,
+                again: true,
+            };
+            let (live, execs, started) = (
+                Arc::clone(live),
+                Arc::clone(&sandbox.execs),
+                Arc::clone(&exec),
+            );
             let via = self.sessions.config.exec_via;
             let begun = match via {
-                ExecVia::Agent => execs::start_by_agent(Arc::clone(&live), execs, started, command).await,
-                ExecVia::Runtime => execs::start_by_runtime(Arc::clone(&live), execs, started, command).await,
+                ExecVia::Agent => {
+                    execs::start_by_agent(Arc::clone(&live), execs, started, command).await
+                }
+                ExecVia::Runtime => {
+                    execs::start_by_runtime(Arc::clone(&live), execs, started, command).await
+                }
             };
             tries += 1;
             match begun {
@@ -138,7 +185,10 @@ impl Jobs {
                 // It may have been started or not; to ask again is safe, because the agent starts an id once.
                 Err(error) if error.0.is(ErrorCode::AgentUnavailable) => {
                     if tries >= START_TRIES || live.is_gone() || via == ExecVia::Runtime {
-                        return Err(Outcome::interrupted(format!("whether the command was started is not known: {}", error.0.detail)));
+                        return Err(Outcome::interrupted(format!(
+                            "whether the command was started is not known: {}",
+                            error.0.detail
+                        )));
                     }
                     tokio::time::sleep(PAUSE).await;
                 }
@@ -164,11 +214,16 @@ impl Jobs {
 
     /// TERM, a grace, KILL; and when even that is not obeyed, the container.
     async fn terminate(&self, live: &Live, exec: &Exec) {
-        self.signal(live, exec, SignalName::TERM, SignalScope::Group).await;
-        if tokio::time::timeout(Duration::from_millis(GRACE_MS), exec.result()).await.is_ok() {
+        self.signal(live, exec, SignalName::TERM, SignalScope::Group)
+            .await;
+        if tokio::time::timeout(Duration::from_millis(GRACE_MS), exec.result())
+            .await
+            .is_ok()
+        {
             return;
         }
-        self.signal(live, exec, SignalName::KILL, SignalScope::Tree).await;
+        self.signal(live, exec, SignalName::KILL, SignalScope::Tree)
+            .await;
         if tokio::time::timeout(KILLED, exec.result()).await.is_err() {
             live.kill_container().await;
         }
@@ -177,7 +232,14 @@ impl Jobs {
     async fn signal(&self, live: &Live, exec: &Exec, signal: SignalName, scope: SignalScope) {
         match live.link() {
             // That it has ended meanwhile is what is wanted.
-            Ok(link) => drop(link.call(&Request::Signal { exec_id: exec.id(), signal: signal.number(), scope }).await),
+            Ok(link) => drop(
+                link.call(&Request::Signal {
+                    exec_id: exec.id(),
+                    signal: signal.number(),
+                    scope,
+                })
+                .await,
+            ),
             Err(_) => execs::signal_by_runtime(live, exec.id(), signal.number()),
         }
     }
@@ -197,7 +259,9 @@ impl Jobs {
                 .await;
             match written {
                 Ok(()) => break,
-                Err(error) => tracing::error!(%error, "Recording the end of a job failed; trying again."),
+                Err(error) => {
+                    tracing::error!(%error, "Recording the end of a job failed; trying again.")
+                }
             }
             tokio::time::sleep(PAUSE).await;
         }
@@ -237,6 +301,8 @@ pub(super) fn check_command(run: &JobRun) -> Result<(), ApiError> {
     checks::check_env(env, MAX_ENV, MAX_ENV_BYTES).map_err(within)?;
     match run.sandbox.timeout_seconds {
         None | Some(1..=MAX_TIMEOUT_SECONDS) => Ok(()),
-        Some(_) => Err(ApiError::invalid(format!("sandbox.timeout_seconds: must lie between 1 and {MAX_TIMEOUT_SECONDS}"))),
+        Some(_) => Err(ApiError::invalid(format!(
+            "sandbox.timeout_seconds: must lie between 1 and {MAX_TIMEOUT_SECONDS}"
+        ))),
     }
 }

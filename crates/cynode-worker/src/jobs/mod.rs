@@ -14,7 +14,10 @@ use std::{
     time::Duration,
 };
 
-use cynode_api::{ErrorCode, Job, JobId, JobRun, JobState, JobStop, Problem, SessionId, WorkspaceRef, job_limits::MAX_UNACKNOWLEDGED};
+use cynode_api::{
+    ErrorCode, Job, JobId, JobRun, JobState, JobStop, Problem, SessionId, WorkspaceRef,
+    job_limits::MAX_UNACKNOWLEDGED,
+};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
 use time::OffsetDateTime;
@@ -50,14 +53,25 @@ pub(crate) struct Jobs {
 
 impl Jobs {
     /// Reads what an earlier worker left. Nothing is done yet.
-    pub(crate) fn open(sessions: Arc<Sessions>, journal: Journal, news: mpsc::Sender<JobId>) -> io::Result<Arc<Self>> {
+    pub(crate) fn open(
+        sessions: Arc<Sessions>,
+        journal: Journal,
+        news: mpsc::Sender<JobId>,
+    ) -> io::Result<Arc<Self>> {
         let mut known = BTreeMap::new();
         for id in journal.jobs()? {
             if let Some(record) = journal.job::<JobRecord>(id)? {
                 known.insert(id, Arc::new(Entry::new(record)));
             }
         }
-        Ok(Arc::new(Self { sessions, journal, known: Mutex::new(known), gate: tokio::sync::Mutex::new(false), drivers: TaskTracker::new(), news }))
+        Ok(Arc::new(Self {
+            sessions,
+            journal,
+            known: Mutex::new(known),
+            gate: tokio::sync::Mutex::new(false),
+            drivers: TaskTracker::new(),
+            news,
+        }))
     }
 
     /// Takes up every job where it was.
@@ -70,7 +84,8 @@ impl Jobs {
         for session_id in self.sessions.of_other_jobs(&jobs) {
             tracing::error!(%session_id, "A sandbox of a job has no job: the job's record is gone. It is ended.");
             let jobs = Arc::clone(self);
-            self.drivers.spawn(async move { jobs.drop_sandbox(session_id).await });
+            self.drivers
+                .spawn(async move { jobs.drop_sandbox(session_id).await });
         }
     }
 
@@ -78,7 +93,9 @@ impl Jobs {
         self.sessions.settled().await;
         match self.sessions.end_of_job(id).await {
             Ok(()) => drop(self.sessions.forget_of_job(id)),
-            Err(error) => tracing::error!(session_id = %id, error = %error.0, "Ending it failed; the next start tries again."),
+            Err(error) => {
+                tracing::error!(session_id = %id, error = %error.0, "Ending it failed; the next start tries again.")
+            }
         }
     }
 
@@ -86,13 +103,19 @@ impl Jobs {
     pub(crate) async fn run(self: &Arc<Self>, request: JobRun) -> Result<Arc<Entry>, ApiError> {
         check_version(request.version)?;
         if request.job.is_some() {
-            return Err(Problem::new(ErrorCode::JobKindUnsupported, "job: this worker does not run SBA job specifications yet")
-                .with_remedy("Send sandbox.command, or use a worker that runs them.")
-                .into());
+            return Err(Problem::new(
+                ErrorCode::JobKindUnsupported,
+                "job: this worker does not run SBA job specifications yet",
+            )
+            .with_remedy("Send sandbox.command, or use a worker that runs them.")
+            .into());
         }
         drive::check_command(&request)?;
         self.sessions.check_job(&request)?;
-        if matches!(request.sandbox.workspace_ref, Some(WorkspaceRef::Artifact(_))) {
+        if matches!(
+            request.sandbox.workspace_ref,
+            Some(WorkspaceRef::Artifact(_))
+        ) {
             self.sessions.upstream()?;
         }
         let fingerprint = fingerprint(&request);
@@ -100,14 +123,27 @@ impl Jobs {
             return Ok(existing);
         }
         self.sessions.wait_until_settled().await?;
-        let image = self.sessions.any_image(&request.sandbox.image_ref, request.sandbox.image_digest.as_deref()).await;
+        let image = self
+            .sessions
+            .any_image(
+                &request.sandbox.image_ref,
+                request.sandbox.image_digest.as_deref(),
+            )
+            .await;
         // To its end even when the caller goes away: a job is either not there or is driven.
         let jobs = Arc::clone(self);
-        let admitted = tokio::spawn(async move { jobs.admit(request, fingerprint, image).await }).await;
-        admitted.map_err(|_| ApiError::new(ErrorCode::Internal, "accepting the job was interrupted"))?
+        let admitted =
+            tokio::spawn(async move { jobs.admit(request, fingerprint, image).await }).await;
+        admitted
+            .map_err(|_| ApiError::new(ErrorCode::Internal, "accepting the job was interrupted"))?
     }
 
-    async fn admit(self: &Arc<Self>, request: JobRun, fingerprint: String, image: Result<Image, ApiError>) -> Result<Arc<Entry>, ApiError> {
+    async fn admit(
+        self: &Arc<Self>,
+        request: JobRun,
+        fingerprint: String,
+        image: Result<Image, ApiError>,
+    ) -> Result<Arc<Entry>, ApiError> {
         let stopping = self.gate.lock().await;
         let id = request.job_id;
         if let Some(existing) = self.existing(&request, &fingerprint)? {
@@ -116,24 +152,47 @@ impl Jobs {
         // Whether it ran is not known, so it does not run now.
         self.check_readable(id)?;
         if *stopping {
-            return Err(ApiError::new(ErrorCode::ShuttingDown, "the worker is stopping"));
+            return Err(ApiError::new(
+                ErrorCode::ShuttingDown,
+                "the worker is stopping",
+            ));
         }
-        if self.known.lock().values().filter(|entry| !entry.is_acknowledged()).count() >= MAX_UNACKNOWLEDGED {
+        if self
+            .known
+            .lock()
+            .values()
+            .filter(|entry| !entry.is_acknowledged())
+            .count()
+            >= MAX_UNACKNOWLEDGED
+        {
             let detail = format!("{MAX_UNACKNOWLEDGED} jobs on this node are not acknowledged");
-            return Err(Problem::new(ErrorCode::NoCapacity, detail).with_remedy("Acknowledge the jobs whose results are known.").into());
+            return Err(Problem::new(ErrorCode::NoCapacity, detail)
+                .with_remedy("Acknowledge the jobs whose results are known.")
+                .into());
         }
         let image = match image {
             Ok(image) => image,
             // A job's own failure, as everything that is wrong with what it wants to run.
-            Err(error) if error.0.is(ErrorCode::ImageNotFound) || error.0.is(ErrorCode::ImageDigestMismatch) => {
+            Err(error)
+                if error.0.is(ErrorCode::ImageNotFound)
+                    || error.0.is(ErrorCode::ImageDigestMismatch) =>
+            {
                 let mut record = JobRecord::new(request, fingerprint, self.sessions.node_id, None);
                 record.conclude(Outcome::failed(&error));
                 return self.write_down(record).await;
             }
             Err(error) => return Err(error),
         };
-        let record = JobRecord::new(request.clone(), fingerprint, self.sessions.node_id, Some(image.digest.clone()));
-        let place = self.sessions.place(&request, record.session_id, image, Room::MustBeFree).await?;
+        let record = JobRecord::new(
+            request.clone(),
+            fingerprint,
+            self.sessions.node_id,
+            Some(image.digest.clone()),
+        );
+        let place = self
+            .sessions
+            .place(&request, record.session_id, image, Room::MustBeFree)
+            .await?;
         let entry = match self.write_down(record).await {
             Ok(entry) => entry,
             Err(error) => {
@@ -152,30 +211,46 @@ impl Jobs {
     async fn write_down(&self, record: JobRecord) -> Result<Arc<Entry>, ApiError> {
         let id = record.job.job_id;
         let (journal, written) = (self.journal.clone(), record.clone());
-        blocking(move || journal.write_job(id, &written)).await.map_err(|error| journal_error(&error))?;
+        blocking(move || journal.write_job(id, &written))
+            .await
+            .map_err(|error| journal_error(&error))?;
         let entry = Arc::new(Entry::new(record));
         self.known.lock().insert(id, Arc::clone(&entry));
         Ok(entry)
     }
 
-    fn existing(&self, request: &JobRun, fingerprint: &str) -> Result<Option<Arc<Entry>>, ApiError> {
+    fn existing(
+        &self,
+        request: &JobRun,
+        fingerprint: &str,
+    ) -> Result<Option<Arc<Entry>>, ApiError> {
         let id = request.job_id;
         match self.known.lock().get(&id) {
-            Some(entry) if !entry.record.lock().is_of(request, fingerprint) => {
-                Err(ApiError::new(ErrorCode::JobIdInUse, format!("job {id} was made by another request")))
-            }
+            Some(entry) if !entry.record.lock().is_of(request, fingerprint) => Err(ApiError::new(
+                ErrorCode::JobIdInUse,
+                format!("job {id} was made by another request"),
+            )),
             found => Ok(found.cloned()),
         }
     }
 
     fn check_readable(&self, id: JobId) -> Result<(), ApiError> {
-        let Some(path) = self.journal.unreadable_job(id) else { return Ok(()) };
-        let detail = format!("job {id} was made before, and its record can't be read: {}", path.display());
-        Err(Problem::new(ErrorCode::JobIdInUse, detail).with_remedy("Look at that file, or use a new job_id.").into())
+        let Some(path) = self.journal.unreadable_job(id) else {
+            return Ok(());
+        };
+        let detail = format!(
+            "job {id} was made before, and its record can't be read: {}",
+            path.display()
+        );
+        Err(Problem::new(ErrorCode::JobIdInUse, detail)
+            .with_remedy("Look at that file, or use a new job_id.")
+            .into())
     }
 
     pub(crate) fn get(&self, id: JobId) -> Result<Arc<Entry>, ApiError> {
-        self.known.lock().get(&id).cloned().ok_or_else(|| ApiError::new(ErrorCode::JobNotFound, format!("no job {id} on this node")))
+        self.known.lock().get(&id).cloned().ok_or_else(|| {
+            ApiError::new(ErrorCode::JobNotFound, format!("no job {id} on this node"))
+        })
     }
 
     /// The job as callers see it, with its streams from its end to its acknowledgement.
@@ -187,16 +262,26 @@ impl Jobs {
         let (journal, id) = (self.journal.clone(), job.job_id);
         match blocking(move || journal.job::<JobRecord>(id)).await {
             Ok(Some(record)) => Ok(record.job),
-            Ok(None) => Err(ApiError::new(ErrorCode::Internal, format!("the record of job {id} can't be read; it is set aside"))),
-            Err(error) => Err(ApiError::new(ErrorCode::Internal, format!("reading the record of job {id}: {error}"))),
+            Ok(None) => Err(ApiError::new(
+                ErrorCode::Internal,
+                format!("the record of job {id} can't be read; it is set aside"),
+            )),
+            Err(error) => Err(ApiError::new(
+                ErrorCode::Internal,
+                format!("reading the record of job {id}: {error}"),
+            )),
         }
     }
 
     /// Jobs that are not acknowledged, by their ids, without their streams.
     pub(crate) fn entries(&self, after: Option<JobId>) -> Vec<(JobId, Arc<Entry>)> {
         let known = self.known.lock();
-        let entries = known.iter().filter(|(id, entry)| after.is_none_or(|after| **id > after) && !entry.is_acknowledged());
-        entries.map(|(id, entry)| (*id, Arc::clone(entry))).collect()
+        let entries = known.iter().filter(|(id, entry)| {
+            after.is_none_or(|after| **id > after) && !entry.is_acknowledged()
+        });
+        entries
+            .map(|(id, entry)| (*id, Arc::clone(entry)))
+            .collect()
     }
 
     /// The job's command, once it has been started.
@@ -205,14 +290,21 @@ impl Jobs {
         if record.job.state == JobState::Accepted {
             return None;
         }
-        self.sessions.of_job(record.session_id)?.execs.get(drive::exec_id(&record)).ok()
+        self.sessions
+            .of_job(record.session_id)?
+            .execs
+            .get(drive::exec_id(&record))
+            .ok()
     }
 
     /// The caller has the result: the output goes, the id is remembered for a while.
     pub(crate) async fn acknowledge(&self, id: JobId) -> Result<(), ApiError> {
         let entry = self.get(id)?;
         if !entry.is_final() {
-            return Err(ApiError::new(ErrorCode::JobNotEnded, format!("job {id} is {}", entry.job().state)));
+            return Err(ApiError::new(
+                ErrorCode::JobNotEnded,
+                format!("job {id} is {}", entry.job().state),
+            ));
         }
         let acknowledge = |record: &mut JobRecord| {
             let new = record.acknowledged_at.is_none();
@@ -221,7 +313,9 @@ impl Jobs {
             }
             new
         };
-        self.update(&entry, acknowledge).await.map_err(|error| journal_error(&error))?;
+        self.update(&entry, acknowledge)
+            .await
+            .map_err(|error| journal_error(&error))?;
         // While its sandbox is on its way out, whoever ends it does this.
         self.sessions.forget_of_job(entry.record().session_id);
         Ok(())
@@ -234,14 +328,24 @@ impl Jobs {
             entry
         } else {
             // To its end even when the caller goes away, as an admission.
-            let (jobs, record) = (Arc::clone(self), JobRecord::never_to_run(request, self.sessions.node_id));
+            let (jobs, record) = (
+                Arc::clone(self),
+                JobRecord::never_to_run(request, self.sessions.node_id),
+            );
             let barred = tokio::spawn(async move { jobs.bar(record).await }).await;
-            barred.map_err(|_| ApiError::new(ErrorCode::Internal, "stopping the job was interrupted"))??
+            barred.map_err(|_| {
+                ApiError::new(ErrorCode::Internal, "stopping the job was interrupted")
+            })??
         };
         if entry.job().task_id != request.task_id {
-            return Err(ApiError::new(ErrorCode::JobNotFound, format!("no job {} of this task on this node", request.job_id)));
+            return Err(ApiError::new(
+                ErrorCode::JobNotFound,
+                format!("no job {} of this task on this node", request.job_id),
+            ));
         }
-        self.ask_to_stop(&entry, Stop::Caller).await.map_err(|error| journal_error(&error))?;
+        self.ask_to_stop(&entry, Stop::Caller)
+            .await
+            .map_err(|error| journal_error(&error))?;
         Ok(entry)
     }
 
@@ -271,21 +375,34 @@ impl Jobs {
     /// Stops everything that runs, and takes no more. Returns when the sandboxes are gone, or when that takes too long.
     pub(crate) async fn stop_all(&self) {
         *self.gate.lock().await = true;
-        let running: Vec<Arc<Entry>> = self.known.lock().values().filter(|entry| !entry.is_final()).cloned().collect();
+        let running: Vec<Arc<Entry>> = self
+            .known
+            .lock()
+            .values()
+            .filter(|entry| !entry.is_final())
+            .cloned()
+            .collect();
         for entry in running {
             if let Err(error) = self.ask_to_stop(&entry, Stop::Node).await {
                 tracing::error!(%error, "Recording that a job is to stop failed.");
             }
         }
         self.drivers.close();
-        if tokio::time::timeout(STOP_WAIT, self.drivers.wait()).await.is_err() {
+        if tokio::time::timeout(STOP_WAIT, self.drivers.wait())
+            .await
+            .is_err()
+        {
             tracing::warn!("Not every job could be ended in time; the next worker goes on.");
         }
     }
 
     /// Changes a record: written down first, then seen. `change` says whether there is something to write. Goes to its end
     /// even when the caller goes away.
-    async fn update(&self, entry: &Arc<Entry>, change: impl FnOnce(&mut JobRecord) -> bool + Send + 'static) -> io::Result<()> {
+    async fn update(
+        &self,
+        entry: &Arc<Entry>,
+        change: impl FnOnce(&mut JobRecord) -> bool + Send + 'static,
+    ) -> io::Result<()> {
         let (journal, entry, news) = (self.journal.clone(), Arc::clone(entry), self.news.clone());
         let updated = tokio::spawn(async move {
             let _writing = entry.writing.lock().await;
@@ -293,7 +410,12 @@ impl Jobs {
             if !change(&mut changed) {
                 return Ok(());
             }
-            let changed = blocking(move || journal.write_job(changed.job.job_id, &changed).map(|()| changed)).await?;
+            let changed = blocking(move || {
+                journal
+                    .write_job(changed.job.job_id, &changed)
+                    .map(|()| changed)
+            })
+            .await?;
             let id = changed.job.job_id;
             entry.set(changed);
             // Full, or nobody listens: then it is found out by asking.
@@ -305,7 +427,11 @@ impl Jobs {
 
     /// Forgets ids whose time is over, until it is told to stop.
     pub(crate) async fn keep_time(self: Arc<Self>, stop: CancellationToken) {
-        while stop.run_until_cancelled(tokio::time::sleep(FORGET_EVERY)).await.is_some() {
+        while stop
+            .run_until_cancelled(tokio::time::sleep(FORGET_EVERY))
+            .await
+            .is_some()
+        {
             self.forget(OffsetDateTime::now_utc()).await;
         }
     }
@@ -313,7 +439,13 @@ impl Jobs {
     async fn forget(&self, now: OffsetDateTime) {
         // Nobody may find an id between the look and its end.
         let _gate = self.gate.lock().await;
-        let over: Vec<JobId> = self.known.lock().iter().filter(|(_, entry)| entry.record.lock().is_forgotten(now)).map(|(id, _)| *id).collect();
+        let over: Vec<JobId> = self
+            .known
+            .lock()
+            .iter()
+            .filter(|(_, entry)| entry.record.lock().is_forgotten(now))
+            .map(|(id, _)| *id)
+            .collect();
         for id in over {
             let Ok(entry) = self.get(id) else { continue };
             // Its id names a container: not before that is gone.
@@ -323,7 +455,9 @@ impl Jobs {
             let journal = self.journal.clone();
             match blocking(move || journal.forget_job(id)).await {
                 Ok(()) => drop(self.known.lock().remove(&id)),
-                Err(error) => tracing::warn!(job_id = %id, %error, "Forgetting a job failed; it is tried again."),
+                Err(error) => {
+                    tracing::warn!(job_id = %id, %error, "Forgetting a job failed; it is tried again.")
+                }
             }
         }
     }

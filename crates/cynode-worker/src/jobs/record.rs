@@ -1,6 +1,9 @@
 //! A job as it is on disk and in memory, and what its end says.
 
-use cynode_api::{ErrorCode, ExecResult, Job, JobError, JobOutput, JobRun, JobState, JobStop, NodeId, SessionId, job_limits::REMEMBER_SECONDS};
+use cynode_api::{
+    ErrorCode, ExecResult, Job, JobError, JobOutput, JobRun, JobState, JobStop, NodeId, SessionId,
+    job_limits::REMEMBER_SECONDS,
+};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -40,7 +43,12 @@ pub(crate) struct JobRecord {
 }
 
 impl JobRecord {
-    pub(crate) fn new(request: JobRun, fingerprint: String, node_id: NodeId, image_digest: Option<String>) -> Self {
+    pub(crate) fn new(
+        request: JobRun,
+        fingerprint: String,
+        node_id: NodeId,
+        image_digest: Option<String>,
+    ) -> Self {
         let job = Job {
             job_id: request.job_id,
             task_id: request.task_id,
@@ -61,7 +69,14 @@ impl JobRecord {
             created_by: None,
             acknowledged: false,
         };
-        Self { request: Some(request), fingerprint, job, session_id: SessionId::generate(), stop: None, acknowledged_at: None }
+        Self {
+            request: Some(request),
+            fingerprint,
+            job,
+            session_id: SessionId::generate(),
+            stop: None,
+            acknowledged_at: None,
+        }
     }
 
     /// Of a job that was stopped before anybody asked to run it. Nobody waits for a result.
@@ -76,7 +91,11 @@ impl JobRecord {
 
     /// Whether this request made it, or would have.
     pub(crate) fn is_of(&self, request: &JobRun, fingerprint: &str) -> bool {
-        if self.fingerprint.is_empty() { self.job.task_id == request.task_id } else { self.fingerprint == fingerprint }
+        if self.fingerprint.is_empty() {
+            self.job.task_id == request.task_id
+        } else {
+            self.fingerprint == fingerprint
+        }
     }
 
     pub(crate) fn is_final(&self) -> bool {
@@ -85,11 +104,23 @@ impl JobRecord {
 
     /// Writes down how it ended. What was told to stop before that was seen is canceled, however its command took it.
     pub(crate) fn conclude(&mut self, outcome: Outcome) {
-        let Outcome { state, exit_code, signal, output, error } = outcome;
+        let Outcome {
+            state,
+            exit_code,
+            signal,
+            output,
+            error,
+        } = outcome;
         (self.job.state, self.job.error) = match self.stop {
             None => (state, error),
             Some(Stop::Caller) => (JobState::Canceled, None),
-            Some(Stop::Node) => (JobState::Canceled, Some(problem(NODE_STOPPED, "the node was told to stop and to end its sandboxes"))),
+            Some(Stop::Node) => (
+                JobState::Canceled,
+                Some(problem(
+                    NODE_STOPPED,
+                    "the node was told to stop and to end its sandboxes",
+                )),
+            ),
         };
         self.job.exit_code = exit_code;
         self.job.signal = signal;
@@ -125,11 +156,16 @@ impl JobRecord {
 
 /// Tells requests apart. One with and one without the version are the same, and so are two whose members come in another order.
 pub(crate) fn fingerprint(request: &JobRun) -> String {
-    let mut request = JobRun { version: None, ..request.clone() };
+    let mut request = JobRun {
+        version: None,
+        ..request.clone()
+    };
     if let Some(job) = &mut request.job {
         job.sort_all_objects();
     }
-    crate::execs::hex(&Sha256::digest(serde_json::to_vec(&request).unwrap_or_default()))
+    crate::execs::hex(&Sha256::digest(
+        serde_json::to_vec(&request).unwrap_or_default(),
+    ))
 }
 
 /// How a job ended.
@@ -143,18 +179,34 @@ pub(crate) struct Outcome {
 }
 
 fn problem(code: &str, detail: impl Into<String>) -> JobError {
-    JobError { code: code.to_owned(), detail: detail.into() }
+    JobError {
+        code: code.to_owned(),
+        detail: detail.into(),
+    }
 }
 
 impl Outcome {
     fn without_exit(state: JobState, error: Option<JobError>) -> Self {
-        Self { state, exit_code: None, signal: None, output: JobOutput::default(), error }
+        Self {
+            state,
+            exit_code: None,
+            signal: None,
+            output: JobOutput::default(),
+            error,
+        }
     }
 
     /// Its command did not run, and why.
     pub(crate) fn failed(error: &ApiError) -> Self {
-        let errno = error.0.extensions.get("errno").and_then(|errno| errno.as_str());
-        let detail = errno.map_or_else(|| error.0.detail.clone(), |errno| format!("{errno}: {}", error.0.detail));
+        let errno = error
+            .0
+            .extensions
+            .get("errno")
+            .and_then(|errno| errno.as_str());
+        let detail = errno.map_or_else(
+            || error.0.detail.clone(),
+            |errno| format!("{errno}: {}", error.0.detail),
+        );
         Self::without_exit(JobState::Failed, Some(problem(&error.0.code, detail)))
     }
 
@@ -169,23 +221,56 @@ impl Outcome {
 
     /// Of a command that was started.
     pub(crate) fn of(result: Result<ExecResult, ApiError>) -> Self {
-        let ExecResult { exit, stdout, stderr, encoding, truncated, .. } = match result {
+        let ExecResult {
+            exit,
+            stdout,
+            stderr,
+            encoding,
+            truncated,
+            ..
+        } = match result {
             Ok(result) => result,
-            Err(error) if error.0.is(ErrorCode::AgentUnavailable) => return Self::interrupted(error.0.detail),
+            Err(error) if error.0.is(ErrorCode::AgentUnavailable) => {
+                return Self::interrupted(error.0.detail);
+            }
             Err(error) => return Self::failed(&error),
         };
         let (state, error) = if exit.lost {
-            (JobState::Failed, Some(problem(RUNNER_INTERRUPTED, "the sandbox went away, and how its command ended was not seen")))
+            (
+                JobState::Failed,
+                Some(problem(
+                    RUNNER_INTERRUPTED,
+                    "the sandbox went away, and how its command ended was not seen",
+                )),
+            )
         } else if exit.timed_out {
             (JobState::Timeout, None)
         } else if exit.oom_killed {
-            (JobState::Failed, Some(problem(OOM_KILLED, "the sandbox's memory limit was reached")))
+            (
+                JobState::Failed,
+                Some(problem(
+                    OOM_KILLED,
+                    "the sandbox's memory limit was reached",
+                )),
+            )
         } else if exit.exit_code == Some(0) {
             (JobState::Completed, None)
         } else {
             (JobState::Failed, None)
         };
-        Self { state, exit_code: exit.exit_code, signal: exit.signal, output: JobOutput { stdout, stderr, encoding, truncated, truncated_by: None }, error }
+        Self {
+            state,
+            exit_code: exit.exit_code,
+            signal: exit.signal,
+            output: JobOutput {
+                stdout,
+                stderr,
+                encoding,
+                truncated,
+                truncated_by: None,
+            },
+            error,
+        }
     }
 }
 
@@ -200,7 +285,11 @@ pub(crate) struct Entry {
 
 impl Entry {
     pub(crate) fn new(record: JobRecord) -> Self {
-        Self { record: Mutex::new(record.without_streams()), writing: tokio::sync::Mutex::new(()), changed: watch::Sender::new(()) }
+        Self {
+            record: Mutex::new(record.without_streams()),
+            writing: tokio::sync::Mutex::new(()),
+            changed: watch::Sender::new(()),
+        }
     }
 
     pub(crate) fn record(&self) -> JobRecord {
@@ -269,12 +358,24 @@ mod tests {
         };
         change(&mut exit);
         let (stdout, stderr, encoding) = ("out".to_owned(), "err".to_owned(), "utf-8".to_owned());
-        ExecResult { exec_id: ExecId::generate(), exit, stdout, stderr, encoding, truncated: Truncated::default() }
+        ExecResult {
+            exec_id: ExecId::generate(),
+            exit,
+            stdout,
+            stderr,
+            encoding,
+            truncated: Truncated::default(),
+        }
     }
 
     fn concluded(stop: Option<Stop>, outcome: Outcome) -> Job {
         let request = run();
-        let mut record = JobRecord::new(request.clone(), fingerprint(&request), NodeId::generate(), None);
+        let mut record = JobRecord::new(
+            request.clone(),
+            fingerprint(&request),
+            NodeId::generate(),
+            None,
+        );
         record.stop = stop;
         record.conclude(outcome);
         assert!(record.is_final() && record.request.is_none());
@@ -286,49 +387,121 @@ mod tests {
         let code = |job: &Job| job.error.as_ref().map(|error| error.code.clone());
         for (outcome, state, error) in [
             (Outcome::of(Ok(result(|_| {}))), JobState::Completed, None),
-            (Outcome::of(Ok(result(|exit| exit.exit_code = Some(3)))), JobState::Failed, None),
-            (Outcome::of(Ok(result(|exit| (exit.exit_code, exit.signal) = (None, Some("SEGV".to_owned()))))), JobState::Failed, None),
-            (Outcome::of(Ok(result(|exit| exit.timed_out = true))), JobState::Timeout, None),
-            (Outcome::of(Ok(result(|exit| (exit.exit_code, exit.oom_killed) = (Some(137), true)))), JobState::Failed, Some(OOM_KILLED)),
-            (Outcome::of(Ok(result(|exit| (exit.exit_code, exit.lost) = (None, true)))), JobState::Failed, Some(RUNNER_INTERRUPTED)),
-            (Outcome::failed(&ApiError::new(ErrorCode::ImageNotFound, "none")), JobState::Failed, Some("image_not_found")),
+            (
+                Outcome::of(Ok(result(|exit| exit.exit_code = Some(3)))),
+                JobState::Failed,
+                None,
+            ),
+            (
+                Outcome::of(Ok(result(|exit| {
+                    (exit.exit_code, exit.signal) = (None, Some("SEGV".to_owned()))
+                }))),
+                JobState::Failed,
+                None,
+            ),
+            (
+                Outcome::of(Ok(result(|exit| exit.timed_out = true))),
+                JobState::Timeout,
+                None,
+            ),
+            (
+                Outcome::of(Ok(result(|exit| {
+                    (exit.exit_code, exit.oom_killed) = (Some(137), true)
+                }))),
+                JobState::Failed,
+                Some(OOM_KILLED),
+            ),
+            (
+                Outcome::of(Ok(result(|exit| {
+                    (exit.exit_code, exit.lost) = (None, true)
+                }))),
+                JobState::Failed,
+                Some(RUNNER_INTERRUPTED),
+            ),
+            (
+                Outcome::failed(&ApiError::new(ErrorCode::ImageNotFound, "none")),
+                JobState::Failed,
+                Some("image_not_found"),
+            ),
             (Outcome::canceled(), JobState::Canceled, None),
         ] {
             let job = concluded(None, outcome.clone());
-            assert_eq!((job.state, code(&job).as_deref()), (state, error), "{outcome:?}");
-            assert_eq!(concluded(Some(Stop::Caller), outcome.clone()).state, JobState::Canceled);
+            assert_eq!(
+                (job.state, code(&job).as_deref()),
+                (state, error),
+                "{outcome:?}"
+            );
+            assert_eq!(
+                concluded(Some(Stop::Caller), outcome.clone()).state,
+                JobState::Canceled
+            );
             let stopped = concluded(Some(Stop::Node), outcome);
-            assert_eq!((stopped.state, code(&stopped).as_deref()), (JobState::Canceled, Some(NODE_STOPPED)));
+            assert_eq!(
+                (stopped.state, code(&stopped).as_deref()),
+                (JobState::Canceled, Some(NODE_STOPPED))
+            );
         }
     }
 
     #[test]
     fn a_command_that_can_not_be_started_says_its_errno() {
-        let error: ApiError = Problem::new(ErrorCode::ExecFailed, "no such command").with("errno", "ENOENT").into();
+        let error: ApiError = Problem::new(ErrorCode::ExecFailed, "no such command")
+            .with("errno", "ENOENT")
+            .into();
         let job = concluded(None, Outcome::failed(&error));
         let error = job.error.expect("an error");
-        assert_eq!((error.code.as_str(), error.detail.as_str()), ("exec_failed", "ENOENT: no such command"));
+        assert_eq!(
+            (error.code.as_str(), error.detail.as_str()),
+            ("exec_failed", "ENOENT: no such command")
+        );
     }
 
     #[test]
     fn what_is_acknowledged_is_remembered_for_a_day_and_holds_no_output() {
         let request = run();
-        let mut record = JobRecord::new(request.clone(), fingerprint(&request), NodeId::generate(), None);
+        let mut record = JobRecord::new(
+            request.clone(),
+            fingerprint(&request),
+            NodeId::generate(),
+            None,
+        );
         record.conclude(Outcome::of(Ok(result(|_| {}))));
         let now = OffsetDateTime::now_utc();
-        assert!(!record.is_forgotten(now + time::Duration::days(1_000)), "nobody has its result");
+        assert!(
+            !record.is_forgotten(now + time::Duration::days(1_000)),
+            "nobody has its result"
+        );
         record.acknowledge();
-        assert!(record.job.output.stdout.is_empty() && record.job.output.stderr.is_empty() && record.job.acknowledged);
-        assert!(!record.is_forgotten(now + time::Duration::hours(23)) && record.is_forgotten(now + time::Duration::hours(25)));
+        assert!(
+            record.job.output.stdout.is_empty()
+                && record.job.output.stderr.is_empty()
+                && record.job.acknowledged
+        );
+        assert!(
+            !record.is_forgotten(now + time::Duration::hours(23))
+                && record.is_forgotten(now + time::Duration::hours(25))
+        );
     }
 
     #[test]
     fn requests_are_told_apart_by_all_that_they_say() {
         let first = run();
-        assert_eq!(fingerprint(&first), fingerprint(&JobRun { version: None, ..first.clone() }));
+        assert_eq!(
+            fingerprint(&first),
+            fingerprint(&JobRun {
+                version: None,
+                ..first.clone()
+            })
+        );
         let mut other = first.clone();
         other.sandbox.command.push("x".to_owned());
         assert_ne!(fingerprint(&first), fingerprint(&other));
-        assert_ne!(fingerprint(&first), fingerprint(&JobRun { task_id: TaskId::generate(), ..first.clone() }));
+        assert_ne!(
+            fingerprint(&first),
+            fingerprint(&JobRun {
+                task_id: TaskId::generate(),
+                ..first.clone()
+            })
+        );
     }
 }

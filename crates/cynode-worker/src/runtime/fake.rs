@@ -22,7 +22,9 @@ use tokio::{
 };
 use tokio_util::io::ReaderStream;
 
-use super::{Container, Error, ExecSpec, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState, Spec};
+use super::{
+    Container, Error, ExecSpec, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState, Spec,
+};
 use crate::process;
 
 /// What the next calls do instead of their work.
@@ -59,7 +61,10 @@ struct Entry {
 impl Fake {
     #[must_use]
     pub fn new(images: impl IntoIterator<Item = (String, FakeImage)>) -> Self {
-        Self { images: images.into_iter().collect(), ..Self::default() }
+        Self {
+            images: images.into_iter().collect(),
+            ..Self::default()
+        }
     }
 
     /// Makes the next matching call fail.
@@ -72,54 +77,97 @@ impl Fake {
         match *fault {
             Some(Fault::Refuse(name)) if name == call => {
                 *fault = None;
-                Err(Error::Refused { call, message: "told to refuse".to_owned() })
+                Err(Error::Refused {
+                    call,
+                    message: "told to refuse".to_owned(),
+                })
             }
             Some(Fault::Hang(name)) if name == call => {
                 *fault = None;
-                Err(Error::Timeout { call, limit: std::time::Duration::ZERO })
+                Err(Error::Timeout {
+                    call,
+                    limit: std::time::Duration::ZERO,
+                })
             }
             _ => Ok(()),
         }
     }
 
     fn number(&self) -> u64 {
-        self.counter.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
+        self.counter
+            .fetch_add(1, std::sync::atomic::Ordering::Relaxed)
     }
 
     fn running_pid(&self, name: &str) -> Result<i32, Error> {
         let containers = self.containers.lock();
-        let entry = containers.get(name).ok_or_else(|| Error::NotFound(name.to_owned()))?;
+        let entry = containers
+            .get(name)
+            .ok_or_else(|| Error::NotFound(name.to_owned()))?;
         match entry.state.as_ref().map(|state| *state.borrow()) {
-            Some(RuntimeExecState { running: true, pid, .. }) => Ok(pid),
-            _ => Err(Error::Refused { call: "exec", message: "the container does not run".to_owned() }),
+            Some(RuntimeExecState {
+                running: true, pid, ..
+            }) => Ok(pid),
+            _ => Err(Error::Refused {
+                call: "exec",
+                message: "the container does not run".to_owned(),
+            }),
         }
     }
 }
 
-fn spawn(call: &'static str, argv: &[String], env: &[(String, String)], cwd: Option<&str>, piped: bool) -> Result<Child, Error> {
-    let (program, arguments) = argv.split_first().ok_or_else(|| Error::Refused { call, message: "no command".to_owned() })?;
+fn spawn(
+    call: &'static str,
+    argv: &[String],
+    env: &[(String, String)],
+    cwd: Option<&str>,
+    piped: bool,
+) -> Result<Child, Error> {
+    let (program, arguments) = argv.split_first().ok_or_else(|| Error::Refused {
+        call,
+        message: "no command".to_owned(),
+    })?;
     let mut command = process::command(program);
-    command.args(arguments).env_clear().envs(env.iter().cloned()).process_group(0).kill_on_drop(true);
+    command
+        .args(arguments)
+        .env_clear()
+        .envs(env.iter().cloned())
+        .process_group(0)
+        .kill_on_drop(true);
     if let Some(cwd) = cwd.filter(|cwd| std::path::Path::new(cwd).is_dir()) {
         command.current_dir(cwd);
     }
     let stream = || if piped { Stdio::piped() } else { Stdio::null() };
     command.stdin(stream()).stdout(stream()).stderr(stream());
-    command.spawn().map_err(|error| Error::Refused { call, message: format!("{program}: executable file not found or not runnable: {error}") })
+    command.spawn().map_err(|error| Error::Refused {
+        call,
+        message: format!("{program}: executable file not found or not runnable: {error}"),
+    })
 }
 
 /// Watches a child to its end.
 fn follow(mut child: Child) -> watch::Receiver<RuntimeExecState> {
     let pid = child.id().map_or(0, u32::cast_signed);
-    let (sender, receiver) = watch::channel(RuntimeExecState { running: true, exit_code: None, pid });
+    let (sender, receiver) = watch::channel(RuntimeExecState {
+        running: true,
+        exit_code: None,
+        pid,
+    });
     tokio::spawn(async move {
         let status = child.wait().await;
         let exit_code = status.ok().map(|status| {
             use std::os::unix::process::ExitStatusExt as _;
-            i64::from(status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default()))
+            i64::from(
+                status
+                    .code()
+                    .unwrap_or_else(|| 128 + status.signal().unwrap_or_default()),
+            )
         });
         // Nobody may be watching any more.
-        let _told = sender.send(RuntimeExecState { running: false, exit_code, pid });
+        let _told = sender.send(RuntimeExecState {
+            running: false,
+            exit_code,
+            pid,
+        });
     });
     receiver
 }
@@ -150,13 +198,25 @@ impl Runtime for Fake {
 
     async fn image(&self, reference: &str) -> Result<Image, Error> {
         self.check("image")?;
-        let image = self.images.get(reference).ok_or_else(|| Error::NotFound(reference.to_owned()))?;
-        Ok(Image { id: reference.to_owned(), digest: reference.to_owned(), labels: image.labels.clone(), env: image.env.clone() })
+        let image = self
+            .images
+            .get(reference)
+            .ok_or_else(|| Error::NotFound(reference.to_owned()))?;
+        Ok(Image {
+            id: reference.to_owned(),
+            digest: reference.to_owned(),
+            labels: image.labels.clone(),
+            env: image.env.clone(),
+        })
     }
 
     async fn images(&self) -> Result<Vec<LocalImage>, Error> {
         self.check("images")?;
-        let local = |(name, image): (&String, &FakeImage)| LocalImage { reference: name.clone(), digest: name.clone(), labels: image.labels.clone() };
+        let local = |(name, image): (&String, &FakeImage)| LocalImage {
+            reference: name.clone(),
+            digest: name.clone(),
+            labels: image.labels.clone(),
+        };
         Ok(self.images.iter().map(local).collect())
     }
 
@@ -170,24 +230,47 @@ impl Runtime for Fake {
             return Err(Error::NameInUse(spec.name.clone()));
         }
         let id = format!("{:064x}", self.number());
-        containers.insert(spec.name.clone(), Entry { id: id.clone(), spec: spec.clone(), state: None });
+        containers.insert(
+            spec.name.clone(),
+            Entry {
+                id: id.clone(),
+                spec: spec.clone(),
+                state: None,
+            },
+        );
         Ok(id)
     }
 
     async fn start(&self, name: &str) -> Result<(), Error> {
         self.check("start")?;
         let mut containers = self.containers.lock();
-        let entry = containers.get_mut(name).ok_or_else(|| Error::NotFound(name.to_owned()))?;
-        if entry.state.as_ref().is_some_and(|state| state.borrow().running) {
+        let entry = containers
+            .get_mut(name)
+            .ok_or_else(|| Error::NotFound(name.to_owned()))?;
+        if entry
+            .state
+            .as_ref()
+            .is_some_and(|state| state.borrow().running)
+        {
             return Ok(());
         }
-        entry.state = Some(follow(spawn("start", &entry.spec.argv, &entry.spec.env, None, false)?));
+        entry.state = Some(follow(spawn(
+            "start",
+            &entry.spec.argv,
+            &entry.spec.env,
+            None,
+            false,
+        )?));
         Ok(())
     }
 
     async fn inspect(&self, name: &str) -> Result<Container, Error> {
         self.check("inspect")?;
-        self.containers.lock().get(name).map(|entry| container(name, entry)).ok_or_else(|| Error::NotFound(name.to_owned()))
+        self.containers
+            .lock()
+            .get(name)
+            .map(|entry| container(name, entry))
+            .ok_or_else(|| Error::NotFound(name.to_owned()))
     }
 
     async fn list(&self, label: &str, value: &str) -> Result<Vec<Container>, Error> {
@@ -196,7 +279,13 @@ impl Runtime for Fake {
             .containers
             .lock()
             .iter()
-            .filter(|(_, entry)| entry.spec.labels.get(label).is_some_and(|found| found == value))
+            .filter(|(_, entry)| {
+                entry
+                    .spec
+                    .labels
+                    .get(label)
+                    .is_some_and(|found| found == value)
+            })
             .map(|(name, entry)| container(name, entry))
             .collect())
     }
@@ -204,7 +293,13 @@ impl Runtime for Fake {
     async fn kill(&self, name: &str, signal: &str) -> Result<(), Error> {
         self.check("kill")?;
         let pid = self.running_pid(name)?;
-        let number = signal.parse::<SignalName>().map_err(|message| Error::Refused { call: "kill", message })?.number();
+        let number = signal
+            .parse::<SignalName>()
+            .map_err(|message| Error::Refused {
+                call: "kill",
+                message,
+            })?
+            .number();
         process::kill(pid, number);
         Ok(())
     }
@@ -226,23 +321,45 @@ impl Runtime for Fake {
         self.check("exec")?;
         self.running_pid(name)?;
         let mut child = spawn("exec", &spec.argv, &spec.env, Some(&spec.cwd), true)?;
-        let missing = || Error::Refused { call: "exec", message: "a stream is missing".to_owned() };
-        let (stdin, stdout, stderr) =
-            (child.stdin.take().ok_or_else(missing)?, child.stdout.take().ok_or_else(missing)?, child.stderr.take().ok_or_else(missing)?);
+        let missing = || Error::Refused {
+            call: "exec",
+            message: "a stream is missing".to_owned(),
+        };
+        let (stdin, stdout, stderr) = (
+            child.stdin.take().ok_or_else(missing)?,
+            child.stdout.take().ok_or_else(missing)?,
+            child.stderr.take().ok_or_else(missing)?,
+        );
         let id = format!("exec-{}", self.number());
         self.execs.lock().insert(id.clone(), follow(child));
-        let input: Pin<Box<dyn tokio::io::AsyncWrite + Send>> = if spec.stdin { Box::pin(Input(Some(stdin))) } else { Box::pin(tokio::io::sink()) };
-        Ok(RuntimeExec { id, input, output: Box::pin(merge(stdout, stderr)) })
+        let input: Pin<Box<dyn tokio::io::AsyncWrite + Send>> = if spec.stdin {
+            Box::pin(Input(Some(stdin)))
+        } else {
+            Box::pin(tokio::io::sink())
+        };
+        Ok(RuntimeExec {
+            id,
+            input,
+            output: Box::pin(merge(stdout, stderr)),
+        })
     }
 
     async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, Error> {
         self.check("exec_state")?;
-        self.execs.lock().get(id).map(|state| *state.borrow()).ok_or_else(|| Error::NotFound(id.to_owned()))
+        self.execs
+            .lock()
+            .get(id)
+            .map(|state| *state.borrow())
+            .ok_or_else(|| Error::NotFound(id.to_owned()))
     }
 
     async fn exec_resize(&self, id: &str, _columns: u16, _rows: u16) -> Result<(), Error> {
         self.check("exec_resize")?;
-        if self.execs.lock().contains_key(id) { Ok(()) } else { Err(Error::NotFound(id.to_owned())) }
+        if self.execs.lock().contains_key(id) {
+            Ok(())
+        } else {
+            Err(Error::NotFound(id.to_owned()))
+        }
     }
 
     async fn close(&self) {}
@@ -268,22 +385,33 @@ fn merge(
     };
     pump(Box::new(stdout), Stream::Stdout);
     pump(Box::new(stderr), Stream::Stderr);
-    stream::unfold(receiver, |mut receiver| async move { receiver.recv().await.map(|piece| (piece, receiver)) })
+    stream::unfold(receiver, |mut receiver| async move {
+        receiver.recv().await.map(|piece| (piece, receiver))
+    })
 }
 
 /// Standard input of a process, closed by `shutdown` and not only when it is dropped.
 struct Input(Option<tokio::process::ChildStdin>);
 
 impl tokio::io::AsyncWrite for Input {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<std::io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<std::io::Result<usize>> {
         match &mut self.0 {
             Some(stdin) => Pin::new(stdin).poll_write(context, bytes),
             None => Poll::Ready(Err(std::io::ErrorKind::BrokenPipe.into())),
         }
     }
 
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<std::io::Result<()>> {
-        self.0.as_mut().map_or(Poll::Ready(Ok(())), |stdin| Pin::new(stdin).poll_flush(context))
+    fn poll_flush(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        self.0.as_mut().map_or(Poll::Ready(Ok(())), |stdin| {
+            Pin::new(stdin).poll_flush(context)
+        })
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<std::io::Result<()>> {

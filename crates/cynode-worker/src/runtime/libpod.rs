@@ -14,7 +14,11 @@ const NPROC: u64 = 4_096;
 
 /// Each place in memory: where, its size, and whether programs may be run from it.
 pub(super) fn tmpfs_places(memory_bytes: u64) -> [(&'static str, u64, bool); 3] {
-    [("/tmp", memory_bytes / 2, true), ("/run", 16 << 20, false), ("/dev/shm", (memory_bytes / 4).min(64 << 20), false)]
+    [
+        ("/tmp", memory_bytes / 2, true),
+        ("/run", 16 << 20, false),
+        ("/dev/shm", (memory_bytes / 4).min(64 << 20), false),
+    ]
 }
 
 /// Signals that may wait and timers, of a whole sandbox. The kernel counts them again in one sum for all user namespaces of the
@@ -25,30 +29,60 @@ const SIGPENDING: u64 = 2_048;
 pub(super) fn rlimits(limits: &Limits) -> [(&'static str, u64); 5] {
     let pids = u64::from(limits.pids);
     let nproc = NPROC.min(pids * 4).max(pids);
-    [("nofile", limits.nofile), ("nproc", nproc), ("core", 0), ("sigpending", SIGPENDING), ("msgqueue", 0)]
+    [
+        ("nofile", limits.nofile),
+        ("nproc", nproc),
+        ("core", 0),
+        ("sigpending", SIGPENDING),
+        ("msgqueue", 0),
+    ]
 }
 
 /// Ours, when that is higher already: a runtime without the right to lower scores would fail.
 pub(super) fn oom_score_adj() -> i32 {
-    let own = fs_err::read_to_string("/proc/self/oom_score_adj").ok().and_then(|text| text.trim().parse().ok());
+    let own = fs_err::read_to_string("/proc/self/oom_score_adj")
+        .ok()
+        .and_then(|text| text.trim().parse().ok());
     OOM_SCORE_ADJ.max(own.unwrap_or_default())
 }
 
 /// The container as libpod's `SpecGenerator`. Everything that an image could set is set here.
 pub(super) fn create_body(spec: &Spec, oci_runtime: Option<&str>, seccomp_profile: &Path) -> Value {
-    let Limits { memory_bytes, cpus, pids, .. } = spec.limits;
+    let Limits {
+        memory_bytes,
+        cpus,
+        pids,
+        ..
+    } = spec.limits;
     let map = id_map(spec.ids);
-    let rlimits = rlimits(&spec.limits).map(|(name, value)| json!({ "type": name, "soft": value, "hard": value }));
+    let rlimits = rlimits(&spec.limits)
+        .map(|(name, value)| json!({ "type": name, "soft": value, "hard": value }));
     let tmpfs = |target: &str, bytes: u64, exec: bool| {
-        let mut options = vec![format!("size={bytes}"), "mode=1777".to_owned(), "nosuid".to_owned(), "nodev".to_owned()];
+        let mut options = vec![
+            format!("size={bytes}"),
+            "mode=1777".to_owned(),
+            "nosuid".to_owned(),
+            "nodev".to_owned(),
+        ];
         if !exec {
             options.push("noexec".to_owned());
         }
         json!({ "type": "tmpfs", "source": "tmpfs", "destination": target, "options": options })
     };
-    let mut mounts: Vec<Value> = tmpfs_places(memory_bytes).into_iter().map(|(target, bytes, exec)| tmpfs(target, bytes, exec)).collect();
+    let mut mounts: Vec<Value> = tmpfs_places(memory_bytes)
+        .into_iter()
+        .map(|(target, bytes, exec)| tmpfs(target, bytes, exec))
+        .collect();
     let terminals = format!("max={TERMINALS}");
-    let options = ["nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5", &terminals];
+    let options = [
+        "nosuid",
+        "noexec",
+        "newinstance",
+        "ptmxmode=0666",
+        "mode=0620",
+        "gid=5",
+        &terminals,
+    ];
     mounts.push(json!({ "type": "devpts", "source": "devpts", "destination": "/dev/pts", "options": options }));
     mounts.extend(spec.mounts.iter().map(bind));
     let mut body = json!({
@@ -119,7 +153,10 @@ fn id_map(ids: IdMap) -> Value {
     if ids.count > NOBODY {
         json!([extent(0, ids.first, ids.count)])
     } else {
-        json!([extent(0, ids.first, ids.count - 1), extent(NOBODY, ids.first + ids.count - 1, 1)])
+        json!([
+            extent(0, ids.first, ids.count - 1),
+            extent(NOBODY, ids.first + ids.count - 1, 1)
+        ])
     }
 }
 
@@ -133,7 +170,12 @@ fn bind(mount: &Mount) -> Value {
 
 pub(super) const CPU_PERIOD: u64 = 100_000;
 
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss, reason = "validated to lie between 0.01 and 1024")]
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    clippy::cast_precision_loss,
+    reason = "validated to lie between 0.01 and 1024"
+)]
 pub(super) fn cpu_quota(cpus: f64) -> u64 {
     (cpus * CPU_PERIOD as f64).round().max(1_000.0) as u64
 }

@@ -146,7 +146,9 @@ pub struct RuntimeExec {
 
 impl std::fmt::Debug for RuntimeExec {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("RuntimeExec").field("id", &self.id).finish_non_exhaustive()
+        f.debug_struct("RuntimeExec")
+            .field("id", &self.id)
+            .finish_non_exhaustive()
     }
 }
 

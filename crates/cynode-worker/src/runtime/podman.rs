@@ -13,7 +13,8 @@ use serde_json::Value;
 use tokio::sync::OnceCell;
 
 use super::{
-    Container, Error, ExecSpec, IdMap, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState, ServiceOptions, Spec,
+    Container, Error, ExecSpec, IdMap, IdSpace, Image, Runtime, RuntimeExec, RuntimeExecState,
+    ServiceOptions, Spec,
     compat::{self, translate},
     last_word, libpod, seccomp,
     service::{self, Service},
@@ -57,9 +58,21 @@ impl Podman {
     #[must_use]
     pub fn new(options: PodmanOptions) -> Self {
         let directory = options.service.directory.clone();
-        let service = options.socket.is_none().then(|| Service::new(options.service));
-        let socket = options.socket.unwrap_or_else(|| service.as_ref().map(Service::socket).unwrap_or_default());
-        Self { socket, service, oci_runtime: options.oci_runtime, directory, clients: OnceCell::new(), call_limit: options.call_limit }
+        let service = options
+            .socket
+            .is_none()
+            .then(|| Service::new(options.service));
+        let socket = options
+            .socket
+            .unwrap_or_else(|| service.as_ref().map(Service::socket).unwrap_or_default());
+        Self {
+            socket,
+            service,
+            oci_runtime: options.oci_runtime,
+            directory,
+            clients: OnceCell::new(),
+            call_limit: options.call_limit,
+        }
     }
 
     async fn clients(&self) -> Result<&Clients, Error> {
@@ -68,60 +81,118 @@ impl Podman {
                 match &self.service {
                     Some(service) => service.ensure().await?,
                     None if service::answers(&self.socket).await => {}
-                    None => return Err(Error::Unavailable(format!("nothing answers on {}", self.socket.display()))),
+                    None => {
+                        return Err(Error::Unavailable(format!(
+                            "nothing answers on {}",
+                            self.socket.display()
+                        )));
+                    }
                 }
-                let unavailable = |error: &dyn std::fmt::Display| Error::Unavailable(error.to_string());
-                let seccomp_profile = seccomp::write(&self.directory).map_err(|error| unavailable(&error))?;
+                let unavailable =
+                    |error: &dyn std::fmt::Display| Error::Unavailable(error.to_string());
+                let seccomp_profile =
+                    seccomp::write(&self.directory).map_err(|error| unavailable(&error))?;
                 let docker = compat::connect(&self.socket, self.call_limit).await?;
-                let libpod = reqwest::Client::builder().unix_socket(self.socket.as_path()).build().map_err(|error| unavailable(&error))?;
-                Ok(Clients { docker, libpod, seccomp_profile })
+                let libpod = reqwest::Client::builder()
+                    .unix_socket(self.socket.as_path())
+                    .build()
+                    .map_err(|error| unavailable(&error))?;
+                Ok(Clients {
+                    docker,
+                    libpod,
+                    seccomp_profile,
+                })
             })
             .await
     }
 
     /// Runs a call under its deadline. A service of ours that hangs or is gone is started anew; a call that is safe to
     /// repeat is then repeated once.
-    async fn call<T, F>(&self, call: &'static str, limit: Duration, repeat: bool, run: impl Fn(&Clients) -> F) -> Result<T, Error>
+    async fn call<T, F>(
+        &self,
+        call: &'static str,
+        limit: Duration,
+        repeat: bool,
+        run: impl Fn(&Clients) -> F,
+    ) -> Result<T, Error>
     where
         F: Future<Output = Result<T, Error>>,
     {
         let started = std::time::Instant::now();
         let result = self.try_call(call, limit, &run).await;
         let result = match (result, &self.service) {
-            (Err(error @ (Error::Timeout { .. } | Error::Unavailable(_) | Error::Unreached(_))), Some(service)) => {
-                service.restart(if matches!(error, Error::Timeout { .. }) { service::HUNG } else { "it is gone" }).await?;
-                if repeat || matches!(error, Error::Unreached(_)) { self.try_call(call, limit, &run).await } else { Err(error) }
+            (
+                Err(error @ (Error::Timeout { .. } | Error::Unavailable(_) | Error::Unreached(_))),
+                Some(service),
+            ) => {
+                service
+                    .restart(if matches!(error, Error::Timeout { .. }) {
+                        service::HUNG
+                    } else {
+                        "it is gone"
+                    })
+                    .await?;
+                if repeat || matches!(error, Error::Unreached(_)) {
+                    self.try_call(call, limit, &run).await
+                } else {
+                    Err(error)
+                }
             }
             (result, _) => result,
         };
-        metrics::histogram!("cynode_runtime_call_seconds", "call" => call).record(started.elapsed().as_secs_f64());
+        metrics::histogram!("cynode_runtime_call_seconds", "call" => call)
+            .record(started.elapsed().as_secs_f64());
         result
     }
 
     /// A reading libpod call.
-    async fn libpod_get(&self, call: &'static str, path: &str, query: &[(&str, &str)]) -> Result<Value, Error> {
+    async fn libpod_get(
+        &self,
+        call: &'static str,
+        path: &str,
+        query: &[(&str, &str)],
+    ) -> Result<Value, Error> {
         self.call(call, self.call_limit, true, |clients| {
-            let request = clients.libpod.get(format!("http://podman/v4.0.0/libpod/{path}")).query(query);
+            let request = clients
+                .libpod
+                .get(format!("http://podman/v4.0.0/libpod/{path}"))
+                .query(query);
             async move {
-                let response = request.send().await.map_err(|error| Error::Unavailable(error.to_string()))?;
+                let response = request
+                    .send()
+                    .await
+                    .map_err(|error| Error::Unavailable(error.to_string()))?;
                 let status = response.status().as_u16();
-                let answer: Value = response.json().await.map_err(|error| Error::Unavailable(error.to_string()))?;
+                let answer: Value = response
+                    .json()
+                    .await
+                    .map_err(|error| Error::Unavailable(error.to_string()))?;
                 match status {
                     200 => Ok(answer),
                     404 => Err(Error::NotFound(path.to_owned())),
-                    _ => Err(Error::Refused { call, message: text(&answer["message"]) }),
+                    _ => Err(Error::Refused {
+                        call,
+                        message: text(&answer["message"]),
+                    }),
                 }
             }
         })
         .await
     }
 
-    async fn try_call<T, F>(&self, call: &'static str, limit: Duration, run: &impl Fn(&Clients) -> F) -> Result<T, Error>
+    async fn try_call<T, F>(
+        &self,
+        call: &'static str,
+        limit: Duration,
+        run: &impl Fn(&Clients) -> F,
+    ) -> Result<T, Error>
     where
         F: Future<Output = Result<T, Error>>,
     {
         let clients = self.clients().await?;
-        tokio::time::timeout(limit, run(clients)).await.map_err(|_| Error::Timeout { call, limit })?
+        tokio::time::timeout(limit, run(clients))
+            .await
+            .map_err(|_| Error::Timeout { call, limit })?
     }
 }
 
@@ -130,7 +201,12 @@ fn text(value: &Value) -> String {
 }
 
 fn labels(value: &Value) -> BTreeMap<String, String> {
-    value.as_object().into_iter().flatten().map(|(name, value)| (name.clone(), text(value))).collect()
+    value
+        .as_object()
+        .into_iter()
+        .flatten()
+        .map(|(name, value)| (name.clone(), text(value)))
+        .collect()
 }
 
 /// The ids that sandboxes can have, by what Podman says of itself.
@@ -142,25 +218,42 @@ pub(crate) fn id_space(info: &Value) -> IdSpace {
     // As seen in Podman's own namespace, where 0 is the user and those from 1 on are the subordinate ones.
     let count = |kind: &str| {
         let ranges = host["idMappings"][kind].as_array().into_iter().flatten();
-        ranges.filter(|range| range["container_id"] != 0).filter_map(|range| range["size"].as_u64()).sum::<u64>()
+        ranges
+            .filter(|range| range["container_id"] != 0)
+            .filter_map(|range| range["size"].as_u64())
+            .sum::<u64>()
     };
-    IdSpace::Within(IdMap { first: 1, count: u32::try_from(count("uidmap").min(count("gidmap"))).unwrap_or(u32::MAX) })
+    IdSpace::Within(IdMap {
+        first: 1,
+        count: u32::try_from(count("uidmap").min(count("gidmap"))).unwrap_or(u32::MAX),
+    })
 }
 
 #[async_trait]
 impl Runtime for Podman {
     async fn ping(&self) -> Result<(), Error> {
-        self.call("ping", self.call_limit, true, |clients| compat::ping(clients.docker.clone())).await
+        self.call("ping", self.call_limit, true, |clients| {
+            compat::ping(clients.docker.clone())
+        })
+        .await
     }
 
     async fn ids(&self) -> Result<IdSpace, Error> {
-        self.libpod_get("ids", "info", &[]).await.map(|info| id_space(&info))
+        self.libpod_get("ids", "info", &[])
+            .await
+            .map(|info| id_space(&info))
     }
 
     async fn image(&self, reference: &str) -> Result<Image, Error> {
         self.call("image", self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
-            async move { docker.inspect_image(reference).await.map(|found| compat::image(found, reference)).map_err(translate("image", reference)) }
+            async move {
+                docker
+                    .inspect_image(reference)
+                    .await
+                    .map(|found| compat::image(found, reference))
+                    .map_err(translate("image", reference))
+            }
         })
         .await
     }
@@ -175,25 +268,42 @@ impl Runtime for Podman {
 
     async fn create(&self, spec: &Spec) -> Result<String, Error> {
         self.call("create", 2 * self.call_limit, false, |clients| {
-            let body = libpod::create_body(spec, self.oci_runtime.as_deref(), &clients.seccomp_profile);
-            let request = clients.libpod.post("http://podman/v4.0.0/libpod/containers/create").json(&body);
+            let body =
+                libpod::create_body(spec, self.oci_runtime.as_deref(), &clients.seccomp_profile);
+            let request = clients
+                .libpod
+                .post("http://podman/v4.0.0/libpod/containers/create")
+                .json(&body);
             async move {
                 let unreached = |error: reqwest::Error| {
-                    if error.is_connect() { Error::Unreached(error.to_string()) } else { Error::Unavailable(error.to_string()) }
+                    if error.is_connect() {
+                        Error::Unreached(error.to_string())
+                    } else {
+                        Error::Unavailable(error.to_string())
+                    }
                 };
                 let response = request.send().await.map_err(unreached)?;
                 let status = response.status().as_u16();
-                let answer: Value = response.json().await.map_err(|error| Error::Unavailable(error.to_string()))?;
+                let answer: Value = response
+                    .json()
+                    .await
+                    .map_err(|error| Error::Unavailable(error.to_string()))?;
                 let message = text(&answer["message"]);
                 // 4.x answers a taken name and a missing image with 500.
                 if status == 201 {
                     Ok(text(&answer["Id"]))
                 } else if status == 409 || message.contains("already in use") {
                     Err(Error::NameInUse(spec.name.clone()))
-                } else if status == 404 || message.contains("no such image") || message.contains("image not known") {
+                } else if status == 404
+                    || message.contains("no such image")
+                    || message.contains("image not known")
+                {
                     Err(Error::NotFound(spec.image_id.clone()))
                 } else {
-                    Err(Error::Refused { call: "create", message })
+                    Err(Error::Refused {
+                        call: "create",
+                        message,
+                    })
                 }
             }
         })
@@ -203,20 +313,34 @@ impl Runtime for Podman {
     async fn start(&self, name: &str) -> Result<(), Error> {
         self.call("start", 2 * self.call_limit, true, |clients| {
             let docker = clients.docker.clone();
-            async move { docker.start_container(name, None).await.map_err(translate("start", name)) }
+            async move {
+                docker
+                    .start_container(name, None)
+                    .await
+                    .map_err(translate("start", name))
+            }
         })
         .await
     }
 
     // Not by bollard: Podman has states that the Docker API does not know ("stopped", "initialized").
     async fn inspect(&self, name: &str) -> Result<Container, Error> {
-        let found = self.libpod_get("inspect", &format!("containers/{name}/json"), &[]).await?;
+        let found = self
+            .libpod_get("inspect", &format!("containers/{name}/json"), &[])
+            .await?;
         let running = found["State"]["Running"].as_bool().unwrap_or_default();
         Ok(Container {
             id: text(&found["Id"]),
             name: text(&found["Name"]),
             running,
-            pid: if running { found["State"]["Pid"].as_i64().and_then(|pid| pid.try_into().ok()).unwrap_or_default() } else { 0 },
+            pid: if running {
+                found["State"]["Pid"]
+                    .as_i64()
+                    .and_then(|pid| pid.try_into().ok())
+                    .unwrap_or_default()
+            } else {
+                0
+            },
             exit_code: found["State"]["ExitCode"].as_i64().filter(|_| !running),
             labels: labels(&found["Config"]["Labels"]),
         })
@@ -224,7 +348,13 @@ impl Runtime for Podman {
 
     async fn list(&self, label: &str, value: &str) -> Result<Vec<Container>, Error> {
         let filters = serde_json::json!({ "label": [format!("{label}={value}")] }).to_string();
-        let found = self.libpod_get("list", "containers/json", &[("all", "true"), ("filters", &filters)]).await?;
+        let found = self
+            .libpod_get(
+                "list",
+                "containers/json",
+                &[("all", "true"), ("filters", &filters)],
+            )
+            .await?;
         Ok(found
             .as_array()
             .into_iter()
@@ -241,11 +371,19 @@ impl Runtime for Podman {
     }
 
     async fn kill(&self, name: &str, signal: &str) -> Result<(), Error> {
-        self.call("kill", self.call_limit, true, |clients| compat::kill(clients.docker.clone(), name, signal)).await
+        self.call("kill", self.call_limit, true, |clients| {
+            compat::kill(clients.docker.clone(), name, signal)
+        })
+        .await
     }
 
     async fn remove(&self, name: &str) -> Result<(), Error> {
-        compat::remove_by(name, || self.call("remove", self.call_limit, true, |clients| compat::remove(clients.docker.clone(), name))).await?;
+        compat::remove_by(name, || {
+            self.call("remove", self.call_limit, true, |clients| {
+                compat::remove(clients.docker.clone(), name)
+            })
+        })
+        .await?;
         process::kill_monitors(name);
         Ok(())
     }
@@ -256,26 +394,44 @@ impl Runtime for Podman {
             async move {
                 let id = compat::create_exec(&docker, name, spec).await?;
                 if let Some(size) = spec.tty {
-                    return compat::start_terminal(&libpod, "http://podman/v4.0.0/libpod", id, size).await;
+                    return compat::start_terminal(
+                        &libpod,
+                        "http://podman/v4.0.0/libpod",
+                        id,
+                        size,
+                    )
+                    .await;
                 }
                 let started = compat::start_exec(&docker, id, name).await?;
-                Ok(RuntimeExec { output: last_word::dropped(started.output), ..started })
+                Ok(RuntimeExec {
+                    output: last_word::dropped(started.output),
+                    ..started
+                })
             }
         })
         .await
     }
 
     async fn exec_state(&self, id: &str) -> Result<RuntimeExecState, Error> {
-        self.call("exec_state", self.call_limit, true, |clients| compat::exec_state(clients.docker.clone(), id)).await
+        self.call("exec_state", self.call_limit, true, |clients| {
+            compat::exec_state(clients.docker.clone(), id)
+        })
+        .await
     }
 
     async fn exec_resize(&self, id: &str, columns: u16, rows: u16) -> Result<(), Error> {
-        let resize = || self.call("exec_resize", self.call_limit, true, |clients| compat::exec_resize(clients.docker.clone(), id, columns, rows));
+        let resize = || {
+            self.call("exec_resize", self.call_limit, true, |clients| {
+                compat::exec_resize(clients.docker.clone(), id, columns, rows)
+            })
+        };
         let until = Instant::now() + RESIZE;
         loop {
             match resize().await {
                 // Podman refuses until it has noted that the exec runs, which is after it has said that it has started.
-                Err(Error::Refused { .. }) if Instant::now() < until => tokio::time::sleep(Duration::from_millis(50)).await,
+                Err(Error::Refused { .. }) if Instant::now() < until => {
+                    tokio::time::sleep(Duration::from_millis(50)).await
+                }
                 Ok(()) => break,
                 refused => return refused,
             }

@@ -48,10 +48,17 @@ mod tests {
         let actions: Vec<bool> = groups
             .iter()
             .filter(|group| group["names"][0] == name)
-            .filter(|group| group["args"].as_array().is_none_or(|conditions| conditions.iter().all(holds)))
+            .filter(|group| {
+                group["args"]
+                    .as_array()
+                    .is_none_or(|conditions| conditions.iter().all(holds))
+            })
             .map(|group| group["action"] == "SCMP_ACT_ALLOW")
             .collect();
-        assert!(actions.windows(2).all(|pair| pair[0] == pair[1]), "{name} {arguments:?} is allowed and refused");
+        assert!(
+            actions.windows(2).all(|pair| pair[0] == pair[1]),
+            "{name} {arguments:?} is allowed and refused"
+        );
         actions.first().copied().unwrap_or(false)
     }
 
@@ -60,10 +67,18 @@ mod tests {
         let mut with = std::collections::BTreeSet::new();
         let mut without = std::collections::BTreeSet::new();
         for group in groups() {
-            assert!(group["comment"].as_str().is_some_and(|comment| !comment.is_empty()), "{group}");
+            assert!(
+                group["comment"]
+                    .as_str()
+                    .is_some_and(|comment| !comment.is_empty()),
+                "{group}"
+            );
             // Two conditions on one argument are taken for alternatives by OCI runtimes.
             let conditions = group["args"].as_array().cloned().unwrap_or_default();
-            let indices: std::collections::BTreeSet<_> = conditions.iter().map(|condition| condition["index"].as_u64()).collect();
+            let indices: std::collections::BTreeSet<_> = conditions
+                .iter()
+                .map(|condition| condition["index"].as_u64())
+                .collect();
             assert_eq!(indices.len(), conditions.len(), "{group}");
             for name in group["names"].as_array().expect("names") {
                 let name = name.as_str().expect("a name").to_owned();
@@ -74,24 +89,47 @@ mod tests {
                 }
             }
         }
-        assert_eq!(with.intersection(&without).collect::<Vec<_>>(), Vec::<&String>::new());
+        assert_eq!(
+            with.intersection(&without).collect::<Vec<_>>(),
+            Vec::<&String>::new()
+        );
     }
 
     #[test]
     fn conditions_leave_no_gap_and_high_bits_change_nothing() {
         let groups = groups();
         for high in [0, 1 << 32, u64::from(u32::MAX) << 32] {
-            for command in (0_u64..32).map(|bit| 1 << bit).chain(0x5400..0x5480).chain([0x8004_5430, 0xc020_660b, 0x8000_5412, 0xffff_ffff]) {
+            for command in (0_u64..32)
+                .map(|bit| 1 << bit)
+                .chain(0x5400..0x5480)
+                .chain([0x8004_5430, 0xc020_660b, 0x8000_5412, 0xffff_ffff])
+            {
                 let refused = matches!(command, 0x5412 | 0x541c);
-                assert_eq!(allowed(&groups, "ioctl", [0, high | command, 0]), !refused, "{command:#x}");
+                assert_eq!(
+                    allowed(&groups, "ioctl", [0, high | command, 0]),
+                    !refused,
+                    "{command:#x}"
+                );
             }
             for bit in 0..32 {
                 let namespace = matches!(bit, 17 | 25..=30);
-                assert_eq!(allowed(&groups, "clone", [high | 1 << bit, 0, 0]), !namespace, "{bit}");
-                assert_eq!(allowed(&groups, "unshare", [high | 1 << bit, 0, 0]), !namespace && bit != 7, "{bit}");
+                assert_eq!(
+                    allowed(&groups, "clone", [high | 1 << bit, 0, 0]),
+                    !namespace,
+                    "{bit}"
+                );
+                assert_eq!(
+                    allowed(&groups, "unshare", [high | 1 << bit, 0, 0]),
+                    !namespace && bit != 7,
+                    "{bit}"
+                );
             }
             for kind in 0..16 {
-                assert_eq!(allowed(&groups, "mknod", [0, high | kind << 12 | 0o644, 0]), matches!(kind, 0 | 1 | 8 | 12), "{kind}");
+                assert_eq!(
+                    allowed(&groups, "mknod", [0, high | kind << 12 | 0o644, 0]),
+                    matches!(kind, 0 | 1 | 8 | 12),
+                    "{kind}"
+                );
             }
         }
     }
@@ -102,12 +140,23 @@ mod tests {
         for family in (0_u64..64).chain([0x1_0000_0002, 0x1_0000_0028, u64::MAX]) {
             for kind in [1_u64, 2, 3, 5, 6] {
                 for protocol in [0_u64, 1, 4, 6, 9, 17, 33, 58, 132, 262] {
-                    let expected = matches!((family, kind, protocol), (1, _, _) | (2 | 10, 1, 0 | 6) | (2 | 10, 2, 0 | 17) | (16, _, 0));
+                    let expected = matches!(
+                        (family, kind, protocol),
+                        (1, _, _) | (2 | 10, 1, 0 | 6) | (2 | 10, 2, 0 | 17) | (16, _, 0)
+                    );
                     let with_flags = kind | 0o2_004_000;
-                    assert_eq!(allowed(&groups, "socket", [family, with_flags, protocol]), expected, "{family} {kind} {protocol}");
+                    assert_eq!(
+                        allowed(&groups, "socket", [family, with_flags, protocol]),
+                        expected,
+                        "{family} {kind} {protocol}"
+                    );
                 }
             }
-            assert_eq!(allowed(&groups, "socketpair", [family, 1, 0]), family == 1, "{family}");
+            assert_eq!(
+                allowed(&groups, "socketpair", [family, 1, 0]),
+                family == 1,
+                "{family}"
+            );
         }
     }
 }

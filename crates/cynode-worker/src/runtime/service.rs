@@ -42,7 +42,10 @@ struct Recorded {
 
 impl Service {
     pub(super) fn new(options: ServiceOptions) -> Self {
-        Self { options, starting: Mutex::new(false) }
+        Self {
+            options,
+            starting: Mutex::new(false),
+        }
     }
 
     pub(super) fn socket(&self) -> PathBuf {
@@ -86,22 +89,47 @@ impl Service {
     }
 
     async fn spawn(&self) -> Result<(), Error> {
-        let unavailable = |what: &str, error: &dyn std::fmt::Display| Error::Unavailable(format!("{what}: {error}"));
-        fs_err::create_dir_all(&self.options.directory).map_err(|error| unavailable("preparing its directory", &error))?;
+        let unavailable = |what: &str, error: &dyn std::fmt::Display| {
+            Error::Unavailable(format!("{what}: {error}"))
+        };
+        fs_err::create_dir_all(&self.options.directory)
+            .map_err(|error| unavailable("preparing its directory", &error))?;
         let log = self.options.directory.join("service.log");
-        let log = fs_err::File::create(&log).map_err(|error| unavailable("opening its log", &error))?.into_parts().0;
-        let errors = log.try_clone().map_err(|error| unavailable("opening its log", &error))?;
-        let (program, arguments) = self.options.command.split_first().ok_or_else(|| Error::Unavailable("no podman program is configured".to_owned()))?;
+        let log = fs_err::File::create(&log)
+            .map_err(|error| unavailable("opening its log", &error))?
+            .into_parts()
+            .0;
+        let errors = log
+            .try_clone()
+            .map_err(|error| unavailable("opening its log", &error))?;
+        let (program, arguments) = self
+            .options
+            .command
+            .split_first()
+            .ok_or_else(|| Error::Unavailable("no podman program is configured".to_owned()))?;
         drop(fs_err::remove_file(self.socket()));
         let mut command = process::command(program);
-        command.args(arguments).args(["system", "service", "--time", "0"]).arg(format!("unix://{}", self.socket().display()));
+        command
+            .args(arguments)
+            .args(["system", "service", "--time", "0"])
+            .arg(format!("unix://{}", self.socket().display()));
         // Monitors of containers run where the service does, and note there that a sandbox ran out of memory.
         command.current_dir(&self.options.directory);
-        command.stdin(Stdio::null()).stdout(log).stderr(errors).process_group(0).kill_on_drop(false);
-        let mut child = command.spawn().map_err(|error| unavailable("starting podman", &error))?;
+        command
+            .stdin(Stdio::null())
+            .stdout(log)
+            .stderr(errors)
+            .process_group(0)
+            .kill_on_drop(false);
+        let mut child = command
+            .spawn()
+            .map_err(|error| unavailable("starting podman", &error))?;
         if let Some(pid) = child.id().map(u32::cast_signed) {
             let recorded = process::start_time(pid).and_then(|start_time| {
-                let recorded = Recorded { pid, start_time: start_time.unwrap_or(0) };
+                let recorded = Recorded {
+                    pid,
+                    start_time: start_time.unwrap_or(0),
+                };
                 files::replace(&self.record(), &serde_json::to_vec(&recorded)?)
             });
             // One that is not written down would never be found again.
@@ -118,12 +146,19 @@ impl Service {
                 return Ok(());
             }
             if let Ok(Some(status)) = child.try_wait() {
-                let said = fs_err::read_to_string(self.options.directory.join("service.log")).unwrap_or_default();
-                return Err(Error::Unavailable(format!("podman's service ended at once ({status}): {}", said.trim())));
+                let said = fs_err::read_to_string(self.options.directory.join("service.log"))
+                    .unwrap_or_default();
+                return Err(Error::Unavailable(format!(
+                    "podman's service ended at once ({status}): {}",
+                    said.trim()
+                )));
             }
             if tokio::time::Instant::now() >= deadline {
                 drop(child.start_kill());
-                return Err(Error::Timeout { call: "start of podman's service", limit: START });
+                return Err(Error::Timeout {
+                    call: "start of podman's service",
+                    limit: START,
+                });
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -131,7 +166,9 @@ impl Service {
 
     /// Kills the recorded process, if it is still that process. The record stays as long as that is not known.
     fn kill(&self) -> Result<(), Error> {
-        let unknown = |error: &std::io::Error| Error::Unavailable(format!("finding its old process: {error}"));
+        let unknown = |error: &std::io::Error| {
+            Error::Unavailable(format!("finding its old process: {error}"))
+        };
         let recorded = match fs_err::read(self.record()) {
             Ok(bytes) => serde_json::from_slice::<Recorded>(&bytes).ok(),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
@@ -149,7 +186,11 @@ impl Service {
 }
 
 fn refuse_when(closed: bool) -> Result<(), Error> {
-    if closed { Err(Error::Unavailable("the worker is stopping".to_owned())) } else { Ok(()) }
+    if closed {
+        Err(Error::Unavailable("the worker is stopping".to_owned()))
+    } else {
+        Ok(())
+    }
 }
 
 /// The reason for a restart that is never skipped.
@@ -160,6 +201,12 @@ pub(super) async fn answers(socket: &Path) -> bool {
     if !socket.exists() {
         return false;
     }
-    let Ok(client) = reqwest::Client::builder().unix_socket(socket).timeout(PING).build() else { return false };
+    let Ok(client) = reqwest::Client::builder()
+        .unix_socket(socket)
+        .timeout(PING)
+        .build()
+    else {
+        return false;
+    };
     matches!(client.get("http://podman/_ping").send().await, Ok(response) if response.status().is_success())
 }

@@ -11,7 +11,9 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use cynode_api::{ErrorCode, FileChanges, Problem};
-use cynode_sba_proto::{AgentError, Frame, MAX_DATA, Reply, Request, encode, encode_data, encode_message};
+use cynode_sba_proto::{
+    AgentError, Frame, MAX_DATA, Reply, Request, encode, encode_data, encode_message,
+};
 use cynode_service::{ApiError, compute, json};
 use tempfile::SpooledTempFile;
 use tokio::{io::AsyncWriteExt as _, net::UnixStream};
@@ -82,8 +84,14 @@ impl Channel {
 
     /// The next control message; a refusal of the agent is an error.
     pub(crate) async fn reply(&mut self, limit: Duration) -> Result<Reply, ApiError> {
-        let frame =
-            tokio::time::timeout(limit, self.next()).await.map_err(|_| ApiError::new(ErrorCode::AgentUnavailable, "the agent did not answer in time"))?;
+        let frame = tokio::time::timeout(limit, self.next())
+            .await
+            .map_err(|_| {
+                ApiError::new(
+                    ErrorCode::AgentUnavailable,
+                    "the agent did not answer in time",
+                )
+            })?;
         match frame.map_err(unavailable)? {
             Frame::Json(json) => match serde_json::from_slice(&json) {
                 Ok(Reply::Error(error)) => Err(agent_problem(error).into()),
@@ -96,7 +104,9 @@ impl Channel {
 
     /// The next piece of a body; `None` at its end.
     pub(crate) async fn data(&mut self, limit: Duration) -> Result<Option<Vec<u8>>, ApiError> {
-        let frame = tokio::time::timeout(limit, self.next()).await.map_err(|_| ApiError::new(ErrorCode::AgentUnavailable, "the agent stopped sending"))?;
+        let frame = tokio::time::timeout(limit, self.next())
+            .await
+            .map_err(|_| ApiError::new(ErrorCode::AgentUnavailable, "the agent stopped sending"))?;
         match frame.map_err(unavailable)? {
             Frame::Data(data) => Ok(Some(data)),
             Frame::End => Ok(None),
@@ -109,36 +119,64 @@ impl Channel {
     }
 
     /// A `Body` reply with the JSON that follows it.
-    pub(crate) async fn body<T: serde::de::DeserializeOwned>(&mut self, limit: Duration, directory: &Path) -> Result<AgentBody<T>, ApiError> {
+    pub(crate) async fn body<T: serde::de::DeserializeOwned>(
+        &mut self,
+        limit: Duration,
+        directory: &Path,
+    ) -> Result<AgentBody<T>, ApiError> {
         match self.reply(limit).await? {
             Reply::Body => {}
             other => return Err(unexpected(&format!("{other:?}"))),
         }
-        let late = |_| ApiError::new(ErrorCode::AgentUnavailable, "the agent did not send its whole answer in time");
-        let (mut file, size, nodes) = tokio::time::timeout(WHOLE_BODY, self.spooled(directory)).await.map_err(late)??;
+        let late = |_| {
+            ApiError::new(
+                ErrorCode::AgentUnavailable,
+                "the agent did not send its whole answer in time",
+            )
+        };
+        let (mut file, size, nodes) = tokio::time::timeout(WHOLE_BODY, self.spooled(directory))
+            .await
+            .map_err(late)??;
         let room = json::room(size, nodes).await;
         let parse = move || {
             let mut bytes = Vec::with_capacity(size);
-            file.rewind().and_then(|()| file.read_to_end(&mut bytes)).map_err(|error| spooling(&error))?;
-            serde_json::from_slice(&bytes).map_err(|error| unavailable(LinkError::Protocol(error.to_string())))
+            file.rewind()
+                .and_then(|()| file.read_to_end(&mut bytes))
+                .map_err(|error| spooling(&error))?;
+            serde_json::from_slice(&bytes)
+                .map_err(|error| unavailable(LinkError::Protocol(error.to_string())))
         };
-        Ok(AgentBody { value: compute::apart(size, parse).await?, size, room })
+        Ok(AgentBody {
+            value: compute::apart(size, parse).await?,
+            size,
+            room,
+        })
     }
 
     /// The rest of a body, its size and how many values it holds.
-    async fn spooled(&mut self, directory: &Path) -> Result<(SpooledTempFile, usize, usize), ApiError> {
+    async fn spooled(
+        &mut self,
+        directory: &Path,
+    ) -> Result<(SpooledTempFile, usize, usize), ApiError> {
         let mut file = tempfile::spooled_tempfile_in(IN_MEMORY, directory);
         let (mut size, mut scan) = (0, json::Scan::up_to(MAX_BODY_NODES));
         while let Some(piece) = self.data(ANSWER).await? {
             size += piece.len() as u64;
             let scanned = scan.feed(&piece);
             if size > MAX_BODY || scanned.is_err() {
-                let detail = format!("the answer has more than {MAX_BODY} bytes or {MAX_BODY_NODES} values");
-                return Err(Problem::new(ErrorCode::TooLarge, detail).with_remedy("Ask for less: a narrower path, fewer entries or results.").into());
+                let detail =
+                    format!("the answer has more than {MAX_BODY} bytes or {MAX_BODY_NODES} values");
+                return Err(Problem::new(ErrorCode::TooLarge, detail)
+                    .with_remedy("Ask for less: a narrower path, fewer entries or results.")
+                    .into());
             }
             file.write_all(&piece).map_err(|error| spooling(&error))?;
         }
-        Ok((file, usize::try_from(size).unwrap_or(usize::MAX), scan.nodes()))
+        Ok((
+            file,
+            usize::try_from(size).unwrap_or(usize::MAX),
+            scan.nodes(),
+        ))
     }
 
     /// Sends bytes in pieces that the agent takes. An agent that stops reading answers with an error, which counts.
@@ -172,11 +210,18 @@ impl<T: serde::Serialize> AgentBody<T> {
 }
 
 fn spooling(error: &std::io::Error) -> ApiError {
-    ApiError::new(ErrorCode::Internal, format!("holding the agent's answer: {error}"))
+    ApiError::new(
+        ErrorCode::Internal,
+        format!("holding the agent's answer: {error}"),
+    )
 }
 
 /// Writes all of it, as long as the other side goes on taking it.
-async fn write_all(stream: &mut UnixStream, mut bytes: &[u8], limit: Duration) -> Result<(), LinkError> {
+async fn write_all(
+    stream: &mut UnixStream,
+    mut bytes: &[u8],
+    limit: Duration,
+) -> Result<(), LinkError> {
     while !bytes.is_empty() {
         match tokio::time::timeout(limit, stream.write(bytes)).await {
             Ok(Ok(count)) if count > 0 => bytes = &bytes[count..],
@@ -198,12 +243,21 @@ pub(crate) fn unavailable(error: LinkError) -> ApiError {
 }
 
 pub(crate) fn unexpected(what: &str) -> ApiError {
-    unavailable(LinkError::Protocol(format!("unexpected {}", what.chars().take(200).collect::<String>())))
+    unavailable(LinkError::Protocol(format!(
+        "unexpected {}",
+        what.chars().take(200).collect::<String>()
+    )))
 }
 
 /// A refusal of the agent. Its text is of hostile origin: cut, and never taken for more than text.
 pub(crate) fn agent_problem(error: AgentError) -> Problem {
-    let AgentError { code, mut message, errno, rejects, changed } = error;
+    let AgentError {
+        code,
+        mut message,
+        errno,
+        rejects,
+        changed,
+    } = error;
     if message.len() > MAX_MESSAGE {
         message = message.chars().take(MAX_MESSAGE / 4).collect();
     }
@@ -214,8 +268,13 @@ pub(crate) fn agent_problem(error: AgentError) -> Problem {
     if code == ErrorCode::PatchRejected {
         problem = problem.with("rejects", serde_json::to_value(rejects).unwrap_or_default());
     }
-    if let Some(FileChanges { changes, more }) = changed.map(checked).filter(|changed| !changed.changes.is_empty()) {
-        problem = problem.with("changes", serde_json::to_value(changes).unwrap_or_default()).with("more", more);
+    if let Some(FileChanges { changes, more }) = changed
+        .map(checked)
+        .filter(|changed| !changed.changes.is_empty())
+    {
+        problem = problem
+            .with("changes", serde_json::to_value(changes).unwrap_or_default())
+            .with("more", more);
     }
     problem
 }
@@ -232,9 +291,15 @@ mod tests {
     async fn an_agent_that_takes_nothing_is_given_up_and_a_slow_one_is_not() {
         let bytes = vec![7; 4 * 1024 * 1024];
         let (mut worker, agent) = UnixStream::pair().expect("a pair");
-        assert!(matches!(write_all(&mut worker, &bytes, LIMIT).await, Err(LinkError::Stalled(LIMIT))));
+        assert!(matches!(
+            write_all(&mut worker, &bytes, LIMIT).await,
+            Err(LinkError::Stalled(LIMIT))
+        ));
         drop(agent);
-        assert!(matches!(write_all(&mut worker, &bytes, LIMIT).await, Err(LinkError::Gone)));
+        assert!(matches!(
+            write_all(&mut worker, &bytes, LIMIT).await,
+            Err(LinkError::Gone)
+        ));
 
         // All of it takes far longer than the limit; no single step does.
         let (mut worker, mut agent) = UnixStream::pair().expect("a pair");

@@ -9,13 +9,31 @@ pub(crate) fn is_sha256(text: &str) -> bool {
 
 /// Leaves out hashes that are none and changes of nothing.
 pub(crate) fn checked(told: FileChanges) -> FileChanges {
-    let hash = |sha256: Option<String>| sha256.filter(|text| is_sha256(text)).map(|text| text.to_ascii_lowercase());
+    let hash = |sha256: Option<String>| {
+        sha256
+            .filter(|text| is_sha256(text))
+            .map(|text| text.to_ascii_lowercase())
+    };
     let mut changes = FileChanges::default();
-    for FileChange { path, path_b64, sha256_before, sha256_after, kind } in told.changes {
-        let path = path.map_or_else(|| path_b64.map(|bytes| bytes.0), |path| Some(path.into_bytes()));
+    for FileChange {
+        path,
+        path_b64,
+        sha256_before,
+        sha256_after,
+        kind,
+    } in told.changes
+    {
+        let path = path.map_or_else(
+            || path_b64.map(|bytes| bytes.0),
+            |path| Some(path.into_bytes()),
+        );
         // What an archive holds can have a path as long as its own below one as long.
-        if let Some(path) = path.filter(|path| !path.is_empty() && path.len() <= 2 * MAX_PATH_BYTES + 1) {
-            let change = FileChange::new(&path).before(hash(sha256_before)).after(hash(sha256_after));
+        if let Some(path) =
+            path.filter(|path| !path.is_empty() && path.len() <= 2 * MAX_PATH_BYTES + 1)
+        {
+            let change = FileChange::new(&path)
+                .before(hash(sha256_before))
+                .after(hash(sha256_after));
             changes.add(change.of_kind(kind.unwrap_or(FileType::File)));
         }
     }
@@ -27,8 +45,12 @@ pub(crate) fn checked(told: FileChanges) -> FileChanges {
 pub(crate) fn named(op: &FileOp) -> FileChanges {
     match op {
         FileOp::Delete { path, .. } => FileChanges::from_iter([FileChange::new(&path.0)]),
-        FileOp::Move { from, to, .. } => FileChanges::from_iter([FileChange::new(&from.0), FileChange::new(&to.0)]),
-        FileOp::Mkdir { path, .. } | FileOp::Import { path } => FileChanges::from_iter([FileChange::new(&path.0).of_kind(FileType::Dir)]),
+        FileOp::Move { from, to, .. } => {
+            FileChanges::from_iter([FileChange::new(&from.0), FileChange::new(&to.0)])
+        }
+        FileOp::Mkdir { path, .. } | FileOp::Import { path } => {
+            FileChanges::from_iter([FileChange::new(&path.0).of_kind(FileType::Dir)])
+        }
         _ => FileChanges::default(),
     }
 }
@@ -42,15 +64,43 @@ mod tests {
     #[test]
     fn what_a_hostile_agent_says_of_changes_is_bounded_and_looked_at() {
         let hash = "AB".repeat(32);
-        let change = |path: &str, sha256: &str| FileChange { path: Some(path.to_owned()), sha256_after: Some(sha256.to_owned()), ..FileChange::default() };
-        let nameless = FileChange { sha256_after: Some(hash.clone()), ..FileChange::default() };
-        let both = FileChange { path_b64: Some(Base64Bytes(b"other".to_vec())), ..change("one", "<script>") };
+        let change = |path: &str, sha256: &str| FileChange {
+            path: Some(path.to_owned()),
+            sha256_after: Some(sha256.to_owned()),
+            ..FileChange::default()
+        };
+        let nameless = FileChange {
+            sha256_after: Some(hash.clone()),
+            ..FileChange::default()
+        };
+        let both = FileChange {
+            path_b64: Some(Base64Bytes(b"other".to_vec())),
+            ..change("one", "<script>")
+        };
         let huge = change(&"x".repeat(100_000), &hash);
-        let told = FileChanges { changes: vec![nameless, change("", &hash), huge, change("good", &hash), both], more: u64::MAX };
+        let told = FileChanges {
+            changes: vec![
+                nameless,
+                change("", &hash),
+                huge,
+                change("good", &hash),
+                both,
+            ],
+            more: u64::MAX,
+        };
         let checked = checked(told);
-        let expected = [FileChange::new(b"good").after(Some(hash.to_ascii_lowercase())), FileChange::new(b"one")];
-        assert_eq!((checked.changes.as_slice(), checked.more), (&expected[..], u64::MAX));
-        let many = FileChanges { changes: vec![change("many", &hash); 10_000], more: 0 };
+        let expected = [
+            FileChange::new(b"good").after(Some(hash.to_ascii_lowercase())),
+            FileChange::new(b"one"),
+        ];
+        assert_eq!(
+            (checked.changes.as_slice(), checked.more),
+            (&expected[..], u64::MAX)
+        );
+        let many = FileChanges {
+            changes: vec![change("many", &hash); 10_000],
+            more: 0,
+        };
         let many = super::checked(many);
         assert!(ascii_json(&many).len() <= MAX_RESULT_BYTES);
         assert_eq!(many.changes.len() as u64 + many.more, 10_000);

@@ -11,7 +11,10 @@ use std::{
     time::Duration,
 };
 
-use cynode_sba_proto::{Decoder, Frame, Hello, MAX_AGENT_FRAME, MAX_WORKER_FRAME, OLDEST_PROTOCOL, OLDEST_WORKER_FRAME, PROTOCOL, Reply, Role};
+use cynode_sba_proto::{
+    Decoder, Frame, Hello, MAX_AGENT_FRAME, MAX_WORKER_FRAME, OLDEST_PROTOCOL, OLDEST_WORKER_FRAME,
+    PROTOCOL, Reply, Role,
+};
 use tokio::{
     io::AsyncReadExt as _,
     net::{UnixListener, UnixStream},
@@ -32,7 +35,10 @@ const TAKE: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LinkError {
     #[error("can't open the control socket in {directory}")]
-    Listen { directory: PathBuf, source: io::Error },
+    Listen {
+        directory: PathBuf,
+        source: io::Error,
+    },
     #[error("the agent in the sandbox did not offer a connection within {} s", TAKE.as_secs())]
     NoConnection,
     #[error("the agent went away")]
@@ -56,7 +62,10 @@ pub(crate) struct InitProcess {
 
 impl InitProcess {
     pub(crate) fn of(pid: i32) -> Option<Self> {
-        Some(Self { pid, start_time: process::start_time(pid).ok()?? })
+        Some(Self {
+            pid,
+            start_time: process::start_time(pid).ok()??,
+        })
     }
 
     /// False only when it is known to be gone.
@@ -99,10 +108,18 @@ impl Drop for AgentLink {
 impl AgentLink {
     /// Opens the socket in `directory`. Connections wait until the container's process is known.
     pub(crate) fn listen(directory: &Path, init: Option<InitProcess>) -> Result<Self, LinkError> {
-        let failed = |source| LinkError::Listen { directory: directory.to_owned(), source };
+        let failed = |source| LinkError::Listen {
+            directory: directory.to_owned(),
+            source,
+        };
         let listener = bind(directory).map_err(failed)?;
         let (park, parked) = mpsc::channel(MAX_PARKED);
-        let shared = Arc::new(Shared { parked: Mutex::new(parked), park, present: watch::Sender::new(false), init: watch::Sender::new(init) });
+        let shared = Arc::new(Shared {
+            parked: Mutex::new(parked),
+            park,
+            present: watch::Sender::new(false),
+            init: watch::Sender::new(init),
+        });
         let accepting = tokio::spawn(accept(listener, Arc::clone(&shared))).abort_handle();
         Ok(Self { shared, accepting })
     }
@@ -114,7 +131,10 @@ impl AgentLink {
     /// Waits until the agent is there.
     pub(crate) async fn present(&self, limit: Duration) -> bool {
         let mut present = self.shared.present.subscribe();
-        matches!(tokio::time::timeout(limit, present.wait_for(|present| *present)).await, Ok(Ok(_)))
+        matches!(
+            tokio::time::timeout(limit, present.wait_for(|present| *present)).await,
+            Ok(Ok(_))
+        )
     }
 
     /// Waits until the agent, once there, is gone.
@@ -136,20 +156,29 @@ impl AgentLink {
             }
             Err(LinkError::Gone)
         };
-        tokio::time::timeout(TAKE, taking).await.unwrap_or(Err(LinkError::NoConnection))
+        tokio::time::timeout(TAKE, taking)
+            .await
+            .unwrap_or(Err(LinkError::NoConnection))
     }
 }
 
 /// Binds through `/proc/self/fd`, because a socket's own path may have only 107 bytes and state directories can be long.
 fn bind(directory: &Path) -> io::Result<UnixListener> {
     use rustix::fs::{Mode, OFlags};
-    let handle = rustix::fs::open(directory, OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    let handle = rustix::fs::open(
+        directory,
+        OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )?;
     let path = directory.join("control.sock");
     match fs_err::remove_file(&path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let listener = UnixListener::bind(format!("/proc/self/fd/{}/control.sock", std::os::fd::AsRawFd::as_raw_fd(&handle)))?;
+    let listener = UnixListener::bind(format!(
+        "/proc/self/fd/{}/control.sock",
+        std::os::fd::AsRawFd::as_raw_fd(&handle)
+    ))?;
     // Anybody inside may connect; the peer check sorts them out. On the host the directories above are closed.
     fs_err::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o666))?;
     Ok(listener)
@@ -174,7 +203,9 @@ async fn accept(listener: UnixListener, shared: Arc<Shared>) {
             metrics::counter!("cynode_control_strangers_total").increment(1);
             continue;
         }
-        let Ok(permit) = Arc::clone(&ungreeted).try_acquire_owned() else { continue };
+        let Ok(permit) = Arc::clone(&ungreeted).try_acquire_owned() else {
+            continue;
+        };
         let shared = Arc::clone(&shared);
         tokio::spawn(async move {
             let greeted = tokio::time::timeout(HELLO, greet(stream, &shared, known)).await;
@@ -200,26 +231,49 @@ fn is_quiet(stream: &UnixStream) -> bool {
 
 /// The peer as the kernel recorded it when it connected.
 fn is_init(stream: &UnixStream, init: Option<InitProcess>) -> bool {
-    let Ok(credentials) = rustix::net::sockopt::socket_peercred(stream.as_fd()) else { return false };
+    let Ok(credentials) = rustix::net::sockopt::socket_peercred(stream.as_fd()) else {
+        return false;
+    };
     init.is_some_and(|init| credentials.pid.as_raw_nonzero().get() == init.pid && init.is_alive())
 }
 
 /// `checked`: the peer is known to be process 1.
-async fn greet(stream: UnixStream, shared: &Shared, checked: bool) -> Result<(Role, Greeted), LinkError> {
+async fn greet(
+    stream: UnixStream,
+    shared: &Shared,
+    checked: bool,
+) -> Result<(Role, Greeted), LinkError> {
     let mut known = shared.init.subscribe();
-    let init = *known.wait_for(Option::is_some).await.map_err(|_| LinkError::Gone)?;
+    let init = *known
+        .wait_for(Option::is_some)
+        .await
+        .map_err(|_| LinkError::Gone)?;
     if !checked && !is_init(&stream, init) {
         metrics::counter!("cynode_control_strangers_total").increment(1);
         return Err(LinkError::Protocol("the peer is not process 1".to_owned()));
     }
-    let mut connection = Greeted { stream, decoder: Decoder::new(MAX_AGENT_FRAME), max_frame: OLDEST_WORKER_FRAME };
+    let mut connection = Greeted {
+        stream,
+        decoder: Decoder::new(MAX_AGENT_FRAME),
+        max_frame: OLDEST_WORKER_FRAME,
+    };
     match connection.read().await? {
         Frame::Json(json) => match serde_json::from_slice(&json) {
-            Ok(Reply::Hello(Hello { protocol: OLDEST_PROTOCOL..=PROTOCOL, role, max_frame, .. })) => {
-                connection.max_frame = max_frame.unwrap_or(OLDEST_WORKER_FRAME).min(MAX_WORKER_FRAME);
+            Ok(Reply::Hello(Hello {
+                protocol: OLDEST_PROTOCOL..=PROTOCOL,
+                role,
+                max_frame,
+                ..
+            })) => {
+                connection.max_frame = max_frame
+                    .unwrap_or(OLDEST_WORKER_FRAME)
+                    .min(MAX_WORKER_FRAME);
                 Ok((role, connection))
             }
-            Ok(Reply::Hello(hello)) => Err(LinkError::Protocol(format!("protocol {} is not served", hello.protocol))),
+            Ok(Reply::Hello(hello)) => Err(LinkError::Protocol(format!(
+                "protocol {} is not served",
+                hello.protocol
+            ))),
             _ => Err(LinkError::Protocol("no hello".to_owned())),
         },
         _ => Err(LinkError::Protocol("no hello".to_owned())),
@@ -235,7 +289,11 @@ impl Greeted {
     /// The next frame. The agent keeps within the limits that it was told, or it is cut off.
     pub(crate) async fn read(&mut self) -> Result<Frame, LinkError> {
         loop {
-            if let Some(frame) = self.decoder.next_frame().map_err(|error| LinkError::Protocol(error.to_string()))? {
+            if let Some(frame) = self
+                .decoder
+                .next_frame()
+                .map_err(|error| LinkError::Protocol(error.to_string()))?
+            {
                 return Ok(frame);
             }
             self.stream.readable().await.map_err(|_| LinkError::Gone)?;

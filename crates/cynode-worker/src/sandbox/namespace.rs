@@ -26,8 +26,19 @@ pub(crate) async fn bound(pid: i32) -> io::Result<()> {
          for kind in user pid uts ipc net mnt cgroup; do echo 0 >max_${{kind}}_namespaces || exit 1; done"
     );
     let mut command = process::command("nsenter");
-    command.arg("--target").arg(pid.to_string()).args(["--user", "--", "/bin/sh", "-c", &script]);
+    command
+        .arg("--target")
+        .arg(pid.to_string())
+        .args(["--user", "--", "/bin/sh", "-c", &script]);
     command.stdin(Stdio::null()).kill_on_drop(true);
-    let output = tokio::time::timeout(LIMIT, command.output()).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
-    if output.status.success() { Ok(()) } else { Err(io::Error::other(String::from_utf8_lossy(&output.stderr).trim().to_owned())) }
+    let output = tokio::time::timeout(LIMIT, command.output())
+        .await
+        .map_err(|_| io::Error::from(io::ErrorKind::TimedOut))??;
+    if output.status.success() {
+        Ok(())
+    } else {
+        Err(io::Error::other(
+            String::from_utf8_lossy(&output.stderr).trim().to_owned(),
+        ))
+    }
 }

@@ -24,7 +24,9 @@ struct Instance {
 
 impl Instance {
     fn is_bounded(&self) -> bool {
-        self.options.iter().any(|(name, value)| name == "max" && value.parse::<u32>().is_ok_and(|max| max <= TERMINALS))
+        self.options.iter().any(|(name, value)| {
+            name == "max" && value.parse::<u32>().is_ok_and(|max| max <= TERMINALS)
+        })
     }
 }
 
@@ -36,14 +38,19 @@ pub(crate) fn bound(pid: i32) -> io::Result<()> {
     }
     match unbounded(pid)?.first() {
         None => Ok(()),
-        Some(instance) => Err(io::Error::other(format!("{} has no bound although it was set", instance.mounted.display()))),
+        Some(instance) => Err(io::Error::other(format!(
+            "{} has no bound although it was set",
+            instance.mounted.display()
+        ))),
     }
 }
 
 fn unbounded(pid: i32) -> io::Result<Vec<Instance>> {
     let hosts = instances(&fs_err::read_to_string("/proc/self/mountinfo")?);
     let mut found = instances(&fs_err::read_to_string(format!("/proc/{pid}/mountinfo"))?);
-    found.retain(|instance| !instance.is_bounded() && hosts.iter().all(|own| own.device != instance.device));
+    found.retain(|instance| {
+        !instance.is_bounded() && hosts.iter().all(|own| own.device != instance.device)
+    });
     Ok(found)
 }
 
@@ -54,22 +61,48 @@ fn instances(mountinfo: &str) -> Vec<Instance> {
         let (device, mounted) = (before.next()?.to_owned(), disk::unescape(before.nth(1)?));
         let mut after = after.split(' ');
         (after.next()? == "devpts").then_some(())?;
-        let options = after.nth(1)?.split(',').filter_map(|option| option.split_once('=')).map(|(name, value)| (name.to_owned(), value.to_owned()));
-        Some(Instance { device, mounted, options: options.collect() })
+        let options = after
+            .nth(1)?
+            .split(',')
+            .filter_map(|option| option.split_once('='))
+            .map(|(name, value)| (name.to_owned(), value.to_owned()));
+        Some(Instance {
+            device,
+            mounted,
+            options: options.collect(),
+        })
     };
     mountinfo.lines().filter_map(instance).collect()
 }
 
 fn set(pid: i32, instance: &Instance) -> io::Result<()> {
-    let root = openat(CWD, format!("/proc/{pid}/root"), OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    let root = openat(
+        CWD,
+        format!("/proc/{pid}/root"),
+        OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC,
+        Mode::empty(),
+    )?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     // No name that the image brings may lead to something of the host's.
-    let place = openat2(&root, &instance.mounted, flags, Mode::empty(), ResolveFlags::IN_ROOT | ResolveFlags::NO_SYMLINKS)?;
+    let place = openat2(
+        &root,
+        &instance.mounted,
+        flags,
+        Mode::empty(),
+        ResolveFlags::IN_ROOT | ResolveFlags::NO_SYMLINKS,
+    )?;
     let device = fstat(&place)?.st_dev;
     if format!("{}:{}", major(device), minor(device)) != instance.device {
-        return Err(io::Error::other(format!("{} is hidden by another mount", instance.mounted.display())));
+        return Err(io::Error::other(format!(
+            "{} is hidden by another mount",
+            instance.mounted.display()
+        )));
     }
-    let context = fspick(&place, "", FsPickFlags::FSPICK_CLOEXEC | FsPickFlags::FSPICK_EMPTY_PATH)?;
+    let context = fspick(
+        &place,
+        "",
+        FsPickFlags::FSPICK_CLOEXEC | FsPickFlags::FSPICK_EMPTY_PATH,
+    )?;
     // What is not said again goes back to the kernel's defaults.
     for (name, value) in instance.options.iter().filter(|(name, _)| name != "max") {
         fsconfig_set_string(&context, name.as_str(), value.as_str())?;
@@ -77,8 +110,17 @@ fn set(pid: i32, instance: &Instance) -> io::Result<()> {
     fsconfig_set_string(&context, "max", TERMINALS.to_string())?;
     fsconfig_reconfigure(&context)?;
     // An image's own program as process 1 may have been quicker than we were.
-    let taken = Dir::read_from(&place)?.filter_map(Result::ok).filter(|entry| entry.file_name().to_bytes()[0].is_ascii_digit()).count();
-    if taken > TERMINALS as usize { Err(io::Error::other(format!("{taken} were taken before they could be bounded"))) } else { Ok(()) }
+    let taken = Dir::read_from(&place)?
+        .filter_map(Result::ok)
+        .filter(|entry| entry.file_name().to_bytes()[0].is_ascii_digit())
+        .count();
+    if taken > TERMINALS as usize {
+        Err(io::Error::other(format!(
+            "{taken} were taken before they could be bounded"
+        )))
+    } else {
+        Ok(())
+    }
 }
 
 #[cfg(test)]
@@ -95,16 +137,32 @@ mod tests {
 ";
         let found = instances(text);
         assert_eq!(
-            found.iter().map(|instance| (instance.device.as_str(), instance.is_bounded())).collect::<Vec<_>>(),
+            found
+                .iter()
+                .map(|instance| (instance.device.as_str(), instance.is_bounded()))
+                .collect::<Vec<_>>(),
             [("0:39", false), ("0:40", true), ("0:42", false)]
         );
-        assert_eq!((found[0].mounted.as_path(), found[1].mounted.as_path()), ("/dev/pts".as_ref(), "/dev/a b".as_ref()));
-        let options: Vec<(&str, &str)> = found[0].options.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
-        assert_eq!(options, [("gid", "100005"), ("mode", "620"), ("ptmxmode", "666")]);
+        assert_eq!(
+            (found[0].mounted.as_path(), found[1].mounted.as_path()),
+            ("/dev/pts".as_ref(), "/dev/a b".as_ref())
+        );
+        let options: Vec<(&str, &str)> = found[0]
+            .options
+            .iter()
+            .map(|(name, value)| (name.as_str(), value.as_str()))
+            .collect();
+        assert_eq!(
+            options,
+            [("gid", "100005"), ("mode", "620"), ("ptmxmode", "666")]
+        );
     }
 
     #[test]
     fn the_hosts_own_terminals_are_left_alone() {
-        assert_eq!(unbounded(std::process::id().cast_signed()).expect("readable"), []);
+        assert_eq!(
+            unbounded(std::process::id().cast_signed()).expect("readable"),
+            []
+        );
     }
 }

@@ -15,7 +15,10 @@ const PATIENCE: Duration = Duration::from_secs(300);
 
 impl Channel {
     /// Sends an archive to an agent that was asked to import one, and waits until it is unpacked. What that changed, if the agent says it.
-    pub(crate) async fn import(&mut self, pieces: impl Stream<Item = Result<Bytes, ApiError>>) -> Result<Option<FileChanges>, ApiError> {
+    pub(crate) async fn import(
+        &mut self,
+        pieces: impl Stream<Item = Result<Bytes, ApiError>>,
+    ) -> Result<Option<FileChanges>, ApiError> {
         let mut pieces = pin!(pieces);
         while let Some(piece) = pieces.next().await {
             if let Err(error) = self.send_data(&piece?).await {

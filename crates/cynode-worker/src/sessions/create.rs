@@ -2,7 +2,10 @@
 
 use std::{sync::Arc, time::Instant};
 
-use cynode_api::{ErrorCode, LABEL_AGENT_COMPATIBLE, NodeId, Problem, SandboxId, Session, SessionCreate, SessionState, Unenforced, WorkspaceId, WorkspaceRef};
+use cynode_api::{
+    ErrorCode, LABEL_AGENT_COMPATIBLE, NodeId, Problem, SandboxId, Session, SessionCreate,
+    SessionState, Unenforced, WorkspaceId, WorkspaceRef,
+};
 use cynode_service::ApiError;
 use time::OffsetDateTime;
 use tokio::sync::OwnedMutexGuard;
@@ -33,7 +36,10 @@ pub(crate) enum Created {
 }
 
 impl Sessions {
-    pub(crate) async fn create(self: &Arc<Self>, request: SessionCreate) -> Result<Created, ApiError> {
+    pub(crate) async fn create(
+        self: &Arc<Self>,
+        request: SessionCreate,
+    ) -> Result<Created, ApiError> {
         let begun = Instant::now();
         let checked = validate::check(&request, &self.capacity)?;
         if let Some(existing) = self.existing(&request)? {
@@ -43,11 +49,17 @@ impl Sessions {
         if matches!(request.workspace_ref, Some(WorkspaceRef::Artifact(_))) {
             self.upstream()?;
         }
-        let image = self.image(&request.image_ref, request.image_digest.as_deref()).await?;
+        let image = self
+            .image(&request.image_ref, request.image_digest.as_deref())
+            .await?;
         // To its end even when the caller goes away: a session is either not there or is brought up.
         let sessions = Arc::clone(self);
-        let admitted = tokio::spawn(async move { sessions.admit(request, &checked, image, begun).await }).await;
-        let (entry, new) = admitted.map_err(|_| ApiError::new(ErrorCode::Internal, "creating the session was interrupted"))??;
+        let admitted =
+            tokio::spawn(async move { sessions.admit(request, &checked, image, begun).await })
+                .await;
+        let (entry, new) = admitted.map_err(|_| {
+            ApiError::new(ErrorCode::Internal, "creating the session was interrupted")
+        })??;
         self.outcome(&entry, new).await
     }
 
@@ -67,7 +79,11 @@ impl Sessions {
         if !self.limits_disks() {
             self.check_enforced(&[Unenforced::Disk])?;
         }
-        let key = Key { image_id: image.id.clone(), limits: checked.limits, network_policy: request.network_policy.unwrap_or_default() };
+        let key = Key {
+            image_id: image.id.clone(),
+            limits: checked.limits,
+            network_policy: request.network_policy.unwrap_or_default(),
+        };
         let reference = request.workspace_ref.clone().unwrap_or(WorkspaceRef::New);
         let mut record = new_record(request, checked, image, self.node_id);
         if reference == WorkspaceRef::New
@@ -77,8 +93,16 @@ impl Sessions {
         }
         self.check_capacity(checked.limits.memory_bytes)?;
         let session = &mut record.session;
-        let disk = AskedDisk { bytes: checked.limits.disk_bytes, explicit: record.request.limits.is_some_and(|limits| limits.disk_bytes.is_some()) };
-        let workspace = self.workspace(&reference, session.task_id, session.session_id, disk).await?;
+        let disk = AskedDisk {
+            bytes: checked.limits.disk_bytes,
+            explicit: record
+                .request
+                .limits
+                .is_some_and(|limits| limits.disk_bytes.is_some()),
+        };
+        let workspace = self
+            .workspace(&reference, session.task_id, session.session_id, disk)
+            .await?;
         session.workspace_id = workspace.workspace_id;
         session.limits.disk_bytes = workspace.disk_bytes.unwrap_or(session.limits.disk_bytes);
         record.id_block = workspace.id_block;
@@ -89,20 +113,29 @@ impl Sessions {
 
     /// Refuses new work while the host's disk is nearly full: what runs must be able to go on.
     pub(crate) fn check_room(&self) -> Result<(), ApiError> {
-        self.check_free(self.config.min_free_bytes, "new sessions wait until there is room")
+        self.check_free(
+            self.config.min_free_bytes,
+            "new sessions wait until there is room",
+        )
     }
 
     /// Commands and files of sessions that are there may use what new sessions may not, down to what the records of their
     /// end need.
     pub(crate) fn check_room_for_work(&self) -> Result<(), ApiError> {
-        self.check_free(self.config.min_free_bytes / 4, "commands and files wait until there is room")
+        self.check_free(
+            self.config.min_free_bytes / 4,
+            "commands and files wait until there is room",
+        )
     }
 
     fn check_free(&self, least: u64, consequence: &str) -> Result<(), ApiError> {
         match disk::free_bytes(&self.config.state_dir) {
-            Ok(free) if free < least => {
-                Err(ApiError::new(ErrorCode::NoSpace, format!("{free} bytes are free on this node, {least} are wanted (worker.min_free_bytes): {consequence}")))
-            }
+            Ok(free) if free < least => Err(ApiError::new(
+                ErrorCode::NoSpace,
+                format!(
+                    "{free} bytes are free on this node, {least} are wanted (worker.min_free_bytes): {consequence}"
+                ),
+            )),
             Ok(_) => Ok(()),
             Err(error) => Err(journal_error(&error)),
         }
@@ -110,16 +143,29 @@ impl Sessions {
 
     /// Refuses more sandboxes, or more memory for them, than the node takes. Those that only wait to be claimed make room.
     pub(super) fn check_capacity(self: &Arc<Self>, memory_bytes: u64) -> Result<(), ApiError> {
-        let (promised, most) = (self.promised_memory().saturating_add(memory_bytes), self.capacity.promised_memory_bytes);
+        let (promised, most) = (
+            self.promised_memory().saturating_add(memory_bytes),
+            self.capacity.promised_memory_bytes,
+        );
         if promised > most {
-            let detail = format!("the memory limits of the sandboxes on this node would add up to {promised} bytes, more than {most}");
+            let detail = format!(
+                "the memory limits of the sandboxes on this node would add up to {promised} bytes, more than {most}"
+            );
             return Err(Problem::new(ErrorCode::NoCapacity, detail)
-                .with_remedy("End sessions, ask for less memory, or raise worker.memory_overcommit.")
+                .with_remedy(
+                    "End sessions, ask for less memory, or raise worker.memory_overcommit.",
+                )
                 .into());
         }
         let live = self.live_count();
         if live >= self.config.max_sandboxes {
-            return Err(ApiError::new(ErrorCode::NoCapacity, format!("{} sandboxes run on this node already", self.config.max_sandboxes)));
+            return Err(ApiError::new(
+                ErrorCode::NoCapacity,
+                format!(
+                    "{} sandboxes run on this node already",
+                    self.config.max_sandboxes
+                ),
+            ));
         }
         if live + self.pool.count() >= self.config.max_sandboxes {
             self.give_up_a_spare();
@@ -135,7 +181,10 @@ impl Sessions {
 
     /// Writes a new session down and makes it known. Its step is held from before anybody can see it: whoever waits for it
     /// then waits for a caller that waits for nobody.
-    pub(super) async fn write_down(&self, record: SessionRecord) -> Result<(Arc<Entry>, OwnedMutexGuard<()>), ApiError> {
+    pub(super) async fn write_down(
+        &self,
+        record: SessionRecord,
+    ) -> Result<(Arc<Entry>, OwnedMutexGuard<()>), ApiError> {
         let session_id = record.session.session_id;
         let (journal, written) = (self.journal.clone(), record.clone());
         let opened = blocking(move || {
@@ -150,8 +199,16 @@ impl Sessions {
                 Ok((entry, step))
             }
             Err(error) => {
-                drop(self.journal.discard(&self.journal.session_directory(session_id)));
-                if record.request.workspace_ref.as_ref().is_none_or(WorkspaceRef::is_made) {
+                drop(
+                    self.journal
+                        .discard(&self.journal.session_directory(session_id)),
+                );
+                if record
+                    .request
+                    .workspace_ref
+                    .as_ref()
+                    .is_none_or(WorkspaceRef::is_made)
+                {
                     drop(self.delete_workspace(record.session.workspace_id).await);
                 }
                 Err(journal_error(&error))
@@ -161,10 +218,15 @@ impl Sessions {
 
     /// The session that has this id already, if it is the same request. One that failed is no obstacle to trying again.
     fn existing(&self, request: &SessionCreate) -> Result<Option<Arc<Entry>>, ApiError> {
-        let Some(entry) = self.known.lock().get(&request.session_id).cloned() else { return Ok(None) };
+        let Some(entry) = self.known.lock().get(&request.session_id).cloned() else {
+            return Ok(None);
+        };
         let record = entry.record();
         if record.request != *request {
-            return Err(ApiError::new(ErrorCode::SessionIdInUse, format!("session {} was made by another request", request.session_id)));
+            return Err(ApiError::new(
+                ErrorCode::SessionIdInUse,
+                format!("session {} was made by another request", request.session_id),
+            ));
         }
         Ok((record.session.state != SessionState::Failed).then_some(entry))
     }
@@ -172,11 +234,18 @@ impl Sessions {
     /// Waits for the session to run, within the time that a caller is made to wait.
     pub(super) async fn outcome(&self, entry: &Arc<Entry>, new: bool) -> Result<Created, ApiError> {
         let mut state = entry.state.subscribe();
-        let settled = tokio::time::timeout(CREATE_WAIT, state.wait_for(|state| *state != SessionState::Creating)).await.map(|state| state.map(|state| *state));
+        let settled = tokio::time::timeout(
+            CREATE_WAIT,
+            state.wait_for(|state| *state != SessionState::Creating),
+        )
+        .await
+        .map(|state| state.map(|state| *state));
         match settled {
             Err(_) => Ok(Created::Creating(entry.object())),
             Ok(Ok(SessionState::Failed | SessionState::Lost)) if new => {
-                Err(entry.failure.lock().clone().unwrap_or_else(|| ApiError::new(ErrorCode::Internal, "the session could not be created")))
+                Err(entry.failure.lock().clone().unwrap_or_else(|| {
+                    ApiError::new(ErrorCode::Internal, "the session could not be created")
+                }))
             }
             Ok(_) if new => Ok(Created::New(entry.object())),
             Ok(_) => Ok(Created::Existing(entry.object())),
@@ -184,17 +253,32 @@ impl Sessions {
     }
 
     /// An image that is on this node, whatever it may be used for; the pinned one, when the caller says which.
-    pub(crate) async fn any_image(&self, reference: &str, pinned: Option<&str>) -> Result<Image, ApiError> {
+    pub(crate) async fn any_image(
+        &self,
+        reference: &str,
+        pinned: Option<&str>,
+    ) -> Result<Image, ApiError> {
         let reference = self.image_name(reference);
-        let image = self.runtime.image(&reference).await.map_err(|error| -> ApiError {
-            match error {
-                runtime::Error::NotFound(_) => Problem::new(ErrorCode::ImageNotFound, format!("the image {reference} is not on this node")).into(),
-                other => runtime_problem(&other).into(),
-            }
-        })?;
+        let image = self
+            .runtime
+            .image(&reference)
+            .await
+            .map_err(|error| -> ApiError {
+                match error {
+                    runtime::Error::NotFound(_) => Problem::new(
+                        ErrorCode::ImageNotFound,
+                        format!("the image {reference} is not on this node"),
+                    )
+                    .into(),
+                    other => runtime_problem(&other).into(),
+                }
+            })?;
         match pinned {
             Some(pinned) if pinned != image.digest => {
-                let detail = format!("{reference} is {} on this node, and {pinned} is asked for", image.digest);
+                let detail = format!(
+                    "{reference} is {} on this node, and {pinned} is asked for",
+                    image.digest
+                );
                 Err(ApiError::new(ErrorCode::ImageDigestMismatch, detail))
             }
             _ => Ok(image),
@@ -202,15 +286,32 @@ impl Sessions {
     }
 
     fn image_name(&self, reference: &str) -> String {
-        if reference == "default" { self.default_image.lock().clone() } else { reference.to_owned() }
+        if reference == "default" {
+            self.default_image.lock().clone()
+        } else {
+            reference.to_owned()
+        }
     }
 
     /// An image that sessions may use.
-    pub(super) async fn image(&self, reference: &str, pinned: Option<&str>) -> Result<Image, ApiError> {
+    pub(super) async fn image(
+        &self,
+        reference: &str,
+        pinned: Option<&str>,
+    ) -> Result<Image, ApiError> {
         let image = self.any_image(reference, pinned).await?;
         let reference = self.image_name(reference);
-        if image.labels.get(LABEL_AGENT_COMPATIBLE).is_none_or(|value| value != "true") {
-            return Err(ApiError::new(ErrorCode::ImageNotCompatible, format!("the image {reference} does not carry the label {LABEL_AGENT_COMPATIBLE}=true")));
+        if image
+            .labels
+            .get(LABEL_AGENT_COMPATIBLE)
+            .is_none_or(|value| value != "true")
+        {
+            return Err(ApiError::new(
+                ErrorCode::ImageNotCompatible,
+                format!(
+                    "the image {reference} does not carry the label {LABEL_AGENT_COMPATIBLE}=true"
+                ),
+            ));
         }
         Ok(image)
     }
@@ -247,7 +348,9 @@ impl Sessions {
                     return self.fail(entry, &record, error).await;
                 }
                 // A date of deletion from an earlier end no longer holds.
-                let kept = self.keep_workspace(record.session.workspace_id, false).await;
+                let kept = self
+                    .keep_workspace(record.session.workspace_id, false)
+                    .await;
                 let init = live.init;
                 let update = self.update(entry, move |record| {
                     record.init = Some(init);
@@ -258,7 +361,8 @@ impl Sessions {
                         record.session.state = SessionState::Running;
                     }
                 });
-                metrics::histogram!("cynode_session_create_seconds", "warm" => "false").record(started.elapsed().as_secs_f64());
+                metrics::histogram!("cynode_session_create_seconds", "warm" => "false")
+                    .record(started.elapsed().as_secs_f64());
                 match kept.and(update.await) {
                     Ok(()) => self.watch(entry, live),
                     Err(error) => self.fail(entry, &record, journal_error(&error)).await,
@@ -281,7 +385,12 @@ impl Sessions {
             drop(self.release_workspace(record.session.workspace_id).await);
             return self.set_lost(entry, error.0.detail, false).await;
         }
-        if record.request.workspace_ref.as_ref().is_none_or(WorkspaceRef::is_made) {
+        if record
+            .request
+            .workspace_ref
+            .as_ref()
+            .is_none_or(WorkspaceRef::is_made)
+        {
             // Its ids must not go to another while something may still run with them.
             if removed {
                 drop(self.delete_workspace(record.session.workspace_id).await);
@@ -302,7 +411,12 @@ impl Sessions {
 }
 
 /// The record of a session that has no workspace yet.
-pub(super) fn new_record(request: SessionCreate, checked: &validate::Checked, image: Image, node_id: NodeId) -> SessionRecord {
+pub(super) fn new_record(
+    request: SessionCreate,
+    checked: &validate::Checked,
+    image: Image,
+    node_id: NodeId,
+) -> SessionRecord {
     let now = OffsetDateTime::now_utc();
     SessionRecord {
         session: Session {

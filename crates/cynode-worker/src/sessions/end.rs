@@ -2,11 +2,15 @@
 
 use std::sync::Arc;
 
-use cynode_api::{ErrorCode, SandboxId, Session, SessionEnd, SessionId, SessionState, WorkspaceDisposal};
+use cynode_api::{
+    ErrorCode, SandboxId, Session, SessionEnd, SessionId, SessionState, WorkspaceDisposal,
+};
 use cynode_service::{ApiError, checks::check_reason};
 use time::OffsetDateTime;
 
-use super::{Created, Entry, Live, Sessions, check_version, journal_error, validate, workspace::AskedDisk};
+use super::{
+    Created, Entry, Live, Sessions, check_version, journal_error, validate, workspace::AskedDisk,
+};
 
 use crate::{journal::Disposal, process};
 
@@ -19,9 +23,15 @@ pub(crate) struct Ending {
 
 impl Sessions {
     /// Ends a session. One that has ended already stays as it ended.
-    pub(crate) async fn end(self: &Arc<Self>, id: SessionId, request: SessionEnd) -> Result<Session, ApiError> {
+    pub(crate) async fn end(
+        self: &Arc<Self>,
+        id: SessionId,
+        request: SessionEnd,
+    ) -> Result<Session, ApiError> {
         check_version(request.version)?;
-        let reason = request.reason.unwrap_or_else(|| "ended by the caller".to_owned());
+        let reason = request
+            .reason
+            .unwrap_or_else(|| "ended by the caller".to_owned());
         check_reason(&reason)?;
         let entry = self.get(id)?;
         let workspace = match request.workspace.unwrap_or_default() {
@@ -32,11 +42,16 @@ impl Sessions {
         Ok(entry.object())
     }
 
-    pub(crate) async fn end_entry(self: &Arc<Self>, entry: &Arc<Entry>, ending: Ending) -> Result<(), ApiError> {
+    pub(crate) async fn end_entry(
+        self: &Arc<Self>,
+        entry: &Arc<Entry>,
+        ending: Ending,
+    ) -> Result<(), ApiError> {
         // Runs to its end even when the caller goes away.
         let (sessions, entry) = (Arc::clone(self), Arc::clone(entry));
         let ended = tokio::spawn(async move { sessions.run_end(&entry, ending).await }).await;
-        ended.map_err(|_| ApiError::new(ErrorCode::Internal, "ending the session was interrupted"))?
+        ended
+            .map_err(|_| ApiError::new(ErrorCode::Internal, "ending the session was interrupted"))?
     }
 
     async fn run_end(self: &Arc<Self>, entry: &Arc<Entry>, ending: Ending) -> Result<(), ApiError> {
@@ -50,7 +65,9 @@ impl Sessions {
         // First the date, which nobody looks at while the session lives: a crash in between must not keep it for ever.
         if ending.workspace != Disposal::Delete {
             let for_a_while = ending.workspace == Disposal::KeepForAWhile;
-            self.keep_workspace(entry.record().session.workspace_id, for_a_while).await.map_err(|error| journal_error(&error))?;
+            self.keep_workspace(entry.record().session.workspace_id, for_a_while)
+                .await
+                .map_err(|error| journal_error(&error))?;
         }
         self.update(entry, move |record| {
             record.session.state = SessionState::Ending;
@@ -68,14 +85,23 @@ impl Sessions {
         if let Some(live) = entry.live.lock().take() {
             live.close();
         }
-        self.remove_sandbox(record.sandbox_id, record.id_block).await?;
+        self.remove_sandbox(record.sandbox_id, record.id_block)
+            .await?;
         entry.execs.lose_all();
         let disposed = match record.disposal.unwrap_or_default() {
             Disposal::Delete => self.delete_workspace(record.session.workspace_id).await,
-            Disposal::Keep | Disposal::KeepForAWhile => self.release_workspace(record.session.workspace_id).await,
+            Disposal::Keep | Disposal::KeepForAWhile => {
+                self.release_workspace(record.session.workspace_id).await
+            }
         };
         // A job's output is kept until somebody has it.
-        let disposed = disposed.and_then(|()| if entry.is_jobs() { entry.execs.rest() } else { entry.execs.forget_all() });
+        let disposed = disposed.and_then(|()| {
+            if entry.is_jobs() {
+                entry.execs.rest()
+            } else {
+                entry.execs.forget_all()
+            }
+        });
         disposed.map_err(|error| journal_error(&error))?;
         self.update(entry, |record| {
             record.session.state = SessionState::Ended;
@@ -90,19 +116,40 @@ impl Sessions {
 
     /// Ends every session that lives, keeping the workspaces for a while; says how many there were.
     pub(crate) async fn end_all(self: &Arc<Self>, reason: &str) -> usize {
-        let entries: Vec<Arc<Entry>> = self.known.lock().values().filter(|entry| entry.record.lock().is_live()).cloned().collect();
+        let entries: Vec<Arc<Entry>> = self
+            .known
+            .lock()
+            .values()
+            .filter(|entry| entry.record.lock().is_live())
+            .cloned()
+            .collect();
         let mut ending = tokio::task::JoinSet::new();
         for entry in entries {
             let (sessions, reason) = (Arc::clone(self), reason.to_owned());
-            let workspace = if entry.is_jobs() { Disposal::Delete } else { Disposal::KeepForAWhile };
-            ending.spawn(async move { sessions.end_entry(&entry, Ending { reason, workspace }).await });
+            let workspace = if entry.is_jobs() {
+                Disposal::Delete
+            } else {
+                Disposal::KeepForAWhile
+            };
+            ending.spawn(async move {
+                sessions
+                    .end_entry(&entry, Ending { reason, workspace })
+                    .await
+            });
         }
         ending.join_all().await.into_iter().flatten().count()
     }
 
     /// Removes container and sockets. What is gone already is fine.
-    pub(super) async fn remove_sandbox(&self, id: SandboxId, id_block: u32) -> Result<(), ApiError> {
-        self.runtime.remove(&crate::journal::container_name(id)).await.map_err(|error| ApiError::from(super::runtime_problem(&error)))?;
+    pub(super) async fn remove_sandbox(
+        &self,
+        id: SandboxId,
+        id_block: u32,
+    ) -> Result<(), ApiError> {
+        self.runtime
+            .remove(&crate::journal::container_name(id))
+            .await
+            .map_err(|error| ApiError::from(super::runtime_problem(&error)))?;
         self.doomed.lock().retain(|(doomed, _)| *doomed != id);
         // A runtime that was killed in the middle of a start forgets what it had begun. Ids that another sandbox has by now are
         // that one's.
@@ -111,8 +158,12 @@ impl Sessions {
         {
             process::kill_owned(&ids);
         }
-        crate::tree::remove(&self.journal.sandbox_directory(id))
-            .map_err(|error| ApiError::new(ErrorCode::Internal, format!("removing the sandbox's sockets: {error}")))
+        crate::tree::remove(&self.journal.sandbox_directory(id)).map_err(|error| {
+            ApiError::new(
+                ErrorCode::Internal,
+                format!("removing the sandbox's sockets: {error}"),
+            )
+        })
     }
 
     /// Whether a live sandbox other than this one has these ids.
@@ -177,7 +228,10 @@ impl Sessions {
     pub(super) async fn lose(&self, entry: &Arc<Entry>, reason: &str) {
         let _step = entry.step.lock().await;
         let record = entry.record();
-        if !matches!(record.session.state, SessionState::Running | SessionState::Creating) {
+        if !matches!(
+            record.session.state,
+            SessionState::Running | SessionState::Creating
+        ) {
             return;
         }
         tracing::warn!(session_id = %record.session.session_id, reason, "A session is lost.");
@@ -194,8 +248,18 @@ impl Sessions {
     }
 
     /// Records that a session has no container any more and can be resumed.
-    pub(super) async fn set_lost(&self, entry: &Arc<Entry>, reason: String, keep_for_a_while: bool) {
-        let kept = if keep_for_a_while { self.keep_workspace(entry.record().session.workspace_id, true).await } else { Ok(()) };
+    pub(super) async fn set_lost(
+        &self,
+        entry: &Arc<Entry>,
+        reason: String,
+        keep_for_a_while: bool,
+    ) {
+        let kept = if keep_for_a_while {
+            self.keep_workspace(entry.record().session.workspace_id, true)
+                .await
+        } else {
+            Ok(())
+        };
         let update = self.update(entry, |record| {
             record.session.state = SessionState::Lost;
             record.session.end_reason = Some(reason);
@@ -215,7 +279,9 @@ impl Sessions {
         // To its end even when the caller goes away: it is brought up or stays as it was.
         let (sessions, resumed) = (Arc::clone(self), Arc::clone(&entry));
         let admitted = tokio::spawn(async move { sessions.admit_again(&resumed).await }).await;
-        let new = admitted.map_err(|_| ApiError::new(ErrorCode::Internal, "resuming the session was interrupted"))??;
+        let new = admitted.map_err(|_| {
+            ApiError::new(ErrorCode::Internal, "resuming the session was interrupted")
+        })??;
         self.outcome(&entry, new).await
     }
 
@@ -227,26 +293,43 @@ impl Sessions {
         match record.session.state {
             SessionState::Running | SessionState::Creating => return Ok(false),
             SessionState::Lost | SessionState::Ended => {}
-            state => return Err(ApiError::new(ErrorCode::NotResumable, format!("session {id} is {state}"))),
+            state => {
+                return Err(ApiError::new(
+                    ErrorCode::NotResumable,
+                    format!("session {id} is {state}"),
+                ));
+            }
         }
         // What could not be removed when it was lost must not run on beside the new one, on the same files.
-        self.remove_sandbox(record.sandbox_id, record.id_block).await?;
+        self.remove_sandbox(record.sandbox_id, record.id_block)
+            .await?;
         // As for a new one: of two that want the same workspace or the last place, one gets it.
         let _gate = self.gate.lock().await;
         self.check_room()?;
         // It may have been made when this node gave more.
         self.capacity.check(&record.session.limits)?;
         self.check_capacity(record.session.limits.memory_bytes)?;
-        let disk = AskedDisk { bytes: record.session.limits.disk_bytes, explicit: false };
+        let disk = AskedDisk {
+            bytes: record.session.limits.disk_bytes,
+            explicit: false,
+        };
         let reference = cynode_api::WorkspaceRef::Workspace(record.session.workspace_id);
-        self.workspace(&reference, record.session.task_id, id, disk).await.map_err(|error| {
-            if error.0.is(ErrorCode::WorkspaceNotFound) {
-                ApiError::new(ErrorCode::NotResumable, format!("the workspace of session {id} is gone"))
-            } else {
-                error
-            }
-        })?;
-        let lifetime = record.request.max_lifetime_seconds.unwrap_or(cynode_api::session_limits::DEFAULT_LIFETIME_SECONDS);
+        self.workspace(&reference, record.session.task_id, id, disk)
+            .await
+            .map_err(|error| {
+                if error.0.is(ErrorCode::WorkspaceNotFound) {
+                    ApiError::new(
+                        ErrorCode::NotResumable,
+                        format!("the workspace of session {id} is gone"),
+                    )
+                } else {
+                    error
+                }
+            })?;
+        let lifetime = record
+            .request
+            .max_lifetime_seconds
+            .unwrap_or(cynode_api::session_limits::DEFAULT_LIFETIME_SECONDS);
         let now = OffsetDateTime::now_utc();
         self.update(entry, move |record| {
             record.sandbox_id = SandboxId::generate();

@@ -53,8 +53,14 @@ pub(super) fn clean_image_env(env: &[(String, String)]) -> Vec<(String, String)>
 }
 
 /// What a command sees: ours and the image's below the session's below its own; the `CYNODE_` variables above all.
-pub(crate) fn exec_environment(record: &SessionRecord, own: &BTreeMap<String, String>) -> Vec<(String, String)> {
-    let mut env: BTreeMap<String, String> = BTreeMap::from([("LANG".to_owned(), "C.UTF-8".to_owned()), ("PATH".to_owned(), PATH.to_owned())]);
+pub(crate) fn exec_environment(
+    record: &SessionRecord,
+    own: &BTreeMap<String, String>,
+) -> Vec<(String, String)> {
+    let mut env: BTreeMap<String, String> = BTreeMap::from([
+        ("LANG".to_owned(), "C.UTF-8".to_owned()),
+        ("PATH".to_owned(), PATH.to_owned()),
+    ]);
     env.extend(record.image_env.iter().cloned());
     // An image's own directories first, but never without the usual ones.
     let mut path = env.remove("PATH").unwrap_or_default();
@@ -65,14 +71,23 @@ pub(crate) fn exec_environment(record: &SessionRecord, own: &BTreeMap<String, St
         }
     }
     env.insert("PATH".to_owned(), path);
-    env.extend([("HOME", HOME), ("USER", "agent"), ("LOGNAME", "agent")].map(|(name, value)| (name.to_owned(), value.to_owned())));
+    env.extend(
+        [("HOME", HOME), ("USER", "agent"), ("LOGNAME", "agent")]
+            .map(|(name, value)| (name.to_owned(), value.to_owned())),
+    );
     env.extend(record.request.env.clone());
     env.extend(own.clone());
     env.extend([
-        ("CYNODE_TASK_ID".to_owned(), record.session.task_id.to_string()),
+        (
+            "CYNODE_TASK_ID".to_owned(),
+            record.session.task_id.to_string(),
+        ),
         match record.job_id {
             Some(job_id) => ("CYNODE_JOB_ID".to_owned(), job_id.to_string()),
-            None => ("CYNODE_SESSION_ID".to_owned(), record.session.session_id.to_string()),
+            None => (
+                "CYNODE_SESSION_ID".to_owned(),
+                record.session.session_id.to_string(),
+            ),
         },
         ("CYNODE_WORKSPACE_DIR".to_owned(), WORKSPACE.to_owned()),
     ]);
@@ -93,15 +108,29 @@ mod tests {
             ("GOPATH", "/go"),
             ("PATH", "/go/bin"),
         ];
-        let env: Vec<_> = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
-        assert_eq!(clean_image_env(&env), [("GOPATH".to_owned(), "/go".to_owned()), ("PATH".to_owned(), "/go/bin".to_owned())]);
+        let env: Vec<_> = env
+            .iter()
+            .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+            .collect();
+        assert_eq!(
+            clean_image_env(&env),
+            [
+                ("GOPATH".to_owned(), "/go".to_owned()),
+                ("PATH".to_owned(), "/go/bin".to_owned())
+            ]
+        );
     }
 
     #[test]
     fn a_giant_environment_is_cut() {
-        let env: Vec<_> = (0..10_000).map(|number| (format!("V{number}"), "x".repeat(100))).collect();
+        let env: Vec<_> = (0..10_000)
+            .map(|number| (format!("V{number}"), "x".repeat(100)))
+            .collect();
         assert!(clean_image_env(&env).len() <= MAX_IMAGE_ENV);
-        let env = vec![("BIG".to_owned(), "x".repeat(1 << 20)), ("SMALL".to_owned(), "y".to_owned())];
+        let env = vec![
+            ("BIG".to_owned(), "x".repeat(1 << 20)),
+            ("SMALL".to_owned(), "y".to_owned()),
+        ];
         assert!(clean_image_env(&env).is_empty());
     }
 }

@@ -25,7 +25,9 @@ pub(crate) struct Upstream {
 
 impl std::fmt::Debug for Upstream {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Upstream").field("base", &self.base).finish_non_exhaustive()
+        f.debug_struct("Upstream")
+            .field("base", &self.base)
+            .finish_non_exhaustive()
     }
 }
 
@@ -37,28 +39,66 @@ impl Sessions {
     /// Where artifacts come from.
     pub(crate) fn upstream(&self) -> Result<Upstream, ApiError> {
         self.upstream.lock().clone().ok_or_else(|| {
-            Problem::new(ErrorCode::InvalidRequest, "workspace_ref: artifacts come from an orchestrator, and this node has none")
-                .with_remedy("Create the session through the orchestrator, or import a tar archive into it.")
-                .into()
+            Problem::new(
+                ErrorCode::InvalidRequest,
+                "workspace_ref: artifacts come from an orchestrator, and this node has none",
+            )
+            .with_remedy(
+                "Create the session through the orchestrator, or import a tar archive into it.",
+            )
+            .into()
         })
     }
 
     /// Unpacks an artifact into the workspace of a sandbox that nobody uses yet.
-    pub(super) async fn unpack_artifact(&self, live: &Arc<Live>, id: ArtifactId) -> Result<(), ApiError> {
-        let unreached = |why: String| ApiError::new(ErrorCode::NodeUnreachable, format!("the artifact {id} can't be fetched from the orchestrator: {why}"));
+    pub(super) async fn unpack_artifact(
+        &self,
+        live: &Arc<Live>,
+        id: ArtifactId,
+    ) -> Result<(), ApiError> {
+        let unreached = |why: String| {
+            ApiError::new(
+                ErrorCode::NodeUnreachable,
+                format!("the artifact {id} can't be fetched from the orchestrator: {why}"),
+            )
+        };
         let upstream = self.upstream()?;
         let url = format!("{}/v1/nodes/artifacts/{id}", upstream.base);
-        let answer = upstream.http.get(url).bearer_auth(&upstream.node_token).timeout(PATIENCE).send().await;
+        let answer = upstream
+            .http
+            .get(url)
+            .bearer_auth(&upstream.node_token)
+            .timeout(PATIENCE)
+            .send()
+            .await;
         let answer = answer.map_err(|error| unreached(error.without_url().to_string()))?;
         if matches!(answer.status(), StatusCode::NOT_FOUND | StatusCode::GONE) {
             // To ask again would not bring it back.
-            return Err(ApiError::new(ErrorCode::NotFound, format!("workspace_ref: there is no artifact {id} for this node at the orchestrator")));
+            return Err(ApiError::new(
+                ErrorCode::NotFound,
+                format!(
+                    "workspace_ref: there is no artifact {id} for this node at the orchestrator"
+                ),
+            ));
         }
         if !answer.status().is_success() {
             return Err(unreached(format!("it answered {}", answer.status())));
         }
-        let operation = FileOp::Import { path: Base64Bytes(WORKSPACE.as_bytes().to_vec()) };
-        let mut channel = live.link()?.open(&Request::File { op: operation }).await.map_err(unavailable)?;
-        channel.import(answer.bytes_stream().map_err(|error| unreached(error.without_url().to_string()))).await.map(drop)
+        let operation = FileOp::Import {
+            path: Base64Bytes(WORKSPACE.as_bytes().to_vec()),
+        };
+        let mut channel = live
+            .link()?
+            .open(&Request::File { op: operation })
+            .await
+            .map_err(unavailable)?;
+        channel
+            .import(
+                answer
+                    .bytes_stream()
+                    .map_err(|error| unreached(error.without_url().to_string())),
+            )
+            .await
+            .map(drop)
     }
 }

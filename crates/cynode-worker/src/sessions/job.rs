@@ -5,7 +5,10 @@
 
 use std::{collections::HashSet, sync::Arc};
 
-use cynode_api::{ErrorCode, JobId, JobRun, SandboxId, SessionCreate, SessionId, SessionState, Unenforced, WorkspaceRef, session_limits::MAX_LIFETIME_SECONDS};
+use cynode_api::{
+    ErrorCode, JobId, JobRun, SandboxId, SessionCreate, SessionId, SessionState, Unenforced,
+    WorkspaceRef, session_limits::MAX_LIFETIME_SECONDS,
+};
 use cynode_service::ApiError;
 use tokio::sync::MutexGuard;
 
@@ -40,10 +43,20 @@ impl Place<'_> {
     }
 
     pub(crate) async fn give_up(self) {
-        if !self.record.request.workspace_ref.as_ref().is_none_or(WorkspaceRef::is_made) {
+        if !self
+            .record
+            .request
+            .workspace_ref
+            .as_ref()
+            .is_none_or(WorkspaceRef::is_made)
+        {
             return;
         }
-        if let Err(error) = self.sessions.delete_workspace(self.record.session.workspace_id).await {
+        if let Err(error) = self
+            .sessions
+            .delete_workspace(self.record.session.workspace_id)
+            .await
+        {
             tracing::warn!(%error, "Deleting a workspace that nothing used failed; the next start does it.");
         }
     }
@@ -53,14 +66,22 @@ impl Sessions {
     /// Refuses what no sandbox can be made of.
     pub(crate) fn check_job(&self, run: &JobRun) -> Result<(), ApiError> {
         validate::check_version(run.version)?;
-        validate::check(&session_of(run, SessionId::generate()), &self.capacity).map(drop).map_err(|mut error| {
-            error.0.detail.insert_str(0, "sandbox.");
-            error
-        })
+        validate::check(&session_of(run, SessionId::generate()), &self.capacity)
+            .map(drop)
+            .map_err(|mut error| {
+                error.0.detail.insert_str(0, "sandbox.");
+                error
+            })
     }
 
     /// Finds room for a job's sandbox, with a workspace.
-    pub(crate) async fn place(self: &Arc<Self>, run: &JobRun, session_id: SessionId, image: Image, room: Room) -> Result<Place<'_>, ApiError> {
+    pub(crate) async fn place(
+        self: &Arc<Self>,
+        run: &JobRun,
+        session_id: SessionId,
+        image: Image,
+        room: Room,
+    ) -> Result<Place<'_>, ApiError> {
         let request = session_of(run, session_id);
         let checked = validate::check(&request, &self.capacity)?;
         let sandbox_id = SandboxId::from_uuid(*run.job_id.as_uuid());
@@ -73,23 +94,49 @@ impl Sessions {
             self.check_enforced(&[Unenforced::Disk])?;
         }
         // Ids are ours and random, so this is somebody's mistake; but a name that is taken would be taken for our own.
-        if self.known.lock().values().any(|entry| entry.record.lock().sandbox_id == sandbox_id) || self.is_spare(sandbox_id) {
-            return Err(ApiError::new(ErrorCode::JobIdInUse, format!("{sandbox_id} is the id of another sandbox on this node")));
+        if self
+            .known
+            .lock()
+            .values()
+            .any(|entry| entry.record.lock().sandbox_id == sandbox_id)
+            || self.is_spare(sandbox_id)
+        {
+            return Err(ApiError::new(
+                ErrorCode::JobIdInUse,
+                format!("{sandbox_id} is the id of another sandbox on this node"),
+            ));
         }
-        let disk = AskedDisk { bytes: checked.limits.disk_bytes, explicit: false };
+        let disk = AskedDisk {
+            bytes: checked.limits.disk_bytes,
+            explicit: false,
+        };
         let reference = run.sandbox.workspace_ref.clone().unwrap_or_default();
-        let WorkspaceRecord { workspace_id, id_block, .. } = self.workspace(&reference, run.task_id, session_id, disk).await?;
+        let WorkspaceRecord {
+            workspace_id,
+            id_block,
+            ..
+        } = self
+            .workspace(&reference, run.task_id, session_id, disk)
+            .await?;
         let mut record = new_record(request, &checked, image, self.node_id);
         record.sandbox_id = sandbox_id;
         record.job_id = Some(run.job_id);
         record.id_block = id_block;
         record.session.workspace_id = workspace_id;
-        Ok(Place { sessions: self, record, _gate: gate })
+        Ok(Place {
+            sessions: self,
+            record,
+            _gate: gate,
+        })
     }
 
     /// The sandbox of a job, whatever its state.
     pub(crate) fn of_job(&self, id: SessionId) -> Option<Arc<Entry>> {
-        self.known.lock().get(&id).cloned().filter(|entry| entry.is_jobs())
+        self.known
+            .lock()
+            .get(&id)
+            .cloned()
+            .filter(|entry| entry.is_jobs())
     }
 
     /// Whether there is something of a sandbox that can't be read.
@@ -100,21 +147,51 @@ impl Sessions {
     /// Sandboxes of jobs that are not among these.
     pub(crate) fn of_other_jobs(&self, jobs: &HashSet<JobId>) -> Vec<SessionId> {
         let known = self.known.lock();
-        known.iter().filter(|(_, entry)| entry.record.lock().job_id.is_some_and(|id| !jobs.contains(&id))).map(|(id, _)| *id).collect()
+        known
+            .iter()
+            .filter(|(_, entry)| {
+                entry
+                    .record
+                    .lock()
+                    .job_id
+                    .is_some_and(|id| !jobs.contains(&id))
+            })
+            .map(|(id, _)| *id)
+            .collect()
     }
 
     /// Ends a job's sandbox for good.
     pub(crate) async fn end_of_job(self: &Arc<Self>, id: SessionId) -> Result<(), ApiError> {
-        let Some(entry) = self.of_job(id) else { return Ok(()) };
+        let Some(entry) = self.of_job(id) else {
+            return Ok(());
+        };
         // One that was there before the job is there after it.
-        let is_made = entry.record().request.workspace_ref.as_ref().is_none_or(WorkspaceRef::is_made);
-        let workspace = if is_made { Disposal::Delete } else { Disposal::Keep };
-        self.end_entry(&entry, Ending { reason: "the job has ended".to_owned(), workspace }).await
+        let is_made = entry
+            .record()
+            .request
+            .workspace_ref
+            .as_ref()
+            .is_none_or(WorkspaceRef::is_made);
+        let workspace = if is_made {
+            Disposal::Delete
+        } else {
+            Disposal::Keep
+        };
+        self.end_entry(
+            &entry,
+            Ending {
+                reason: "the job has ended".to_owned(),
+                workspace,
+            },
+        )
+        .await
     }
 
     /// Drops what is left of a job's sandbox, its output. False while it has not ended.
     pub(crate) fn forget_of_job(&self, id: SessionId) -> bool {
-        let Some(entry) = self.of_job(id) else { return true };
+        let Some(entry) = self.of_job(id) else {
+            return true;
+        };
         if entry.record.lock().is_live() {
             return false;
         }
@@ -153,7 +230,17 @@ impl Entry {
     /// Why it has no container.
     pub(crate) fn failure(&self) -> ApiError {
         let known = self.failure.lock().clone();
-        known.unwrap_or_else(|| ApiError::new(ErrorCode::Internal, self.record.lock().session.end_reason.clone().unwrap_or_default()))
+        known.unwrap_or_else(|| {
+            ApiError::new(
+                ErrorCode::Internal,
+                self.record
+                    .lock()
+                    .session
+                    .end_reason
+                    .clone()
+                    .unwrap_or_default(),
+            )
+        })
     }
 }
 

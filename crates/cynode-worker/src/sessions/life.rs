@@ -30,19 +30,40 @@ impl Sessions {
             return;
         }
         let mut ticks: u64 = 0;
-        while stop.run_until_cancelled(tokio::time::sleep(TICK)).await.is_some() {
+        while stop
+            .run_until_cancelled(tokio::time::sleep(TICK))
+            .await
+            .is_some()
+        {
             let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
-            let running = entries.iter().filter(|entry| entry.state() == SessionState::Running && !entry.is_jobs()).count();
+            let running = entries
+                .iter()
+                .filter(|entry| entry.state() == SessionState::Running && !entry.is_jobs())
+                .count();
             #[expect(clippy::cast_precision_loss, reason = "a few hundred")]
             {
                 metrics::gauge!("cynode_sessions_running").set(running as f64);
-                metrics::gauge!("cynode_execs_open").set(entries.iter().map(|entry| entry.execs.running_count()).sum::<u32>());
+                metrics::gauge!("cynode_execs_open").set(
+                    entries
+                        .iter()
+                        .map(|entry| entry.execs.running_count())
+                        .sum::<u32>(),
+                );
             }
             for entry in entries {
                 if let Some(reason) = Self::is_over(&entry) {
                     let sessions = Arc::clone(&self);
                     tokio::spawn(async move {
-                        if let Err(error) = sessions.end_entry(&entry, Ending { reason: reason.to_owned(), workspace: Disposal::KeepForAWhile }).await {
+                        if let Err(error) = sessions
+                            .end_entry(
+                                &entry,
+                                Ending {
+                                    reason: reason.to_owned(),
+                                    workspace: Disposal::KeepForAWhile,
+                                },
+                            )
+                            .await
+                        {
                             tracing::error!(error = %error.0, "Ending an expired session failed; it is tried again.");
                         }
                     });
@@ -95,11 +116,19 @@ impl Sessions {
         // Nobody may take a workspace into use between the look and its deletion.
         let _gate = self.gate.lock().await;
         let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
-        let (live, mut ended): (Vec<_>, Vec<_>) = entries.iter().map(|entry| entry.record()).partition(SessionRecord::is_live);
+        let (live, mut ended): (Vec<_>, Vec<_>) = entries
+            .iter()
+            .map(|entry| entry.record())
+            .partition(SessionRecord::is_live);
         let mut deleted = false;
         let journal = self.journal.clone();
-        for workspace in blocking(move || journal.workspaces()).await.unwrap_or_default() {
-            let in_use = live.iter().any(|record| record.session.workspace_id == workspace.workspace_id);
+        for workspace in blocking(move || journal.workspaces())
+            .await
+            .unwrap_or_default()
+        {
+            let in_use = live
+                .iter()
+                .any(|record| record.session.workspace_id == workspace.workspace_id);
             if !in_use && workspace.delete_at.is_some_and(|at| at <= now) {
                 if let Err(error) = self.delete_workspace(workspace.workspace_id).await {
                     tracing::warn!(%error, "Deleting a workspace whose grace is over failed; it is tried again.");
@@ -111,9 +140,16 @@ impl Sessions {
         ended.retain(|record| record.job_id.is_none());
         ended.sort_by_key(|record| record.session.ended_at);
         let excess = ended.len().saturating_sub(MAX_REMEMBERED);
-        let remember = REMEMBER.max(time::Duration::seconds(i64::try_from(self.config.workspace_grace_seconds).unwrap_or(i64::MAX)));
+        let remember = REMEMBER.max(time::Duration::seconds(
+            i64::try_from(self.config.workspace_grace_seconds).unwrap_or(i64::MAX),
+        ));
         for (index, record) in ended.iter().enumerate() {
-            if index < excess || record.session.ended_at.is_some_and(|at| now - at > remember) {
+            if index < excess
+                || record
+                    .session
+                    .ended_at
+                    .is_some_and(|at| now - at > remember)
+            {
                 let id = record.session.session_id;
                 self.known.lock().remove(&id);
                 drop(self.journal.discard(&self.journal.session_directory(id)));

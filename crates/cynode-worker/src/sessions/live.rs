@@ -46,7 +46,13 @@ pub(crate) struct Live {
 }
 
 impl Live {
-    pub(crate) fn new(container: String, init: InitProcess, runtime: Arc<dyn Runtime>, link: Option<AgentLink>, first_claim: Option<Claim>) -> Arc<Self> {
+    pub(crate) fn new(
+        container: String,
+        init: InitProcess,
+        runtime: Arc<dyn Runtime>,
+        link: Option<AgentLink>,
+        first_claim: Option<Claim>,
+    ) -> Arc<Self> {
         Arc::new(Self {
             first_claim,
             container,
@@ -64,7 +70,12 @@ impl Live {
     }
 
     pub(crate) fn link(&self) -> Result<&AgentLink, ApiError> {
-        self.link.as_ref().ok_or_else(|| ApiError::new(ErrorCode::AgentRequired, "worker.exec_via is \"runtime\": there is no agent in this sandbox"))
+        self.link.as_ref().ok_or_else(|| {
+            ApiError::new(
+                ErrorCode::AgentRequired,
+                "worker.exec_via is \"runtime\": there is no agent in this sandbox",
+            )
+        })
     }
 
     pub(crate) fn has_agent(&self) -> bool {
@@ -100,7 +111,8 @@ impl Live {
 
     /// Whether the kernel has killed something for memory since the last look.
     pub(crate) fn saw_oom_kill(&self) -> bool {
-        process::oom_kills(self.init.pid).is_some_and(|count| self.oom_kills.swap(count, Ordering::SeqCst) < count)
+        process::oom_kills(self.init.pid)
+            .is_some_and(|count| self.oom_kills.swap(count, Ordering::SeqCst) < count)
     }
 
     /// Everything in it is about to be killed because it fills the node's disk.
@@ -127,14 +139,19 @@ impl Live {
     }
 
     pub(super) fn set_no_room(&self, no_room: bool) {
-        self.no_room.send_if_modified(|now| std::mem::replace(now, no_room) != no_room);
+        self.no_room
+            .send_if_modified(|now| std::mem::replace(now, no_room) != no_room);
     }
 
     /// Waits while the last of the node's disk is kept for records: what a command says stays with its agent.
     pub(crate) async fn room_for_output(&self) {
         if *self.no_room.borrow() {
             let mut no_room = self.no_room.subscribe();
-            while !self.is_gone() && tokio::time::timeout(LOOK, no_room.wait_for(|no_room| !*no_room)).await.is_err() {}
+            while !self.is_gone()
+                && tokio::time::timeout(LOOK, no_room.wait_for(|no_room| !*no_room))
+                    .await
+                    .is_err()
+            {}
         }
     }
 

@@ -27,7 +27,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cynode_api::{ErrorCode, NodeId, Problem, SandboxId, Session, SessionId, SessionPatch, SessionState};
+use cynode_api::{
+    ErrorCode, NodeId, Problem, SandboxId, Session, SessionId, SessionPatch, SessionState,
+};
 use cynode_service::{
     ApiError,
     checks::{check_labels, check_seconds},
@@ -150,8 +152,16 @@ impl Entry {
     }
 
     fn idle_for(&self) -> Duration {
-        let active = self.live.lock().as_ref().is_some_and(|live| live.is_active());
-        if active { Duration::ZERO } else { self.last_activity.lock().elapsed() }
+        let active = self
+            .live
+            .lock()
+            .as_ref()
+            .is_some_and(|live| live.is_active());
+        if active {
+            Duration::ZERO
+        } else {
+            self.last_activity.lock().elapsed()
+        }
     }
 
     /// The session as callers see it.
@@ -165,8 +175,13 @@ impl Entry {
         session.running_execs = self.execs.running_count();
         if session.state == SessionState::Running {
             let idle_for = time::Duration::try_from(self.idle_for()).unwrap_or_default();
-            let left = time::Duration::seconds(i64::try_from(record.idle_timeout_seconds).unwrap_or(i64::MAX)).saturating_sub(idle_for);
-            session.idle_expires_at = OffsetDateTime::now_utc().saturating_add(left).min(session.expires_at);
+            let left = time::Duration::seconds(
+                i64::try_from(record.idle_timeout_seconds).unwrap_or(i64::MAX),
+            )
+            .saturating_sub(idle_for);
+            session.idle_expires_at = OffsetDateTime::now_utc()
+                .saturating_add(left)
+                .min(session.expires_at);
         }
         session
     }
@@ -174,7 +189,17 @@ impl Entry {
 
 impl Sessions {
     pub(crate) fn new(means: Means) -> std::io::Result<Arc<Self>> {
-        let Means { config, runtime, journal, node_id, ids, agent_binary, capacity, parent, disks } = means;
+        let Means {
+            config,
+            runtime,
+            journal,
+            node_id,
+            ids,
+            agent_binary,
+            capacity,
+            parent,
+            disks,
+        } = means;
         let mut known = HashMap::new();
         for record in recover::recover(&journal, &ids, config.workspace_grace_seconds)? {
             let execs = SessionExecs::open(&journal.session_directory(record.session.session_id))?;
@@ -202,8 +227,18 @@ impl Sessions {
 
     /// The session, whatever its state. The sandbox of a job looks like none.
     pub(crate) fn get(&self, id: SessionId) -> Result<Arc<Entry>, ApiError> {
-        let found = self.known.lock().get(&id).cloned().filter(|entry| !entry.is_jobs());
-        found.ok_or_else(|| ApiError::new(ErrorCode::SessionNotFound, format!("no session {id} on this node")))
+        let found = self
+            .known
+            .lock()
+            .get(&id)
+            .cloned()
+            .filter(|entry| !entry.is_jobs());
+        found.ok_or_else(|| {
+            ApiError::new(
+                ErrorCode::SessionNotFound,
+                format!("no session {id} on this node"),
+            )
+        })
     }
 
     /// The session with its container, for a call into it.
@@ -211,21 +246,30 @@ impl Sessions {
         let entry = self.get(id)?;
         match entry.state() {
             SessionState::Running => {}
-            SessionState::Ending | SessionState::Ended => return Err(self.refusal(ErrorCode::SessionEnded, &entry)),
+            SessionState::Ending | SessionState::Ended => {
+                return Err(self.refusal(ErrorCode::SessionEnded, &entry));
+            }
             _ => return Err(self.refusal(ErrorCode::NotRunning, &entry)),
         }
         entry.touch();
-        let live = entry
-            .live
-            .lock()
-            .clone()
-            .ok_or_else(|| ApiError::new(ErrorCode::NotRunning, format!("session {id} is being taken up again after a restart of the worker")))?;
+        let live = entry.live.lock().clone().ok_or_else(|| {
+            ApiError::new(
+                ErrorCode::NotRunning,
+                format!("session {id} is being taken up again after a restart of the worker"),
+            )
+        })?;
         Ok((entry, live))
     }
 
     /// Oldest first, without those of jobs.
     pub(crate) fn entries(&self) -> Vec<Arc<Entry>> {
-        let mut entries: Vec<Arc<Entry>> = self.known.lock().values().filter(|entry| !entry.is_jobs()).cloned().collect();
+        let mut entries: Vec<Arc<Entry>> = self
+            .known
+            .lock()
+            .values()
+            .filter(|entry| !entry.is_jobs())
+            .cloned()
+            .collect();
         entries.sort_by_cached_key(|entry| {
             let record = entry.record.lock();
             (record.session.created_at, record.session.session_id)
@@ -234,14 +278,22 @@ impl Sessions {
     }
 
     pub(crate) fn live_count(&self) -> usize {
-        self.known.lock().values().filter(|entry| entry.record.lock().is_live()).count()
+        self.known
+            .lock()
+            .values()
+            .filter(|entry| entry.record.lock().is_live())
+            .count()
     }
 
     /// What the memory limits of all sandboxes add up to, those that wait to be claimed not counted.
     fn promised_memory(&self) -> u64 {
         let known = self.known.lock();
         let records = known.values().map(|entry| entry.record.lock());
-        records.filter(|record| record.is_live()).fold(0, |sum, record| record.session.limits.memory_bytes.saturating_add(sum))
+        records
+            .filter(|record| record.is_live())
+            .fold(0, |sum, record| {
+                record.session.limits.memory_bytes.saturating_add(sum)
+            })
     }
 
     /// Waits until new work can be taken, for as long as a caller can be made to wait.
@@ -249,7 +301,10 @@ impl Sessions {
         let mut unsettled = self.unsettled.subscribe();
         match tokio::time::timeout(SETTLE_WAIT, unsettled.wait_for(Option::is_none)).await {
             Ok(_) => Ok(()),
-            Err(_) => Err(ApiError::new(ErrorCode::RuntimeUnavailable, self.unsettled().unwrap_or_default())),
+            Err(_) => Err(ApiError::new(
+                ErrorCode::RuntimeUnavailable,
+                self.unsettled().unwrap_or_default(),
+            )),
         }
     }
 
@@ -265,13 +320,18 @@ impl Sessions {
 
     /// Changes a record: written down first, then seen. Goes to its end even when the caller goes away, so that what is on
     /// disk and what is seen do not part.
-    async fn update(&self, entry: &Arc<Entry>, change: impl FnOnce(&mut SessionRecord) + Send + 'static) -> std::io::Result<()> {
+    async fn update(
+        &self,
+        entry: &Arc<Entry>,
+        change: impl FnOnce(&mut SessionRecord) + Send + 'static,
+    ) -> std::io::Result<()> {
         let (journal, entry) = (self.journal.clone(), Arc::clone(entry));
         let updated = tokio::spawn(async move {
             let _writing = entry.writing.lock().await;
             let mut changed = entry.record();
             change(&mut changed);
-            let changed = blocking(move || journal.write_session(&changed).map(|()| changed)).await?;
+            let changed =
+                blocking(move || journal.write_session(&changed).map(|()| changed)).await?;
             let state = changed.session.state;
             *entry.record.lock() = changed;
             entry.state.send_replace(state);
@@ -280,17 +340,30 @@ impl Sessions {
         updated.await.unwrap_or_else(|_| Err(interrupted()))
     }
 
-    pub(crate) async fn patch(&self, id: SessionId, patch: SessionPatch) -> Result<Session, ApiError> {
+    pub(crate) async fn patch(
+        &self,
+        id: SessionId,
+        patch: SessionPatch,
+    ) -> Result<Session, ApiError> {
         check_version(patch.version)?;
         let entry = self.get(id)?;
-        if !matches!(entry.state(), SessionState::Running | SessionState::Creating) {
+        if !matches!(
+            entry.state(),
+            SessionState::Running | SessionState::Creating
+        ) {
             return Err(self.refusal(ErrorCode::SessionEnded, &entry));
         }
         if let Some(labels) = &patch.labels {
             check_labels(labels)?;
         }
-        let lifetime = patch.max_lifetime_seconds.map(|seconds| check_seconds("max_lifetime_seconds", seconds)).transpose()?;
-        let idle = patch.idle_timeout_seconds.map(|seconds| check_seconds("idle_timeout_seconds", seconds)).transpose()?;
+        let lifetime = patch
+            .max_lifetime_seconds
+            .map(|seconds| check_seconds("max_lifetime_seconds", seconds))
+            .transpose()?;
+        let idle = patch
+            .idle_timeout_seconds
+            .map(|seconds| check_seconds("idle_timeout_seconds", seconds))
+            .transpose()?;
         self.update(&entry, move |record| {
             if let Some(seconds) = lifetime {
                 record.session.expires_at = validate::after(OffsetDateTime::now_utc(), seconds);
@@ -310,15 +383,23 @@ impl Sessions {
 }
 
 pub(crate) fn journal_error(error: &std::io::Error) -> ApiError {
-    let code = if error.kind() == std::io::ErrorKind::StorageFull { ErrorCode::NoSpace } else { ErrorCode::Internal };
+    let code = if error.kind() == std::io::ErrorKind::StorageFull {
+        ErrorCode::NoSpace
+    } else {
+        ErrorCode::Internal
+    };
     ApiError::new(code, format!("writing the journal: {error}"))
 }
 
 /// A runtime's failure as a caller sees it.
 pub(crate) fn runtime_problem(error: &runtime::Error) -> Problem {
     let code = match error {
-        runtime::Error::Timeout { .. } | runtime::Error::Unavailable(_) | runtime::Error::Unreached(_) => ErrorCode::RuntimeUnavailable,
-        runtime::Error::NotFound(_) | runtime::Error::NameInUse(_) | runtime::Error::Refused { .. } => ErrorCode::Internal,
+        runtime::Error::Timeout { .. }
+        | runtime::Error::Unavailable(_)
+        | runtime::Error::Unreached(_) => ErrorCode::RuntimeUnavailable,
+        runtime::Error::NotFound(_)
+        | runtime::Error::NameInUse(_)
+        | runtime::Error::Refused { .. } => ErrorCode::Internal,
     };
     Problem::new(code, error.to_string())
 }

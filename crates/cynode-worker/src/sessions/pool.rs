@@ -10,7 +10,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cynode_api::{ErrorCode, ExecId, ExecVia, Limits, NetworkPolicy, SandboxId, SessionState, WorkspaceId};
+use cynode_api::{
+    ErrorCode, ExecId, ExecVia, Limits, NetworkPolicy, SandboxId, SessionState, WorkspaceId,
+};
 use cynode_sba_proto::{AGENT_BINARY, ExecStart, Frame, Reply, Request};
 use cynode_service::ApiError;
 use parking_lot::Mutex;
@@ -80,7 +82,12 @@ struct Places<S> {
 
 impl<S> Default for Places<S> {
     fn default() -> Self {
-        Self { ready: Vec::new(), making: 0, unwanted: 0, leaving: 0 }
+        Self {
+            ready: Vec::new(),
+            making: 0,
+            unwanted: 0,
+            leaving: 0,
+        }
     }
 }
 
@@ -156,7 +163,10 @@ impl Sessions {
 
     /// What the memory limits of the spares, and of so many more, add up to.
     pub(super) fn spare_memory(&self, more: usize) -> u64 {
-        self.capacity.default_limits().memory_bytes.saturating_mul((self.pool.count() + more) as u64)
+        self.capacity
+            .default_limits()
+            .memory_bytes
+            .saturating_mul((self.pool.count() + more) as u64)
     }
 
     /// Takes a spare that fits. One whose process is gone serves nobody.
@@ -182,8 +192,15 @@ impl Sessions {
     }
 
     /// Makes a spare the sandbox of a session: one write.
-    pub(super) async fn bind(self: &Arc<Self>, spare: Spare, mut record: SessionRecord, begun: Instant) -> Result<Arc<Entry>, ApiError> {
-        let Spare { sandbox, started, .. } = &spare;
+    pub(super) async fn bind(
+        self: &Arc<Self>,
+        spare: Spare,
+        mut record: SessionRecord,
+        begun: Instant,
+    ) -> Result<Arc<Entry>, ApiError> {
+        let Spare {
+            sandbox, started, ..
+        } = &spare;
         record.sandbox_id = sandbox.sandbox_id;
         record.id_block = sandbox.id_block;
         record.init = Some(started.live.init);
@@ -209,7 +226,8 @@ impl Sessions {
         let live = spare.started.live;
         *entry.live.lock() = Some(Arc::clone(&live));
         self.watch(&entry, live);
-        metrics::histogram!("cynode_session_create_seconds", "warm" => "true").record(begun.elapsed().as_secs_f64());
+        metrics::histogram!("cynode_session_create_seconds", "warm" => "true")
+            .record(begun.elapsed().as_secs_f64());
         // The workspace's own record repeats what the session's says and is made from it when it is missing. Whoever ends the
         // session waits for it by the step's lock; the caller need not.
         let journal = self.journal.clone();
@@ -218,7 +236,9 @@ impl Sessions {
                 let (journal, workspace) = (journal.clone(), workspace.clone());
                 match blocking(move || journal.write_workspace(&workspace)).await {
                     Ok(()) => break,
-                    Err(error) => tracing::error!(%error, "Recording the workspace of a claimed sandbox failed."),
+                    Err(error) => {
+                        tracing::error!(%error, "Recording the workspace of a claimed sandbox failed.")
+                    }
                 }
                 tokio::time::sleep(PAUSE).await;
             }
@@ -229,11 +249,21 @@ impl Sessions {
 
     /// Whether a spare other than this one has these ids.
     pub(super) fn spare_has(&self, id: SandboxId, id_block: u32) -> bool {
-        self.pool.places.lock().ready.iter().any(|spare| spare.sandbox.id_block == id_block && spare.sandbox.sandbox_id != id)
+        self.pool
+            .places
+            .lock()
+            .ready
+            .iter()
+            .any(|spare| spare.sandbox.id_block == id_block && spare.sandbox.sandbox_id != id)
     }
 
     pub(super) fn is_spare(&self, id: SandboxId) -> bool {
-        self.pool.places.lock().ready.iter().any(|spare| spare.sandbox.sandbox_id == id)
+        self.pool
+            .places
+            .lock()
+            .ready
+            .iter()
+            .any(|spare| spare.sandbox.sandbox_id == id)
     }
 
     /// Makes room for a sandbox that somebody wants now. False when no spare is left to be given up.
@@ -279,7 +309,9 @@ impl Sessions {
     fn spawn_removal(self: &Arc<Self>, spare: Spare) {
         let sessions = Arc::clone(self);
         self.pool.leaving.spawn(async move {
-            sessions.remove_spare(&spare.sandbox, Some(&spare.started)).await;
+            sessions
+                .remove_spare(&spare.sandbox, Some(&spare.started))
+                .await;
             sessions.pool.places.lock().leaving -= 1;
             sessions.pool.gone.notify_waiters();
         });
@@ -289,16 +321,23 @@ impl Sessions {
         if let Some(started) = started {
             started.live.close();
         }
-        if !self.clear_sandbox(sandbox.sandbox_id, sandbox.id_block).await {
+        if !self
+            .clear_sandbox(sandbox.sandbox_id, sandbox.id_block)
+            .await
+        {
             return;
         }
         let removed = match self.release_workspace(sandbox.workspace_id).await {
-            Ok(()) => self.journal.discard(&self.journal.workspace_directory(sandbox.workspace_id)),
+            Ok(()) => self
+                .journal
+                .discard(&self.journal.workspace_directory(sandbox.workspace_id)),
             Err(error) => Err(error),
         };
         match removed {
             Ok(()) => self.ids.give_back(sandbox.id_block),
-            Err(error) => tracing::warn!(%error, "Removing the workspace of a spare sandbox failed; the next start tries again."),
+            Err(error) => {
+                tracing::warn!(%error, "Removing the workspace of a spare sandbox failed; the next start tries again.")
+            }
         }
         drop(self.empty_trash().await);
     }
@@ -309,7 +348,10 @@ impl Sessions {
             return;
         }
         if self.pool_size() < self.config.pool_size {
-            tracing::warn!(pool_size = self.pool_size(), "There are few ids for sandboxes here; the pool is kept smaller than worker.pool_size.");
+            tracing::warn!(
+                pool_size = self.pool_size(),
+                "There are few ids for sandboxes here; the pool is kept smaller than worker.pool_size."
+            );
         }
         if stop.run_until_cancelled(self.settled()).await.is_none() {
             return;
@@ -346,10 +388,16 @@ impl Sessions {
     /// Gives up what no request can get any more, and makes what is missing.
     async fn fill(self: &Arc<Self>, stop: &CancellationToken) -> Result<(), ApiError> {
         let image_id = self.image("default", None).await?.id;
-        let key = Key { image_id, limits: self.capacity.default_limits(), network_policy: NetworkPolicy::default() };
+        let key = Key {
+            image_id,
+            limits: self.capacity.default_limits(),
+            network_policy: NetworkPolicy::default(),
+        };
         let stale: Vec<Spare> = {
             let ready = &mut self.pool.places.lock().ready;
-            let (good, stale) = std::mem::take(ready).into_iter().partition(|spare| spare.key == key && spare.started.live.init.is_alive());
+            let (good, stale) = std::mem::take(ready)
+                .into_iter()
+                .partition(|spare| spare.key == key && spare.started.live.init.is_alive());
             *ready = good;
             stale
         };
@@ -360,7 +408,9 @@ impl Sessions {
         let mut failed = None;
         loop {
             while failed.is_none() && making.len() < AT_ONCE && !stop.is_cancelled() {
-                let Some(id_block) = self.reserve_spare().await else { break };
+                let Some(id_block) = self.reserve_spare().await else {
+                    break;
+                };
                 let (sessions, key) = (Arc::clone(self), key.clone());
                 making.spawn(async move { sessions.make_spare(key, id_block).await });
             }
@@ -368,7 +418,12 @@ impl Sessions {
                 None => return failed.map_or(Ok(()), Err),
                 Some(Ok(Ok(()))) => {}
                 Some(Ok(Err(error))) => failed = Some(error),
-                Some(Err(_)) => failed = Some(ApiError::new(ErrorCode::Internal, "making a spare sandbox was interrupted")),
+                Some(Err(_)) => {
+                    failed = Some(ApiError::new(
+                        ErrorCode::Internal,
+                        "making a spare sandbox was interrupted",
+                    ))
+                }
             }
         }
     }
@@ -379,7 +434,8 @@ impl Sessions {
         let _gate = self.gate.lock().await;
         let count = self.pool.count();
         let is_full = self.live_count() + count >= self.config.max_sandboxes
-            || self.promised_memory().saturating_add(self.spare_memory(1)) > self.capacity.promised_memory_bytes;
+            || self.promised_memory().saturating_add(self.spare_memory(1))
+                > self.capacity.promised_memory_bytes;
         if count >= self.pool_size() || is_full || self.check_room().is_err() {
             return None;
         }
@@ -407,7 +463,11 @@ impl Sessions {
         };
         match made {
             Ok(started) => {
-                let unwanted = self.pool.places.lock().made(Spare { key, sandbox, started });
+                let unwanted = self.pool.places.lock().made(Spare {
+                    key,
+                    sandbox,
+                    started,
+                });
                 if let Some(spare) = unwanted {
                     tracing::debug!("A spare sandbox is no longer wanted.");
                     self.spawn_removal(spare);
@@ -439,25 +499,41 @@ async fn prove(started: &Started) -> Result<(), ApiError> {
         drain_ms: 0,
         stdin: false,
     });
-    let mut channel = started.live.link()?.open(&request).await.map_err(unavailable)?;
+    let mut channel = started
+        .live
+        .link()?
+        .open(&request)
+        .await
+        .map_err(unavailable)?;
     match channel.reply(ANSWER).await? {
         Reply::Started { .. } => {}
         other => return Err(crate::sandbox::unexpected(&format!("{other:?}"))),
     }
-    let failed = |what: &str| ApiError::new(ErrorCode::AgentUnavailable, format!("a first command {what}"));
+    let failed = |what: &str| {
+        ApiError::new(
+            ErrorCode::AgentUnavailable,
+            format!("a first command {what}"),
+        )
+    };
     let ended = async {
         loop {
             match channel.next().await.map_err(unavailable)? {
-                Frame::Output { seq, .. } => channel.send(&Frame::Ack(seq)).await.map_err(unavailable)?,
+                Frame::Output { seq, .. } => {
+                    channel.send(&Frame::Ack(seq)).await.map_err(unavailable)?
+                }
                 Frame::Json(json) => match serde_json::from_slice(&json) {
-                    Ok(Reply::Exited(report)) if report.code == Some(0) => return channel.send(&Frame::ACK_EXIT).await.map_err(unavailable),
+                    Ok(Reply::Exited(report)) if report.code == Some(0) => {
+                        return channel.send(&Frame::ACK_EXIT).await.map_err(unavailable);
+                    }
                     _ => return Err(failed("failed")),
                 },
                 _ => return Err(failed("was answered with nonsense")),
             }
         }
     };
-    tokio::time::timeout(ANSWER, ended).await.map_err(|_| failed("did not end"))?
+    tokio::time::timeout(ANSWER, ended)
+        .await
+        .map_err(|_| failed("did not end"))?
 }
 
 #[cfg(test)]
@@ -467,22 +543,42 @@ mod tests {
     #[test]
     fn a_pool_leaves_most_of_the_ids_to_sessions() {
         // Of an ordinary user with 65,536 ids, of root, of a runtime with one map for all, and of who has next to none.
-        assert_eq!([bounded(10, Some(32)), bounded(10, Some(512)), bounded(10, None), bounded(10, Some(3))], [8, 10, 10, 0]);
+        assert_eq!(
+            [
+                bounded(10, Some(32)),
+                bounded(10, Some(512)),
+                bounded(10, None),
+                bounded(10, Some(3))
+            ],
+            [8, 10, 10, 0]
+        );
     }
 
     #[test]
     fn spares_are_given_up_whether_they_are_there_or_come() {
-        let mut places = Places { making: 3, ..Places::default() };
+        let mut places = Places {
+            making: 3,
+            ..Places::default()
+        };
         assert_eq!(places.made("first"), None);
         assert_eq!(places.count(), 3);
-        assert_eq!([places.give_up(), places.give_up()], [GivenUp::Ready("first"), GivenUp::Coming]);
+        assert_eq!(
+            [places.give_up(), places.give_up()],
+            [GivenUp::Ready("first"), GivenUp::Coming]
+        );
         assert_eq!((places.count(), places.leaving), (1, 1));
         // Whichever comes first goes; the other stays.
-        assert_eq!((places.made("second"), places.made("third")), (Some("second"), None));
+        assert_eq!(
+            (places.made("second"), places.made("third")),
+            (Some("second"), None)
+        );
         assert_eq!((places.count(), places.leaving), (1, 2));
         // One that was given up and failed is not missed.
         places.making = 1;
-        assert_eq!([places.give_up(), places.give_up(), places.give_up()], [GivenUp::Ready("third"), GivenUp::Coming, GivenUp::None]);
+        assert_eq!(
+            [places.give_up(), places.give_up(), places.give_up()],
+            [GivenUp::Ready("third"), GivenUp::Coming, GivenUp::None]
+        );
         places.failed();
         assert_eq!((places.count(), places.unwanted), (0, 0));
     }

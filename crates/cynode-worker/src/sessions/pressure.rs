@@ -58,7 +58,10 @@ impl Slack {
     /// All together have no more than a part of what is left below the mark.
     fn of(mark: u64, running: usize) -> Self {
         let share = (mark / SLACK_PART / (running as u64).max(1)).max(*SLACK.start());
-        Self { used: share.min(*SLACK.end()), taken: share }
+        Self {
+            used: share.min(*SLACK.end()),
+            taken: share,
+        }
     }
 }
 
@@ -72,8 +75,15 @@ impl Claim {
     }
 
     fn or_more(self, other: Self) -> Self {
-        let (more, less) = if self.taken() > other.taken() { (self, other) } else { (other, self) };
-        Self { used: more.used.max(less.used), ..more }
+        let (more, less) = if self.taken() > other.taken() {
+            (self, other)
+        } else {
+            (other, self)
+        };
+        Self {
+            used: more.used.max(less.used),
+            ..more
+        }
     }
 }
 
@@ -93,7 +103,11 @@ impl Growth {
         for (id, &claim) in now {
             let level = self.before.entry(*id).or_insert_with(|| {
                 let had = first(*id).unwrap_or(claim);
-                Level { last: had, most: had, stopping: false }
+                Level {
+                    last: had,
+                    most: had,
+                    stopping: false,
+                }
             });
             if !below_mark {
                 (level.most, level.stopping) = (claim.or_more(level.last), false);
@@ -122,13 +136,23 @@ impl Sessions {
     pub(crate) async fn watch_disk(self: Arc<Self>, stop: CancellationToken) {
         let mut growth = Growth::default();
         let mut pause = Duration::ZERO;
-        while stop.run_until_cancelled(tokio::time::sleep(pause)).await.is_some() {
+        while stop
+            .run_until_cancelled(tokio::time::sleep(pause))
+            .await
+            .is_some()
+        {
             pause = self.look_at_disk(&mut growth).await;
         }
     }
 
     async fn look_at_disk(self: &Arc<Self>, growth: &mut Growth) -> Duration {
-        let entries: Vec<Arc<Entry>> = self.known.lock().values().filter(|entry| entry.state() == SessionState::Running).cloned().collect();
+        let entries: Vec<Arc<Entry>> = self
+            .known
+            .lock()
+            .values()
+            .filter(|entry| entry.state() == SessionState::Running)
+            .cloned()
+            .collect();
         let running: HashMap<SessionId, (Arc<Entry>, Arc<Live>)> = entries
             .into_iter()
             .filter_map(|entry| {
@@ -137,11 +161,23 @@ impl Sessions {
                 Some((id, (entry, live)))
             })
             .collect();
-        let disks: Vec<_> = running.iter().map(|(id, (entry, _))| (*id, self.journal.workspace_disk(entry.record.lock().session.workspace_id))).collect();
+        let disks: Vec<_> = running
+            .iter()
+            .map(|(id, (entry, _))| {
+                (
+                    *id,
+                    self.journal
+                        .workspace_disk(entry.record.lock().session.workspace_id),
+                )
+            })
+            .collect();
         let state_dir = self.config.state_dir.clone();
         let looked = blocking(move || {
             // One that is just being unmounted, or has no disk of its own, claims nothing.
-            let claims: HashMap<SessionId, Claim> = disks.into_iter().filter_map(|(id, (image, data))| Some((id, disk::claim(&image, &data).ok()?))).collect();
+            let claims: HashMap<SessionId, Claim> = disks
+                .into_iter()
+                .filter_map(|(id, (image, data))| Some((id, disk::claim(&image, &data).ok()?)))
+                .collect();
             Ok((disk::free_bytes(&state_dir)?, claims))
         });
         let (free, claims) = match looked.await {
@@ -161,8 +197,16 @@ impl Sessions {
         }
         let is_stopping = |id| running.get(&id).is_some_and(|(_, live)| live.is_stopping());
         let first = |id| running.get(&id).and_then(|(_, live)| live.first_claim());
-        for id in growth.look(free < mark, Slack::of(mark, running.len()), &claims, first, is_stopping) {
-            let Some((_, live)) = running.get(&id) else { continue };
+        for id in growth.look(
+            free < mark,
+            Slack::of(mark, running.len()),
+            &claims,
+            first,
+            is_stopping,
+        ) {
+            let Some((_, live)) = running.get(&id) else {
+                continue;
+            };
             tracing::warn!(session_id = %id, free, "The node's disk is nearly full; killing everything in a sandbox that fills it.");
             metrics::counter!("cynode_disk_stops_total").increment(1);
             // Not waited for: one that is slow to obey must not keep the others from being looked at.
@@ -177,7 +221,10 @@ impl Sessions {
         live.begin_stop();
         async move {
             let killed = match live.link() {
-                Ok(link) if by_agent => matches!(tokio::time::timeout(STOP, link.call(&Request::SignalAll { signal: 9 })).await, Ok(Ok(_))),
+                Ok(link) if by_agent => matches!(
+                    tokio::time::timeout(STOP, link.call(&Request::SignalAll { signal: 9 })).await,
+                    Ok(Ok(_))
+                ),
                 _ => false,
             };
             if !killed {
@@ -193,30 +240,73 @@ mod tests {
     use super::*;
 
     const MIB: u64 = 1 << 20;
-    const SLACK: Slack = Slack { used: MIB, taken: 10 * MIB };
+    const SLACK: Slack = Slack {
+        used: MIB,
+        taken: 10 * MIB,
+    };
 
     /// With so much in its files, all of it on the host.
     fn with(bytes: u64) -> Claim {
-        Claim { used: bytes, written: bytes, promised: 0 }
+        Claim {
+            used: bytes,
+            written: bytes,
+            promised: 0,
+        }
     }
 
     #[test]
     fn only_who_grows_below_the_mark_is_stopped() {
-        let (writer, quiet, late) = (SessionId::generate(), SessionId::generate(), SessionId::generate());
+        let (writer, quiet, late) = (
+            SessionId::generate(),
+            SessionId::generate(),
+            SessionId::generate(),
+        );
         let mut growth = Growth::default();
         let mut look = |below_mark, sizes: &[(SessionId, u64)]| {
-            growth.look(below_mark, SLACK, &sizes.iter().map(|(id, bytes)| (*id, with(*bytes))).collect(), |_| None, |_| false)
+            growth.look(
+                below_mark,
+                SLACK,
+                &sizes
+                    .iter()
+                    .map(|(id, bytes)| (*id, with(*bytes)))
+                    .collect(),
+                |_| None,
+                |_| false,
+            )
         };
         assert_eq!(look(false, &[(writer, 10 * MIB), (quiet, 100 * MIB)]), []);
-        assert_eq!(look(false, &[(writer, 90 * MIB), (quiet, 100 * MIB)]), [], "there is room");
+        assert_eq!(
+            look(false, &[(writer, 90 * MIB), (quiet, 100 * MIB)]),
+            [],
+            "there is room"
+        );
         // A quiet one writes a little all the same; one that was not there before has grown by nothing yet.
-        let now = [(writer, 190 * MIB), (quiet, 100 * MIB + 4_096), (late, 50 * MIB)];
+        let now = [
+            (writer, 190 * MIB),
+            (quiet, 100 * MIB + 4_096),
+            (late, 50 * MIB),
+        ];
         assert_eq!(look(true, &now), [writer]);
         assert_eq!(look(true, &now), [], "stopped, it grows no more");
-        assert_eq!(look(true, &[(writer, 150 * MIB), (quiet, 90 * MIB), (late, 50 * MIB)]), []);
-        assert_eq!(look(true, &[(writer, 190 * MIB), (quiet, 100 * MIB), (late, 52 * MIB)]), [late], "back where they were, and one beyond");
+        assert_eq!(
+            look(
+                true,
+                &[(writer, 150 * MIB), (quiet, 90 * MIB), (late, 50 * MIB)]
+            ),
+            []
+        );
+        assert_eq!(
+            look(
+                true,
+                &[(writer, 190 * MIB), (quiet, 100 * MIB), (late, 52 * MIB)]
+            ),
+            [late],
+            "back where they were, and one beyond"
+        );
         // However slowly it comes.
-        let creeping: Vec<_> = (1..=20).filter(|step| !look(true, &[(quiet, 100 * MIB + step * MIB / 10)]).is_empty()).collect();
+        let creeping: Vec<_> = (1..=20)
+            .filter(|step| !look(true, &[(quiet, 100 * MIB + step * MIB / 10)]).is_empty())
+            .collect();
         assert_eq!(creeping, [11]);
     }
 
@@ -225,12 +315,27 @@ mod tests {
         let id = SessionId::generate();
         let mut growth = Growth::default();
         let mut look = |used: u64, written: u64, promised: u64| {
-            let claim = Claim { used: used * MIB, written: written * MIB, promised: promised * MIB };
-            growth.look(true, SLACK, &HashMap::from([(id, claim)]), |_| None, |_| false).len()
+            let claim = Claim {
+                used: used * MIB,
+                written: written * MIB,
+                promised: promised * MIB,
+            };
+            growth
+                .look(
+                    true,
+                    SLACK,
+                    &HashMap::from([(id, claim)]),
+                    |_| None,
+                    |_| false,
+                )
+                .len()
         };
         assert_eq!(look(500, 100, 400), 0);
         // On its way it is counted nowhere; then it is there.
-        assert_eq!([look(500, 100, 300), look(500, 200, 250), look(500, 500, 0)], [0, 0, 0]);
+        assert_eq!(
+            [look(500, 100, 300), look(500, 200, 250), look(500, 500, 0)],
+            [0, 0, 0]
+        );
         // Files have had this space for long, and only now is something written into it.
         assert_eq!([look(500, 505, 0), look(500, 505, 10)], [0, 1]);
     }
@@ -239,10 +344,24 @@ mod tests {
     fn what_was_written_until_a_stop_took_hold_is_no_reason_for_another() {
         let writer = SessionId::generate();
         let mut growth = Growth::default();
-        let mut look = |bytes: u64, stopping: bool| growth.look(true, SLACK, &HashMap::from([(writer, with(bytes * MIB))]), |_| None, |_| stopping).len();
+        let mut look = |bytes: u64, stopping: bool| {
+            growth
+                .look(
+                    true,
+                    SLACK,
+                    &HashMap::from([(writer, with(bytes * MIB))]),
+                    |_| None,
+                    |_| stopping,
+                )
+                .len()
+        };
         assert_eq!((look(10, false), look(20, false)), (0, 1));
         assert_eq!((look(30, true), look(40, false)), (0, 0), "its last words");
-        assert_eq!((look(40, false), look(50, false)), (0, 1), "somebody else's first ones");
+        assert_eq!(
+            (look(40, false), look(50, false)),
+            (0, 1),
+            "somebody else's first ones"
+        );
     }
 
     #[test]
@@ -250,20 +369,47 @@ mod tests {
         let (writer, adopted) = (SessionId::generate(), SessionId::generate());
         let now = HashMap::from([(writer, with(90 * MIB)), (adopted, with(500 * MIB))]);
         let first = |id| (id == writer).then(|| with(MIB));
-        assert_eq!(Growth::default().look(true, SLACK, &now, first, |_| false), [writer]);
+        assert_eq!(
+            Growth::default().look(true, SLACK, &now, first, |_| false),
+            [writer]
+        );
     }
 
     #[test]
     fn all_together_may_grow_by_a_part_of_what_is_left() {
-        assert_eq!(Slack::of(512 * MIB, 2), Slack { used: 4 * MIB, taken: 64 * MIB });
-        assert_eq!(Slack::of(512 * MIB, 128), Slack { used: MIB, taken: MIB });
-        assert_eq!(Slack::of(0, 0), Slack { used: 256 << 10, taken: 256 << 10 });
+        assert_eq!(
+            Slack::of(512 * MIB, 2),
+            Slack {
+                used: 4 * MIB,
+                taken: 64 * MIB
+            }
+        );
+        assert_eq!(
+            Slack::of(512 * MIB, 128),
+            Slack {
+                used: MIB,
+                taken: MIB
+            }
+        );
+        assert_eq!(
+            Slack::of(0, 0),
+            Slack {
+                used: 256 << 10,
+                taken: 256 << 10
+            }
+        );
     }
 
     #[test]
     fn the_less_room_the_sooner_the_next_look() {
         assert_eq!(pause(1 << 40, 512 * MIB), LATEST);
-        assert_eq!(pause(512 * MIB + FASTEST, 512 * MIB), Duration::from_secs(1));
-        assert_eq!([pause(513 * MIB, 512 * MIB), pause(0, 512 * MIB)], [SOONEST; 2]);
+        assert_eq!(
+            pause(512 * MIB + FASTEST, 512 * MIB),
+            Duration::from_secs(1)
+        );
+        assert_eq!(
+            [pause(513 * MIB, 512 * MIB), pause(0, 512 * MIB)],
+            [SOONEST; 2]
+        );
     }
 }

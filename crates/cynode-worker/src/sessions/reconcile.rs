@@ -31,7 +31,10 @@ impl Sessions {
         let entries: Vec<Arc<Entry>> = self.known.lock().values().cloned().collect();
         // Running sessions first: they only need their sockets back.
         let mut adopting = tokio::task::JoinSet::new();
-        for entry in entries.iter().filter(|entry| entry.state() == SessionState::Running) {
+        for entry in entries
+            .iter()
+            .filter(|entry| entry.state() == SessionState::Running)
+        {
             let (sessions, entry) = (Arc::clone(self), Arc::clone(entry));
             adopting.spawn(async move { sessions.adopt(&entry).await });
         }
@@ -64,7 +67,9 @@ impl Sessions {
     async fn adopt(self: &Arc<Self>, entry: &Arc<Entry>) {
         let record = entry.record();
         let Some(init) = record.init.filter(|init| init.is_alive()) else {
-            return self.lose(entry, "its container was gone when the worker started").await;
+            return self
+                .lose(entry, "its container was gone when the worker started")
+                .await;
         };
         let directory = self.journal.sandbox_directory(record.sandbox_id);
         let link = match self.config.exec_via {
@@ -73,17 +78,31 @@ impl Sessions {
                 Ok(link) => Some(link),
                 Err(error) => {
                     tracing::error!(%error, "Opening a control socket again failed.");
-                    return self.lose(entry, "its control socket could not be opened again").await;
+                    return self
+                        .lose(entry, "its control socket could not be opened again")
+                        .await;
                 }
             },
         };
-        let live = Live::new(record.container(), init, Arc::clone(&self.runtime), link, None);
+        let live = Live::new(
+            record.container(),
+            init,
+            Arc::clone(&self.runtime),
+            link,
+            None,
+        );
         if let Ok(link) = live.link() {
             if !link.present(ADOPT_WAIT).await {
                 live.kill_container().await;
                 return self.lose(entry, "its agent did not come back").await;
             }
-            if let Err(error) = adopt_by_agent(Arc::clone(&live), Arc::clone(&entry.execs), record.job_id.is_some()).await {
+            if let Err(error) = adopt_by_agent(
+                Arc::clone(&live),
+                Arc::clone(&entry.execs),
+                record.job_id.is_some(),
+            )
+            .await
+            {
                 tracing::error!(error = %error.0, "Taking up a session's execs failed.");
                 entry.execs.lose_all();
             }
@@ -101,19 +120,36 @@ impl Sessions {
     /// Removes containers of this node that no session wants. Tries until the runtime answers.
     async fn remove_strangers(&self) {
         let containers = loop {
-            match self.runtime.list(LABEL_NODE_ID, &self.node_id.to_string()).await {
+            match self
+                .runtime
+                .list(LABEL_NODE_ID, &self.node_id.to_string())
+                .await
+            {
                 Ok(containers) => break containers,
                 Err(error) => {
                     tracing::error!(%error, "Listing containers failed; trying again.");
-                    self.unsettled.send_replace(Some(format!("taking up what an earlier worker left: {error}")));
+                    self.unsettled.send_replace(Some(format!(
+                        "taking up what an earlier worker left: {error}"
+                    )));
                     tokio::time::sleep(Duration::from_secs(1)).await;
                 }
             }
         };
-        let wanted: HashSet<String> =
-            self.known.lock().values().filter(|entry| entry.live.lock().is_some()).map(|entry| entry.record.lock().container()).collect();
-        for container in containers.into_iter().filter(|container| !wanted.contains(&container.name)) {
-            tracing::info!(container = container.name, "Removing a container that no session wants.");
+        let wanted: HashSet<String> = self
+            .known
+            .lock()
+            .values()
+            .filter(|entry| entry.live.lock().is_some())
+            .map(|entry| entry.record.lock().container())
+            .collect();
+        for container in containers
+            .into_iter()
+            .filter(|container| !wanted.contains(&container.name))
+        {
+            tracing::info!(
+                container = container.name,
+                "Removing a container that no session wants."
+            );
             if let Err(error) = self.runtime.remove(&container.name).await {
                 tracing::error!(container = container.name, %error, "Removing it failed.");
             }
@@ -130,7 +166,13 @@ impl Sessions {
             .filter(SessionRecord::is_live)
             .map(|record| self.journal.workspace_disk(record.session.workspace_id).1)
             .collect();
-        for mounted in self.journal.mounts().unwrap_or_default().into_iter().filter(|path| !wanted.contains(path)) {
+        for mounted in self
+            .journal
+            .mounts()
+            .unwrap_or_default()
+            .into_iter()
+            .filter(|path| !wanted.contains(path))
+        {
             if let Err(error) = disk::unmount(&mounted).await {
                 tracing::error!(path = %mounted.display(), %error, "Unmounting a disk that no session has failed.");
             }
@@ -145,7 +187,10 @@ impl Sessions {
             .values()
             .map(|entry| {
                 let record = entry.record.lock();
-                (record.is_live().then_some(record.sandbox_id), record.session.workspace_id)
+                (
+                    record.is_live().then_some(record.sandbox_id),
+                    record.session.workspace_id,
+                )
             })
             .unzip();
         for id in self.journal.sandboxes().unwrap_or_default() {

@@ -12,7 +12,11 @@ use crate::{
 };
 
 /// Reads the sessions and reserves every block of ids that something may still use. Runs before anything is made.
-pub(super) fn recover(journal: &Journal, ids: &IdBlocks, grace_seconds: u64) -> io::Result<Vec<SessionRecord>> {
+pub(super) fn recover(
+    journal: &Journal,
+    ids: &IdBlocks,
+    grace_seconds: u64,
+) -> io::Result<Vec<SessionRecord>> {
     let sessions = journal.sessions()?;
     for directory in journal.unrecorded_sessions()? {
         journal.discard(&directory)?;
@@ -33,18 +37,34 @@ pub(super) fn recover(journal: &Journal, ids: &IdBlocks, grace_seconds: u64) -> 
 
 /// A workspace without its record. One that a session names gets it again; of one that was set aside the ids are kept from
 /// others, and a person decides; of the rest nothing was ever used.
-fn recover_workspace(journal: &Journal, ids: &IdBlocks, sessions: &[SessionRecord], directory: &Path, grace_seconds: u64) -> io::Result<()> {
-    let id = directory.file_name().and_then(|name| name.to_str()).and_then(|name| name.parse::<WorkspaceId>().ok());
-    let named = sessions.iter().filter(|record| Some(record.session.workspace_id) == id).max_by_key(|record| record.is_live());
-    let has_files = directory.join("data/workspace").is_dir() || directory.join("disk.img").is_file();
+fn recover_workspace(
+    journal: &Journal,
+    ids: &IdBlocks,
+    sessions: &[SessionRecord],
+    directory: &Path,
+    grace_seconds: u64,
+) -> io::Result<()> {
+    let id = directory
+        .file_name()
+        .and_then(|name| name.to_str())
+        .and_then(|name| name.parse::<WorkspaceId>().ok());
+    let named = sessions
+        .iter()
+        .filter(|record| Some(record.session.workspace_id) == id)
+        .max_by_key(|record| record.is_live());
+    let has_files =
+        directory.join("data/workspace").is_dir() || directory.join("disk.img").is_file();
     if let Some(record) = named.filter(|record| record.is_live() || has_files) {
         tracing::warn!(workspace_id = %record.session.workspace_id, "A workspace's record is gone; it is made again from its session.");
         return journal.write_workspace(&WorkspaceRecord {
             workspace_id: record.session.workspace_id,
             task_id: record.session.task_id,
             id_block: record.id_block,
-            delete_at: is_for_a_while(record).then(|| validate::after(OffsetDateTime::now_utc(), grace_seconds)),
-            disk_bytes: fs_err::metadata(directory.join("disk.img")).ok().map(|image| image.len()),
+            delete_at: is_for_a_while(record)
+                .then(|| validate::after(OffsetDateTime::now_utc(), grace_seconds)),
+            disk_bytes: fs_err::metadata(directory.join("disk.img"))
+                .ok()
+                .map(|image| image.len()),
         });
     }
     if directory.join("workspace.unreadable").exists() && has_files {
@@ -69,7 +89,9 @@ fn is_for_a_while(record: &SessionRecord) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use cynode_api::{Limits, NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId};
+    use cynode_api::{
+        Limits, NodeId, SandboxId, Session, SessionCreate, SessionId, SessionState, TaskId,
+    };
 
     use super::*;
     use crate::runtime::IdSpace;
@@ -117,7 +139,12 @@ mod tests {
     fn a_workspace_kept_on_purpose_gets_no_date_however_far_its_end_came() {
         let directory = tempfile::tempdir().expect("a directory");
         let journal = Journal::open(directory.path().join("worker")).expect("a journal");
-        let ids = IdBlocks::on(IdSpace::Own, &directory.path().join("ids"), directory.path()).expect("a range");
+        let ids = IdBlocks::on(
+            IdSpace::Own,
+            &directory.path().join("ids"),
+            directory.path(),
+        )
+        .expect("a range");
         let cases = [
             (SessionState::Running, None, false),
             (SessionState::Lost, None, true),
@@ -136,15 +163,30 @@ mod tests {
         }
         recover(&journal, &ids, 60).expect("recovers");
         for (record, dated) in cases {
-            let found = journal.workspace(record.session.workspace_id).expect("readable").expect("there");
-            assert_eq!(found.delete_at.is_some(), dated, "{:?} {:?}", record.session.state, record.disposal);
+            let found = journal
+                .workspace(record.session.workspace_id)
+                .expect("readable")
+                .expect("there");
+            assert_eq!(
+                found.delete_at.is_some(),
+                dated,
+                "{:?} {:?}",
+                record.session.state,
+                record.disposal
+            );
         }
     }
 
     #[test]
     fn records_of_earlier_workers_are_understood() {
-        for (text, disposal) in [("\"keep\"", Disposal::Keep), ("\"delete\"", Disposal::Delete)] {
-            assert_eq!(serde_json::from_str::<Disposal>(text).expect("known"), disposal);
+        for (text, disposal) in [
+            ("\"keep\"", Disposal::Keep),
+            ("\"delete\"", Disposal::Delete),
+        ] {
+            assert_eq!(
+                serde_json::from_str::<Disposal>(text).expect("known"),
+                disposal
+            );
         }
     }
 }

@@ -3,7 +3,13 @@
 use cynode_service::ApiError;
 
 pub(super) fn check_reference(text: &str) -> Result<(), ApiError> {
-    if is_reference(text) { Ok(()) } else { Err(ApiError::invalid("image_ref: must be an image reference or \"default\"")) }
+    if is_reference(text) {
+        Ok(())
+    } else {
+        Err(ApiError::invalid(
+            "image_ref: must be an image reference or \"default\"",
+        ))
+    }
 }
 
 /// The longest digest there is has 128 digits.
@@ -11,7 +17,9 @@ const MAX_DIGEST: usize = 128;
 
 /// `[host[:port]/]path[:tag][@digest]`, as registries have it.
 fn is_reference(text: &str) -> bool {
-    let (rest, digest) = text.split_once('@').map_or((text, None), |(rest, digest)| (rest, Some(digest)));
+    let (rest, digest) = text
+        .split_once('@')
+        .map_or((text, None), |(rest, digest)| (rest, Some(digest)));
     // A colon before a slash is a port's.
     let (name, tag) = match rest.rsplit_once(':') {
         Some((name, tag)) if !tag.contains('/') => (name, Some(tag)),
@@ -21,34 +29,54 @@ fn is_reference(text: &str) -> bool {
         Some((host, path)) if is_host(host) => path,
         _ => name,
     };
-    name.len() <= 255 && path.split('/').all(is_component) && tag.is_none_or(is_tag) && digest.is_none_or(is_digest)
+    name.len() <= 255
+        && path.split('/').all(is_component)
+        && tag.is_none_or(is_tag)
+        && digest.is_none_or(is_digest)
 }
 
 /// With a dot or a port, or this machine: anything else begins a path.
 fn is_host(text: &str) -> bool {
-    let (name, port) = text.split_once(':').map_or((text, None), |(name, port)| (name, Some(port)));
-    let is_name =
-        (name.contains('.') || port.is_some() || name == "localhost") && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-'));
-    is_name && port.is_none_or(|port| !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit()))
+    let (name, port) = text
+        .split_once(':')
+        .map_or((text, None), |(name, port)| (name, Some(port)));
+    let is_name = (name.contains('.') || port.is_some() || name == "localhost")
+        && name
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'-'));
+    is_name
+        && port
+            .is_none_or(|port| !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit()))
 }
 
 /// Small letters and digits, with single marks between them.
 fn is_component(text: &str) -> bool {
     let is_word = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-    let mut marks = text.split(|character: char| u8::try_from(character).is_ok_and(is_word)).filter(|marks| !marks.is_empty());
+    let mut marks = text
+        .split(|character: char| u8::try_from(character).is_ok_and(is_word))
+        .filter(|marks| !marks.is_empty());
     text.bytes().next().is_some_and(is_word)
         && text.bytes().last().is_some_and(is_word)
-        && marks.all(|marks| matches!(marks, "." | "_" | "__") || marks.bytes().all(|byte| byte == b'-'))
+        && marks.all(|marks| {
+            matches!(marks, "." | "_" | "__") || marks.bytes().all(|byte| byte == b'-')
+        })
 }
 
 fn is_tag(text: &str) -> bool {
     let is_word = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
-    text.len() <= 128 && text.bytes().next().is_some_and(is_word) && text.bytes().all(|byte| is_word(byte) || matches!(byte, b'.' | b'-'))
+    text.len() <= 128
+        && text.bytes().next().is_some_and(is_word)
+        && text
+            .bytes()
+            .all(|byte| is_word(byte) || matches!(byte, b'.' | b'-'))
 }
 
 fn is_digest(text: &str) -> bool {
-    text.split_once(':')
-        .is_some_and(|(kind, hex)| is_component(kind) && (32..=MAX_DIGEST).contains(&hex.len()) && hex.bytes().all(|byte| byte.is_ascii_hexdigit()))
+    text.split_once(':').is_some_and(|(kind, hex)| {
+        is_component(kind)
+            && (32..=MAX_DIGEST).contains(&hex.len())
+            && hex.bytes().all(|byte| byte.is_ascii_hexdigit())
+    })
 }
 
 #[cfg(test)]

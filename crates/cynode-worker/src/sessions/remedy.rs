@@ -24,36 +24,75 @@ impl Sessions {
         let record = entry.record();
         let (id, state) = (record.session.session_id, record.session.state);
         let detail = match state {
-            SessionState::Ended | SessionState::Ending if code == ErrorCode::SessionEnded => format!("session {id} has ended"),
+            SessionState::Ended | SessionState::Ending if code == ErrorCode::SessionEnded => {
+                format!("session {id} has ended")
+            }
             state => format!("session {id} is {state}"),
         };
-        Problem::new(code, detail).with_remedy(remedy(&record, self.files_of(&record))).into()
+        Problem::new(code, detail)
+            .with_remedy(remedy(&record, self.files_of(&record)))
+            .into()
     }
 
     fn files_of(&self, record: &SessionRecord) -> Files {
         let id = record.session.workspace_id;
-        let is_going = record.session.state == SessionState::Ending && record.disposal.unwrap_or_default() == Disposal::Delete;
+        let is_going = record.session.state == SessionState::Ending
+            && record.disposal.unwrap_or_default() == Disposal::Delete;
         // One that can't be read is gone for the caller; resuming it says why.
-        let Some(workspace) = self.journal.workspace(id).ok().flatten().filter(|_| !is_going) else { return Files::Gone };
+        let Some(workspace) = self
+            .journal
+            .workspace(id)
+            .ok()
+            .flatten()
+            .filter(|_| !is_going)
+        else {
+            return Files::Gone;
+        };
         let is_anothers = self.known.lock().values().any(|entry| {
             let other = entry.record.lock();
-            other.session.workspace_id == id && other.session.session_id != record.session.session_id && other.is_live()
+            other.session.workspace_id == id
+                && other.session.session_id != record.session.session_id
+                && other.is_live()
         });
-        if is_anothers { Files::InUse } else { Files::Kept { until: workspace.delete_at } }
+        if is_anothers {
+            Files::InUse
+        } else {
+            Files::Kept {
+                until: workspace.delete_at,
+            }
+        }
     }
 }
 
 fn remedy(record: &SessionRecord, files: Files) -> String {
     let session = &record.session;
-    let resume = format!("'cynode session resume {}' (POST …/{}/resume)", session.session_id, session.session_id);
+    let resume = format!(
+        "'cynode session resume {}' (POST …/{}/resume)",
+        session.session_id, session.session_id
+    );
     match (session.state, files) {
-        (SessionState::Running | SessionState::Creating, _) => format!("Wait until its state is running: 'cynode session show {}'.", session.session_id),
-        (SessionState::Failed, _) => "It never ran and can't be resumed. Create a new session.".to_owned(),
-        (_, Files::Gone) => "It can't be resumed: its workspace is deleted. Create a new session.".to_owned(),
-        (_, Files::InUse) => format!("Another session has its workspace: use that one, or end it and then resume this one with {resume}."),
+        (SessionState::Running | SessionState::Creating, _) => format!(
+            "Wait until its state is running: 'cynode session show {}'.",
+            session.session_id
+        ),
+        (SessionState::Failed, _) => {
+            "It never ran and can't be resumed. Create a new session.".to_owned()
+        }
+        (_, Files::Gone) => {
+            "It can't be resumed: its workspace is deleted. Create a new session.".to_owned()
+        }
+        (_, Files::InUse) => format!(
+            "Another session has its workspace: use that one, or end it and then resume this one with {resume}."
+        ),
         (_, Files::Kept { until }) => {
-            let until = until.and_then(|until| until.format(&Rfc3339).ok()).map(|until| format!(" before {until}")).unwrap_or_default();
-            format!("Resume it{until} with {resume}, or create a session of the same task with workspace_ref \"workspace:{}\".", session.workspace_id)
+            let until = until
+                .and_then(|until| until.format(&Rfc3339).ok())
+                .map(|until| format!(" before {until}"))
+                .unwrap_or_default();
+            format!(
+                "Resume it{until} with {resume}, or create a session of the same task with workspace_ref \"workspace:{}\".",
+                session.workspace_id
+            )
         }
     }
 }
@@ -83,13 +122,30 @@ mod tests {
     #[test]
     fn a_session_that_can_be_resumed_says_how_and_one_that_can_not_says_that() {
         for state in [SessionState::Ended, SessionState::Lost] {
-            let kept = remedy(&record(state), Files::Kept { until: Some(datetime!(2026-01-03 00:00 UTC)) });
-            assert!(kept.contains("'cynode session resume 01890000-0000-7000-8000-000000000001'") && kept.contains("before 2026-01-03T00:00:00Z"), "{kept}");
-            assert!(remedy(&record(state), Files::Kept { until: None }).starts_with("Resume it with"));
+            let kept = remedy(
+                &record(state),
+                Files::Kept {
+                    until: Some(datetime!(2026-01-03 00:00 UTC)),
+                },
+            );
+            assert!(
+                kept.contains("'cynode session resume 01890000-0000-7000-8000-000000000001'")
+                    && kept.contains("before 2026-01-03T00:00:00Z"),
+                "{kept}"
+            );
+            assert!(
+                remedy(&record(state), Files::Kept { until: None }).starts_with("Resume it with")
+            );
             assert!(remedy(&record(state), Files::Gone).starts_with("It can't be resumed"));
-            assert!(remedy(&record(state), Files::InUse).starts_with("Another session has its workspace"));
+            assert!(
+                remedy(&record(state), Files::InUse)
+                    .starts_with("Another session has its workspace")
+            );
         }
         assert!(remedy(&record(SessionState::Failed), Files::Gone).contains("can't be resumed"));
-        assert!(remedy(&record(SessionState::Creating), Files::Kept { until: None }).starts_with("Wait until"));
+        assert!(
+            remedy(&record(SessionState::Creating), Files::Kept { until: None })
+                .starts_with("Wait until")
+        );
     }
 }

@@ -2,9 +2,14 @@
 //!
 //! A sandbox knows nothing of the session that it serves, so one that was made ahead is like one that was made on demand.
 
-use std::{collections::BTreeMap, io, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeMap, io, os::unix::fs::PermissionsExt as _, path::Path, sync::Arc,
+    time::Duration,
+};
 
-use cynode_api::{ErrorCode, ExecVia, LABEL_NODE_ID, LABEL_SANDBOX_ID, Limits, SandboxId, Unenforced, WorkspaceId};
+use cynode_api::{
+    ErrorCode, ExecVia, LABEL_NODE_ID, LABEL_SANDBOX_ID, Limits, SandboxId, Unenforced, WorkspaceId,
+};
 use cynode_sba_proto::{AGENT_BINARY, HOME, WORKSPACE};
 use cynode_service::ApiError;
 
@@ -47,17 +52,29 @@ impl Sessions {
         let runtime_failed = |error: runtime::Error| ApiError::from(runtime_problem(&error));
         let host_failed = |error: io::Error| {
             ApiError::new(
-                if error.kind() == io::ErrorKind::StorageFull { ErrorCode::NoSpace } else { ErrorCode::Internal },
+                if error.kind() == io::ErrorKind::StorageFull {
+                    ErrorCode::NoSpace
+                } else {
+                    ErrorCode::Internal
+                },
                 format!("preparing the sandbox: {error}"),
             )
         };
         let directory = self.journal.sandbox_directory(sandbox.sandbox_id);
         self.prepare_sandbox(&directory).map_err(host_failed)?;
-        let (workspace, home) = self.prepare_workspace(sandbox.workspace_id, sandbox.id_block, sandbox.disk_bytes).await.map_err(host_failed)?;
+        let (workspace, home) = self
+            .prepare_workspace(sandbox.workspace_id, sandbox.id_block, sandbox.disk_bytes)
+            .await
+            .map_err(host_failed)?;
         let (image, data) = self.journal.workspace_disk(sandbox.workspace_id);
-        let first_claim = sandbox.disk_bytes.and_then(|_| disk::claim(&image, &data).ok());
+        let first_claim = sandbox
+            .disk_bytes
+            .and_then(|_| disk::claim(&image, &data).ok());
         let by_agent = self.config.exec_via == ExecVia::Agent;
-        let link = by_agent.then(|| AgentLink::listen(&directory, None)).transpose().map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+        let link = by_agent
+            .then(|| AgentLink::listen(&directory, None))
+            .transpose()
+            .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
         if let Some(Err(error)) = self.parent.as_ref().map(Parent::limit) {
             tracing::warn!(%error, "The limit of the memory of all sandboxes together could not be set.");
         }
@@ -65,15 +82,32 @@ impl Sessions {
         match self.runtime.create(&spec).await {
             Ok(_) => {}
             // Of a try that a crash cut off, or that a runtime that hung had begun. The name is ours alone, so what has it is ours.
-            Err(runtime::Error::NameInUse(_) | runtime::Error::Timeout { .. } | runtime::Error::Unavailable(_)) => {
-                self.runtime.remove(&container).await.map_err(runtime_failed)?;
+            Err(
+                runtime::Error::NameInUse(_)
+                | runtime::Error::Timeout { .. }
+                | runtime::Error::Unavailable(_),
+            ) => {
+                self.runtime
+                    .remove(&container)
+                    .await
+                    .map_err(runtime_failed)?;
                 self.runtime.create(&spec).await.map_err(runtime_failed)?;
             }
             Err(error) => return Err(runtime_failed(error)),
         }
-        self.runtime.start(&container).await.map_err(runtime_failed)?;
-        let pid = self.runtime.inspect(&container).await.map_err(runtime_failed)?.pid;
-        let init = InitProcess::of(pid).ok_or_else(|| ApiError::new(ErrorCode::Internal, "the sandbox's process 1 ended at once"))?;
+        self.runtime
+            .start(&container)
+            .await
+            .map_err(runtime_failed)?;
+        let pid = self
+            .runtime
+            .inspect(&container)
+            .await
+            .map_err(runtime_failed)?
+            .pid;
+        let init = InitProcess::of(pid).ok_or_else(|| {
+            ApiError::new(ErrorCode::Internal, "the sandbox's process 1 ended at once")
+        })?;
         // Before any command can run inside. A host that does not let us is no worse than without it.
         if let Err(error) = namespace::bound(pid).await {
             tracing::warn!(container, %error, "A sandbox's share of inotify could not be bounded.");
@@ -87,14 +121,26 @@ impl Sessions {
         if let Some(link) = &link {
             link.set_init(init);
             if !link.present(AGENT_WAIT).await {
-                return Err(ApiError::new(ErrorCode::AgentUnavailable, "the agent in the sandbox did not connect"));
+                return Err(ApiError::new(
+                    ErrorCode::AgentUnavailable,
+                    "the agent in the sandbox did not connect",
+                ));
             }
         }
         let parent = self.parent.as_ref().map(|parent| parent.name.as_str());
         if parent.is_some_and(|parent| !limits::is_below(init.pid, parent)) {
-            tracing::warn!(container, parent, "The container runtime runs a sandbox outside the cgroup that limits all of them.");
+            tracing::warn!(
+                container,
+                parent,
+                "The container runtime runs a sandbox outside the cgroup that limits all of them."
+            );
         }
-        let mut unenforced = limits::missing(init.pid, &sandbox.limits, self.ids.map(sandbox.id_block), parent);
+        let mut unenforced = limits::missing(
+            init.pid,
+            &sandbox.limits,
+            self.ids.map(sandbox.id_block),
+            parent,
+        );
         unenforced.extend(self.ids.unenforced());
         if sandbox.disk_bytes.is_none() {
             unenforced.push(Unenforced::Disk);
@@ -102,21 +148,43 @@ impl Sessions {
         unenforced.sort_unstable();
         unenforced.dedup();
         self.check_enforced(&unenforced)?;
-        Ok(Started { live: Live::new(container, init, Arc::clone(&self.runtime), link, first_claim), unenforced })
+        Ok(Started {
+            live: Live::new(
+                container,
+                init,
+                Arc::clone(&self.runtime),
+                link,
+                first_claim,
+            ),
+            unenforced,
+        })
     }
 
     /// Refuses what this host does not enforce, unless its operator allowed that by name.
     pub(super) fn check_enforced(&self, unenforced: &[Unenforced]) -> Result<(), ApiError> {
-        let refused: Vec<Unenforced> = unenforced.iter().copied().filter(|name| !self.may_go_unenforced(*name)).collect();
+        let refused: Vec<Unenforced> = unenforced
+            .iter()
+            .copied()
+            .filter(|name| !self.may_go_unenforced(*name))
+            .collect();
         if refused.is_empty() {
             return Ok(());
         }
-        let names: Vec<String> = refused.iter().map(|name| format!("limits.{name}")).collect();
+        let names: Vec<String> = refused
+            .iter()
+            .map(|name| format!("limits.{name}"))
+            .collect();
         let why = match &self.disks {
-            Err(why) if refused.contains(&Unenforced::Disk) => format!(" (no disk can be mounted here: {why})"),
+            Err(why) if refused.contains(&Unenforced::Disk) => {
+                format!(" (no disk can be mounted here: {why})")
+            }
             _ => String::new(),
         };
-        let detail = format!("{}: this host does not enforce that{why}; {} allows it", names.join(", "), self.config.allowance(&refused));
+        let detail = format!(
+            "{}: this host does not enforce that{why}; {} allows it",
+            names.join(", "),
+            self.config.allowance(&refused)
+        );
         Err(ApiError::new(ErrorCode::LimitUnenforceable, detail))
     }
 
@@ -135,17 +203,37 @@ impl Sessions {
         let argv = match self.config.exec_via {
             ExecVia::Agent => vec![AGENT_BINARY.to_owned(), "agent".to_owned()],
             // Idle, and ended by TERM at once.
-            ExecVia::Runtime => ["/bin/sh", "-c", "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done"].map(str::to_owned).to_vec(),
+            ExecVia::Runtime => [
+                "/bin/sh",
+                "-c",
+                "trap 'exit 0' TERM; while :; do sleep 3600 & wait $!; done",
+            ]
+            .map(str::to_owned)
+            .to_vec(),
         };
-        let mount = |source: &Path, target: &str, read_only| Mount { source: source.to_owned(), target: target.to_owned(), read_only };
+        let mount = |source: &Path, target: &str, read_only| Mount {
+            source: source.to_owned(),
+            target: target.to_owned(),
+            read_only,
+        };
         Spec {
             name: container_name(sandbox.sandbox_id),
-            labels: BTreeMap::from([(LABEL_SANDBOX_ID.to_owned(), sandbox.sandbox_id.to_string()), (LABEL_NODE_ID.to_owned(), self.node_id.to_string())]),
+            labels: BTreeMap::from([
+                (LABEL_SANDBOX_ID.to_owned(), sandbox.sandbox_id.to_string()),
+                (LABEL_NODE_ID.to_owned(), self.node_id.to_string()),
+            ]),
             image_id: sandbox.image_id.clone(),
             argv,
-            env: vec![("PATH".to_owned(), "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned())],
+            env: vec![(
+                "PATH".to_owned(),
+                "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned(),
+            )],
             ids: self.ids.map(sandbox.id_block),
-            mounts: vec![mount(directory, "/run/cynode", true), mount(workspace, WORKSPACE, false), mount(home, HOME, false)],
+            mounts: vec![
+                mount(directory, "/run/cynode", true),
+                mount(workspace, WORKSPACE, false),
+                mount(home, HOME, false),
+            ],
             limits: sandbox.limits,
             cgroup_parent: self.parent.as_ref().map(|parent| parent.name.clone()),
         }

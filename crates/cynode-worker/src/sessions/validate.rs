@@ -24,7 +24,10 @@ pub(super) struct Checked {
 pub(crate) fn check_version(version: Option<u32>) -> Result<(), ApiError> {
     match version {
         None | Some(API_VERSION) => Ok(()),
-        Some(other) => Err(ApiError::new(ErrorCode::UnsupportedVersion, format!("version {other} is unknown here"))),
+        Some(other) => Err(ApiError::new(
+            ErrorCode::UnsupportedVersion,
+            format!("version {other} is unknown here"),
+        )),
     }
 }
 
@@ -35,11 +38,21 @@ pub(super) fn check(request: &SessionCreate, capacity: &Capacity) -> Result<Chec
     check_labels(&request.labels)?;
     Ok(Checked {
         limits: capacity.limits(request.limits.unwrap_or_default())?,
-        lifetime_seconds: check_seconds("max_lifetime_seconds", request.max_lifetime_seconds.unwrap_or(DEFAULT_LIFETIME_SECONDS))?,
-        idle_seconds: check_seconds("idle_timeout_seconds", request.idle_timeout_seconds.unwrap_or(DEFAULT_IDLE_SECONDS))?,
+        lifetime_seconds: check_seconds(
+            "max_lifetime_seconds",
+            request
+                .max_lifetime_seconds
+                .unwrap_or(DEFAULT_LIFETIME_SECONDS),
+        )?,
+        idle_seconds: check_seconds(
+            "idle_timeout_seconds",
+            request.idle_timeout_seconds.unwrap_or(DEFAULT_IDLE_SECONDS),
+        )?,
     })
 }
 
 pub(super) fn after(from: OffsetDateTime, seconds: u64) -> OffsetDateTime {
-    from.saturating_add(time::Duration::seconds(i64::try_from(seconds).unwrap_or(i64::MAX)))
+    from.saturating_add(time::Duration::seconds(
+        i64::try_from(seconds).unwrap_or(i64::MAX),
+    ))
 }

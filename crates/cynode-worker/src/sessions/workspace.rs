@@ -34,8 +34,12 @@ impl Sessions {
     ) -> Result<WorkspaceRecord, ApiError> {
         match reference {
             WorkspaceRef::New | WorkspaceRef::Artifact(_) => {
-                let id_block =
-                    self.take_ids().await.ok_or_else(|| ApiError::new(ErrorCode::NoCapacity, "every block of ids is used by a session or a kept workspace"))?;
+                let id_block = self.take_ids().await.ok_or_else(|| {
+                    ApiError::new(
+                        ErrorCode::NoCapacity,
+                        "every block of ids is used by a session or a kept workspace",
+                    )
+                })?;
                 let record = WorkspaceRecord {
                     workspace_id: WorkspaceId::generate(),
                     task_id,
@@ -44,22 +48,37 @@ impl Sessions {
                     disk_bytes: self.limits_disks().then_some(disk.bytes),
                 };
                 let journal = self.journal.clone();
-                blocking(move || journal.write_workspace(&record).map(|()| record)).await.map_err(|error| {
-                    self.ids.give_back(id_block);
-                    journal_error(&error)
-                })
+                blocking(move || journal.write_workspace(&record).map(|()| record))
+                    .await
+                    .map_err(|error| {
+                        self.ids.give_back(id_block);
+                        journal_error(&error)
+                    })
             }
             WorkspaceRef::Workspace(id) => {
-                let record = self.journal.workspace(*id).map_err(|error| journal_error(&error))?;
+                let record = self
+                    .journal
+                    .workspace(*id)
+                    .map_err(|error| journal_error(&error))?;
                 // One of another task looks like none.
                 let record = record
                     .filter(|record| record.task_id == task_id)
-                    .ok_or_else(|| ApiError::new(ErrorCode::WorkspaceNotFound, format!("no workspace {id} is kept for this task")))?;
+                    .ok_or_else(|| {
+                        ApiError::new(
+                            ErrorCode::WorkspaceNotFound,
+                            format!("no workspace {id} is kept for this task"),
+                        )
+                    })?;
                 if self.known.lock().values().any(|entry| {
                     let other = entry.record.lock();
-                    other.session.workspace_id == *id && other.session.session_id != for_session && other.is_live()
+                    other.session.workspace_id == *id
+                        && other.session.session_id != for_session
+                        && other.is_live()
                 }) {
-                    return Err(ApiError::new(ErrorCode::WorkspaceInUse, format!("workspace {id} is mounted in another session")));
+                    return Err(ApiError::new(
+                        ErrorCode::WorkspaceInUse,
+                        format!("workspace {id} is mounted in another session"),
+                    ));
                 }
                 self.fit_disk(record, disk).await
             }
@@ -67,18 +86,36 @@ impl Sessions {
     }
 
     /// A kept workspace under the disk limit that is asked for now: it can grow, but not shrink below what may be in it.
-    async fn fit_disk(&self, mut record: WorkspaceRecord, disk: AskedDisk) -> Result<WorkspaceRecord, ApiError> {
-        let refused = |why: String| Err(ApiError::new(ErrorCode::LimitUnenforceable, format!("limits.disk_bytes: {why}")));
+    async fn fit_disk(
+        &self,
+        mut record: WorkspaceRecord,
+        disk: AskedDisk,
+    ) -> Result<WorkspaceRecord, ApiError> {
+        let refused = |why: String| {
+            Err(ApiError::new(
+                ErrorCode::LimitUnenforceable,
+                format!("limits.disk_bytes: {why}"),
+            ))
+        };
         match record.disk_bytes {
             None if self.may_go_unenforced(Unenforced::Disk) => Ok(record),
-            None => refused(format!("this workspace was made without a limit; {} allows that", self.config.allowance(&[Unenforced::Disk]))),
-            Some(_) if !self.limits_disks() => refused("this workspace has a disk of its own, which can't be mounted here now".to_owned()),
+            None => refused(format!(
+                "this workspace was made without a limit; {} allows that",
+                self.config.allowance(&[Unenforced::Disk])
+            )),
+            Some(_) if !self.limits_disks() => refused(
+                "this workspace has a disk of its own, which can't be mounted here now".to_owned(),
+            ),
             Some(has) if !disk.explicit || disk.bytes == has => Ok(record),
-            Some(has) if disk.bytes < has => refused(format!("this workspace has a disk of {has} bytes and can't be made smaller")),
+            Some(has) if disk.bytes < has => refused(format!(
+                "this workspace has a disk of {has} bytes and can't be made smaller"
+            )),
             Some(_) => {
                 record.disk_bytes = Some(disk.bytes);
                 let journal = self.journal.clone();
-                blocking(move || journal.write_workspace(&record).map(|()| record)).await.map_err(|error| journal_error(&error))
+                blocking(move || journal.write_workspace(&record).map(|()| record))
+                    .await
+                    .map_err(|error| journal_error(&error))
             }
         }
     }
@@ -93,11 +130,19 @@ impl Sessions {
     }
 
     /// Makes sure that the disk is mounted and the directories are there and belong to the sandbox's user.
-    pub(super) async fn prepare_workspace(&self, id: WorkspaceId, id_block: u32, disk_bytes: Option<u64>) -> io::Result<(PathBuf, PathBuf)> {
+    pub(super) async fn prepare_workspace(
+        &self,
+        id: WorkspaceId,
+        id_block: u32,
+        disk_bytes: Option<u64>,
+    ) -> io::Result<(PathBuf, PathBuf)> {
         let (image, data) = self.journal.workspace_disk(id);
         fs_err::create_dir_all(&data)?;
         if let Some(bytes) = disk_bytes {
-            let disks = self.disks.as_ref().map_err(|error| io::Error::other(error.clone()))?;
+            let disks = self
+                .disks
+                .as_ref()
+                .map_err(|error| io::Error::other(error.clone()))?;
             disks.make(&image, bytes).await?;
             disk::mount(&image, &data).await?;
         }
@@ -109,10 +154,16 @@ impl Sessions {
     }
 
     /// Keeps a workspace: for a while, or until it is asked for.
-    pub(super) async fn keep_workspace(&self, id: WorkspaceId, for_a_while: bool) -> io::Result<()> {
+    pub(super) async fn keep_workspace(
+        &self,
+        id: WorkspaceId,
+        for_a_while: bool,
+    ) -> io::Result<()> {
         let (journal, grace) = (self.journal.clone(), self.config.workspace_grace_seconds);
         blocking(move || {
-            let Some(mut record) = journal.workspace(id)? else { return Ok(()) };
+            let Some(mut record) = journal.workspace(id)? else {
+                return Ok(());
+            };
             let delete_at = for_a_while.then(|| validate::after(OffsetDateTime::now_utc(), grace));
             if record.delete_at == delete_at {
                 return Ok(());
@@ -131,7 +182,8 @@ impl Sessions {
     pub(super) async fn delete_workspace(&self, id: WorkspaceId) -> io::Result<()> {
         self.release_workspace(id).await?;
         if let Some(record) = self.journal.workspace(id)? {
-            self.journal.discard(&self.journal.workspace_directory(id))?;
+            self.journal
+                .discard(&self.journal.workspace_directory(id))?;
             self.ids.give_back(record.id_block);
         }
         Ok(())
@@ -146,6 +198,12 @@ fn hand_over(directory: &Path, owner: u32) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         Err(error) => return Err(error),
     }
-    rustix::fs::chownat(CWD, directory, Some(Uid::from_raw(owner)), Some(Gid::from_raw(owner)), AtFlags::SYMLINK_NOFOLLOW)?;
+    rustix::fs::chownat(
+        CWD,
+        directory,
+        Some(Uid::from_raw(owner)),
+        Some(Gid::from_raw(owner)),
+        AtFlags::SYMLINK_NOFOLLOW,
+    )?;
     Ok(())
 }

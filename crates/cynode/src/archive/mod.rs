@@ -20,12 +20,17 @@ const PIECE: usize = 64 * 1024;
 const PIECES: usize = 16;
 
 /// The two ends of a stream of pieces. An error in it means that it was not whole.
-pub fn channel() -> (mpsc::Sender<io::Result<Bytes>>, mpsc::Receiver<io::Result<Bytes>>) {
+pub fn channel() -> (
+    mpsc::Sender<io::Result<Bytes>>,
+    mpsc::Receiver<io::Result<Bytes>>,
+) {
     mpsc::channel(PIECES)
 }
 
 /// What comes out of the channel, as a body's stream.
-pub fn stream(mut from: mpsc::Receiver<io::Result<Bytes>>) -> impl futures_util::Stream<Item = io::Result<Bytes>> {
+pub fn stream(
+    mut from: mpsc::Receiver<io::Result<Bytes>>,
+) -> impl futures_util::Stream<Item = io::Result<Bytes>> {
     futures_util::stream::poll_fn(move |context| from.poll_recv(context))
 }
 
@@ -38,13 +43,19 @@ pub struct PieceWriter {
 
 impl PieceWriter {
     pub fn new(to: mpsc::Sender<io::Result<Bytes>>) -> Self {
-        Self { to, piece: BytesMut::with_capacity(PIECE) }
+        Self {
+            to,
+            piece: BytesMut::with_capacity(PIECE),
+        }
     }
 
     /// Ends the stream as broken.
     pub fn fail(self, error: &io::Error) {
         // The reader may be gone already.
-        drop(self.to.blocking_send(Err(io::Error::new(error.kind(), error.to_string()))));
+        drop(
+            self.to
+                .blocking_send(Err(io::Error::new(error.kind(), error.to_string()))),
+        );
     }
 }
 
@@ -63,7 +74,9 @@ impl Write for PieceWriter {
             return Ok(());
         }
         let piece = std::mem::replace(&mut self.piece, BytesMut::with_capacity(PIECE)).freeze();
-        self.to.blocking_send(Ok(piece)).map_err(|_| io::ErrorKind::BrokenPipe.into())
+        self.to
+            .blocking_send(Ok(piece))
+            .map_err(|_| io::ErrorKind::BrokenPipe.into())
     }
 }
 
@@ -76,7 +89,10 @@ pub struct PieceReader {
 
 impl PieceReader {
     pub fn new(from: mpsc::Receiver<io::Result<Bytes>>) -> Self {
-        Self { from, piece: Bytes::new() }
+        Self {
+            from,
+            piece: Bytes::new(),
+        }
     }
 }
 

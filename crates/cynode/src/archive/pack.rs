@@ -46,7 +46,9 @@ pub fn pack_tree(root: &Path, to: &mut impl Write) -> io::Result<Packed> {
             } else if kind.is_file() {
                 append_file(&mut builder, &path, &name)?;
             } else {
-                packed.skipped.push(format!("{}: not a file, directory or link", path.display()));
+                packed
+                    .skipped
+                    .push(format!("{}: not a file, directory or link", path.display()));
             }
         }
     }
@@ -65,15 +67,29 @@ pub fn pack_file(path: &Path, name: &Path, to: &mut impl Write) -> io::Result<()
 fn append_file(builder: &mut Builder<impl Write>, path: &Path, name: &Path) -> io::Result<()> {
     // It was a file a moment ago; a pipe that took its place must not hold us.
     let flags = rustix::fs::OFlags::NONBLOCK.bits().cast_signed();
-    let file = fs_err::OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    let file = fs_err::OpenOptions::new()
+        .read(true)
+        .custom_flags(flags)
+        .open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() {
-        return Err(io::Error::other(format!("{} changed while it was copied", path.display())));
+        return Err(io::Error::other(format!(
+            "{} changed while it was copied",
+            path.display()
+        )));
     }
     let mut header = header(&metadata);
     header.set_entry_type(EntryType::Regular);
     header.set_size(metadata.len());
-    builder.append_data(&mut header, name, Exactly { from: file, left: metadata.len(), path })
+    builder.append_data(
+        &mut header,
+        name,
+        Exactly {
+            from: file,
+            left: metadata.len(),
+            path,
+        },
+    )
 }
 
 fn header(metadata: &std::fs::Metadata) -> Header {
@@ -101,7 +117,10 @@ impl Read for Exactly<'_> {
         let most = usize::try_from(self.left).map_or(buffer.len(), |left| left.min(buffer.len()));
         let count = self.from.read(&mut buffer[..most])?;
         if count == 0 {
-            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, format!("{} shrank while it was copied", self.path.display())));
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                format!("{} shrank while it was copied", self.path.display()),
+            ));
         }
         self.left -= count as u64;
         Ok(count)

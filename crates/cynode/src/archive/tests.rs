@@ -21,7 +21,10 @@ impl Place {
         let root = temporary.path().to_owned();
         fs_err::create_dir(root.join("target")).expect("target");
         fs_err::write(root.join("outside"), "untouched").expect("outside");
-        Self { _temporary: temporary, root }
+        Self {
+            _temporary: temporary,
+            root,
+        }
     }
 
     fn target(&self) -> PathBuf {
@@ -34,8 +37,12 @@ impl Place {
 
     /// Nothing beside the target has come or changed.
     fn is_untouched(&self) -> bool {
-        let names: Vec<_> = fs_err::read_dir(&self.root).expect("root").map(|entry| entry.expect("entry").file_name()).collect();
-        names.len() == 2 && fs_err::read_to_string(self.root.join("outside")).expect("outside") == "untouched"
+        let names: Vec<_> = fs_err::read_dir(&self.root)
+            .expect("root")
+            .map(|entry| entry.expect("entry").file_name())
+            .collect();
+        names.len() == 2
+            && fs_err::read_to_string(self.root.join("outside")).expect("outside") == "untouched"
     }
 }
 
@@ -71,10 +78,20 @@ fn symlink(name: &[u8], target: &[u8]) -> Vec<u8> {
 
 #[test]
 fn names_that_lead_out_end_the_copy() {
-    for name in ["/etc/evil", "../evil", "a/../../evil", "a/..", "..", "./../evil"] {
+    for name in [
+        "/etc/evil",
+        "../evil",
+        "a/../../evil",
+        "a/..",
+        "..",
+        "./../evil",
+    ] {
         let place = Place::new();
         let result = place.unpack(&archive(&[file(name.as_bytes())]));
-        assert!(matches!(result, Err(UnpackError::Refused { .. })), "{name}: {result:?}");
+        assert!(
+            matches!(result, Err(UnpackError::Refused { .. })),
+            "{name}: {result:?}"
+        );
         assert!(place.is_untouched(), "{name}");
     }
 }
@@ -82,25 +99,51 @@ fn names_that_lead_out_end_the_copy() {
 #[test]
 fn a_long_name_that_leads_out_ends_the_copy_too() {
     let long = [b"a/".repeat(60), b"../".repeat(61), b"evil".to_vec()].concat();
-    let gnu = archive(&[raw(EntryType::GNULongName, b"././@LongLink", b"", &[&long[..], b"\0"].concat()), file(b"innocent")]);
+    let gnu = archive(&[
+        raw(
+            EntryType::GNULongName,
+            b"././@LongLink",
+            b"",
+            &[&long[..], b"\0"].concat(),
+        ),
+        file(b"innocent"),
+    ]);
     let record = format!(" path={}\n", String::from_utf8_lossy(&long));
     let pax = format!("{}{record}", record.len() + 3);
-    let pax = archive(&[raw(EntryType::XHeader, b"pax", b"", pax.as_bytes()), file(b"innocent")]);
+    let pax = archive(&[
+        raw(EntryType::XHeader, b"pax", b"", pax.as_bytes()),
+        file(b"innocent"),
+    ]);
     for bytes in [gnu, pax] {
         let place = Place::new();
         let result = place.unpack(&bytes);
-        assert!(matches!(result, Err(UnpackError::Refused { .. })), "{result:?}");
+        assert!(
+            matches!(result, Err(UnpackError::Refused { .. })),
+            "{result:?}"
+        );
         assert!(place.is_untouched());
     }
 }
 
 #[test]
 fn links_that_point_outside_are_left_out() {
-    for (name, target) in [("l", "/etc/passwd"), ("l", "../outside"), ("d/l", "../../outside"), ("l", ".."), ("l", "d/../../outside"), ("l", "x/..")] {
+    for (name, target) in [
+        ("l", "/etc/passwd"),
+        ("l", "../outside"),
+        ("d/l", "../../outside"),
+        ("l", ".."),
+        ("l", "d/../../outside"),
+        ("l", "x/.."),
+    ] {
         let place = Place::new();
-        let unpacked = place.unpack(&archive(&[symlink(name.as_bytes(), target.as_bytes())])).expect("unpacked");
+        let unpacked = place
+            .unpack(&archive(&[symlink(name.as_bytes(), target.as_bytes())]))
+            .expect("unpacked");
         assert_eq!(unpacked.skipped_count, 1, "{name} -> {target}");
-        assert!(fs_err::symlink_metadata(place.target().join(name)).is_err(), "{name} -> {target}");
+        assert!(
+            fs_err::symlink_metadata(place.target().join(name)).is_err(),
+            "{name} -> {target}"
+        );
     }
 }
 
@@ -108,12 +151,22 @@ fn links_that_point_outside_are_left_out() {
 fn nothing_is_written_through_a_link() {
     // One made by the archive, which points inside, and one that was there before, which points outside.
     let place = Place::new();
-    let result = place.unpack(&archive(&[raw(EntryType::Directory, b"d", b"", b""), symlink(b"l", b"d"), file(b"l/evil")]));
-    assert!(matches!(result, Err(UnpackError::Refused { .. })), "{result:?}");
+    let result = place.unpack(&archive(&[
+        raw(EntryType::Directory, b"d", b"", b""),
+        symlink(b"l", b"d"),
+        file(b"l/evil"),
+    ]));
+    assert!(
+        matches!(result, Err(UnpackError::Refused { .. })),
+        "{result:?}"
+    );
     let place = Place::new();
     std::os::unix::fs::symlink(&place.root, place.target().join("up")).expect("link");
     let result = place.unpack(&archive(&[file(b"up/evil")]));
-    assert!(matches!(result, Err(UnpackError::Refused { .. })), "{result:?}");
+    assert!(
+        matches!(result, Err(UnpackError::Refused { .. })),
+        "{result:?}"
+    );
     assert!(place.is_untouched());
     // A directory entry must not pass through a link either.
     let result = place.unpack(&archive(&[raw(EntryType::Directory, b"up", b"", b"")]));
@@ -126,7 +179,10 @@ fn a_file_takes_the_place_of_a_link_and_does_not_follow_it() {
     std::os::unix::fs::symlink(place.root.join("outside"), place.target().join("f")).expect("link");
     place.unpack(&archive(&[file(b"f")])).expect("unpacked");
     assert!(place.is_untouched());
-    assert_eq!(fs_err::read_to_string(place.target().join("f")).expect("file"), "evil");
+    assert_eq!(
+        fs_err::read_to_string(place.target().join("f")).expect("file"),
+        "evil"
+    );
 }
 
 #[test]
@@ -143,25 +199,54 @@ fn hard_links_and_special_files_are_left_out() {
     ];
     let unpacked = place.unpack(&archive(&entries)).expect("unpacked");
     assert_eq!((unpacked.skipped_count, unpacked.files), (6, 1));
-    let names: Vec<_> = fs_err::read_dir(place.target()).expect("target").map(|entry| entry.expect("entry").file_name()).collect();
+    let names: Vec<_> = fs_err::read_dir(place.target())
+        .expect("target")
+        .map(|entry| entry.expect("entry").file_name())
+        .collect();
     assert_eq!(names, ["good"]);
 }
 
 #[test]
 fn set_id_bits_are_dropped() {
     let place = Place::new();
-    place.unpack(&archive(&[file(b"f"), raw(EntryType::Directory, b"d", b"", b"")])).expect("unpacked");
+    place
+        .unpack(&archive(&[
+            file(b"f"),
+            raw(EntryType::Directory, b"d", b"", b""),
+        ]))
+        .expect("unpacked");
     for name in ["f", "d"] {
-        assert_eq!(fs_err::metadata(place.target().join(name)).expect("there").permissions().mode() & 0o7777, 0o755, "{name}");
+        assert_eq!(
+            fs_err::metadata(place.target().join(name))
+                .expect("there")
+                .permissions()
+                .mode()
+                & 0o7777,
+            0o755,
+            "{name}"
+        );
     }
 }
 
 #[test]
 fn endless_headers_are_not_held_in_memory() {
-    for kind in [EntryType::GNULongName, EntryType::GNULongLink, EntryType::XHeader] {
+    for kind in [
+        EntryType::GNULongName,
+        EntryType::GNULongLink,
+        EntryType::XHeader,
+    ] {
         let place = Place::new();
-        let result = place.unpack(&archive(&[raw(kind, b"x", b"", &vec![b'a'; 1 << 20]), file(b"f")]));
-        assert!(matches!(result, Err(UnpackError::Refused { .. } | UnpackError::Read(_))), "{kind:?}: {result:?}");
+        let result = place.unpack(&archive(&[
+            raw(kind, b"x", b"", &vec![b'a'; 1 << 20]),
+            file(b"f"),
+        ]));
+        assert!(
+            matches!(
+                result,
+                Err(UnpackError::Refused { .. } | UnpackError::Read(_))
+            ),
+            "{kind:?}: {result:?}"
+        );
     }
 }
 
@@ -192,17 +277,43 @@ fn a_tree_comes_back_with_its_modes_and_links() {
     let source = tempfile::tempdir().expect("temporary directory");
     sample(source.path());
     let mut bytes = Vec::new();
-    assert!(pack_tree(source.path(), &mut bytes).expect("packed").skipped.is_empty());
+    assert!(
+        pack_tree(source.path(), &mut bytes)
+            .expect("packed")
+            .skipped
+            .is_empty()
+    );
     let fresh = place.target().join("fresh");
     let unpacked = unpack(&bytes[..], &fresh, |_| {}).expect("unpacked");
     assert_eq!((unpacked.files, unpacked.skipped_count), (4, 0));
-    assert_eq!(fs_err::metadata(fresh.join("a/run.sh")).expect("there").permissions().mode() & 0o777, 0o750);
-    assert_eq!(fs_err::metadata(fresh.join("readonly")).expect("there").permissions().mode() & 0o777, 0o555);
-    assert_eq!(fs_err::read(fresh.join("a/b").join("n".repeat(200))).expect("there"), vec![1; 100_000]);
-    assert_eq!(fs_err::read_link(fresh.join("a/up")).expect("link"), Path::new("../a"));
+    assert_eq!(
+        fs_err::metadata(fresh.join("a/run.sh"))
+            .expect("there")
+            .permissions()
+            .mode()
+            & 0o777,
+        0o750
+    );
+    assert_eq!(
+        fs_err::metadata(fresh.join("readonly"))
+            .expect("there")
+            .permissions()
+            .mode()
+            & 0o777,
+        0o555
+    );
+    assert_eq!(
+        fs_err::read(fresh.join("a/b").join("n".repeat(200))).expect("there"),
+        vec![1; 100_000]
+    );
+    assert_eq!(
+        fs_err::read_link(fresh.join("a/up")).expect("link"),
+        Path::new("../a")
+    );
     assert!(fs_err::metadata(fresh.join(OsStr::from_bytes(b"odd\xff"))).is_ok());
     // Again over what is there.
-    fs_err::set_permissions(fresh.join("readonly"), PermissionsExt::from_mode(0o755)).expect("mode");
+    fs_err::set_permissions(fresh.join("readonly"), PermissionsExt::from_mode(0o755))
+        .expect("mode");
     unpack(&bytes[..], &fresh, |_| {}).expect("unpacked again");
 }
 
@@ -212,7 +323,10 @@ fn one_file_is_an_archive_of_one_entry() {
     let mut bytes = Vec::new();
     pack_file(&place.root.join("outside"), Path::new("name"), &mut bytes).expect("packed");
     assert_eq!(place.unpack(&bytes).expect("unpacked").files, 1);
-    assert_eq!(fs_err::read_to_string(place.target().join("name")).expect("file"), "untouched");
+    assert_eq!(
+        fs_err::read_to_string(place.target().join("name")).expect("file"),
+        "untouched"
+    );
 }
 
 #[test]
@@ -280,8 +394,15 @@ fn the_library_still_writes_what_we_read() {
     let mut header = Header::new_gnu();
     header.set_size(2);
     header.set_mode(0o600);
-    builder.append_data(&mut header, Path::new("./x/y"), &b"hi"[..]).expect("appended");
+    builder
+        .append_data(&mut header, Path::new("./x/y"), &b"hi"[..])
+        .expect("appended");
     let place = Place::new();
-    place.unpack(&builder.into_inner().expect("archive")).expect("unpacked");
-    assert_eq!(fs_err::read_to_string(place.target().join("x/y")).expect("file"), "hi");
+    place
+        .unpack(&builder.into_inner().expect("archive"))
+        .expect("unpacked");
+    assert_eq!(
+        fs_err::read_to_string(place.target().join("x/y")).expect("file"),
+        "hi"
+    );
 }

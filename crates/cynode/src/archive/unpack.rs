@@ -38,7 +38,8 @@ impl Unpacked {
     fn skip(&mut self, name: &[u8], why: &str) {
         self.skipped_count += 1;
         if self.skipped.len() < MAX_NAMED {
-            self.skipped.push(format!("{}: {why}", String::from_utf8_lossy(name)));
+            self.skipped
+                .push(format!("{}: {why}", String::from_utf8_lossy(name)));
         }
     }
 }
@@ -57,7 +58,11 @@ pub enum Error {
 }
 
 /// Unpacks below `target`, which is made when it is not there. `progress` hears of each file's size.
-pub fn unpack(from: impl Read, target: &Path, mut progress: impl FnMut(u64)) -> Result<Unpacked, Error> {
+pub fn unpack(
+    from: impl Read,
+    target: &Path,
+    mut progress: impl FnMut(u64),
+) -> Result<Unpacked, Error> {
     let mut tree = Tree::open(target)?;
     let mut unpacked = Unpacked::default();
     let mut archive = Archive::new(from);
@@ -84,7 +89,12 @@ pub fn unpack(from: impl Read, target: &Path, mut progress: impl FnMut(u64)) -> 
                         b"path" => long_name = Some(extension.value_bytes().to_vec()),
                         b"linkpath" => long_link = Some(extension.value_bytes().to_vec()),
                         // It would say where the next header is; ours never needs it.
-                        b"size" => return Err(Error::Refused { name: b"pax header".to_vec(), why: "changes a size" }),
+                        b"size" => {
+                            return Err(Error::Refused {
+                                name: b"pax header".to_vec(),
+                                why: "changes a size",
+                            });
+                        }
                         _ => {}
                     }
                 }
@@ -93,8 +103,18 @@ pub fn unpack(from: impl Read, target: &Path, mut progress: impl FnMut(u64)) -> 
             EntryType::XGlobalHeader => continue,
             _ => {}
         }
-        let name = long_name.take().unwrap_or_else(|| entry.header().path_bytes().into_owned());
-        let link = long_link.take().or_else(|| entry.header().link_name_bytes().map(std::borrow::Cow::into_owned)).unwrap_or_default();
+        let name = long_name
+            .take()
+            .unwrap_or_else(|| entry.header().path_bytes().into_owned());
+        let link = long_link
+            .take()
+            .or_else(|| {
+                entry
+                    .header()
+                    .link_name_bytes()
+                    .map(std::borrow::Cow::into_owned)
+            })
+            .unwrap_or_default();
         let path = components(&name)?;
         let mode = Mode::from_bits_truncate(entry.header().mode().unwrap_or(0o644) & 0o777);
         match kind {
@@ -119,9 +139,15 @@ pub fn unpack(from: impl Read, target: &Path, mut progress: impl FnMut(u64)) -> 
 
 fn bounded(entry: &mut impl Read, limit: u64) -> Result<Vec<u8>, Error> {
     let mut bytes = Vec::new();
-    entry.take(limit + 1).read_to_end(&mut bytes).map_err(Error::Read)?;
+    entry
+        .take(limit + 1)
+        .read_to_end(&mut bytes)
+        .map_err(Error::Read)?;
     if bytes.len() as u64 > limit {
-        return Err(Error::Refused { name: b"header".to_vec(), why: "is too long" });
+        return Err(Error::Refused {
+            name: b"header".to_vec(),
+            why: "is too long",
+        });
     }
     while bytes.last() == Some(&0) {
         bytes.pop();
@@ -131,14 +157,20 @@ fn bounded(entry: &mut impl Read, limit: u64) -> Result<Vec<u8>, Error> {
 
 /// The parts of a relative name; empty for the root itself.
 fn components(name: &[u8]) -> Result<Vec<&[u8]>, Error> {
-    let refused = |why| Error::Refused { name: name.to_vec(), why };
+    let refused = |why| Error::Refused {
+        name: name.to_vec(),
+        why,
+    };
     if name.first() == Some(&b'/') {
         return Err(refused("is an absolute path"));
     }
     if name.contains(&0) || name.len() as u64 > MAX_NAME {
         return Err(refused("is not a file name"));
     }
-    let parts: Vec<&[u8]> = name.split(|byte| *byte == b'/').filter(|part| !part.is_empty() && *part != b".").collect();
+    let parts: Vec<&[u8]> = name
+        .split(|byte| *byte == b'/')
+        .filter(|part| !part.is_empty() && *part != b".")
+        .collect();
     if parts.contains(&&b".."[..]) {
         return Err(refused("leads out of the directory"));
     }
@@ -156,7 +188,10 @@ fn stays_inside(target: &[u8], depth: usize) -> Result<(), &'static str> {
     }
     let mut ups = 0;
     let mut named = false;
-    for part in target.split(|byte| *byte == b'/').filter(|part| !part.is_empty() && *part != b".") {
+    for part in target
+        .split(|byte| *byte == b'/')
+        .filter(|part| !part.is_empty() && *part != b".")
+    {
         if part != b".." {
             named = true;
         } else if named {
@@ -166,7 +201,11 @@ fn stays_inside(target: &[u8], depth: usize) -> Result<(), &'static str> {
         }
     }
     // A link in the root has depth 1 and may not go up at all.
-    if ups < depth { Ok(()) } else { Err("link out of the directory") }
+    if ups < depth {
+        Ok(())
+    } else {
+        Err("link out of the directory")
+    }
 }
 
 /// The directory that is filled.
@@ -176,7 +215,10 @@ struct Tree {
     modes: BTreeMap<Vec<u8>, Mode>,
 }
 
-const DIRECTORY: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+const DIRECTORY: OFlags = OFlags::RDONLY
+    .union(OFlags::DIRECTORY)
+    .union(OFlags::NOFOLLOW)
+    .union(OFlags::CLOEXEC);
 
 impl Tree {
     fn open(target: &Path) -> Result<Self, Error> {
@@ -187,8 +229,19 @@ impl Tree {
             Err(error) => return Err(Error::Target(error)),
         }
         // The target itself may be a link: the person named it.
-        let root = openat(CWD, target, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
-            .map_err(|error| Error::Target(io::Error::other(format!("{}: {}", target.display(), io::Error::from(error)))))?;
+        let root = openat(
+            CWD,
+            target,
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .map_err(|error| {
+            Error::Target(io::Error::other(format!(
+                "{}: {}",
+                target.display(),
+                io::Error::from(error)
+            )))
+        })?;
         Ok(Self { root, modes })
     }
 
@@ -201,10 +254,17 @@ impl Tree {
                 Ok(next) => next,
                 Err(Errno::NOENT) => {
                     mkdirat(&at, part, Mode::RWXU).map_err(|error| written(name, error))?;
-                    self.modes.insert(path[..=index].join(&b'/'), Mode::from_bits_truncate(0o755));
-                    openat(&at, part, DIRECTORY, Mode::empty()).map_err(|error| written(name, error))?
+                    self.modes
+                        .insert(path[..=index].join(&b'/'), Mode::from_bits_truncate(0o755));
+                    openat(&at, part, DIRECTORY, Mode::empty())
+                        .map_err(|error| written(name, error))?
                 }
-                Err(Errno::NOTDIR | Errno::LOOP) => return Err(Error::Refused { name: name.to_vec(), why: "leads through something that is not a directory" }),
+                Err(Errno::NOTDIR | Errno::LOOP) => {
+                    return Err(Error::Refused {
+                        name: name.to_vec(),
+                        why: "leads through something that is not a directory",
+                    });
+                }
                 Err(error) => return Err(written(name, error)),
             };
         }
@@ -222,27 +282,50 @@ impl Tree {
 
     /// The directory and last part of a path, with whatever stood there removed.
     fn place<'a>(&mut self, path: &[&'a [u8]], name: &[u8]) -> Result<(OwnedFd, &'a OsStr), Error> {
-        let (last, parents) = path.split_last().ok_or_else(|| Error::Refused { name: name.to_vec(), why: "has no name" })?;
+        let (last, parents) = path.split_last().ok_or_else(|| Error::Refused {
+            name: name.to_vec(),
+            why: "has no name",
+        })?;
         let parent = self.walk(parents, name)?;
         let last = OsStr::from_bytes(last);
         match unlinkat(&parent, last, AtFlags::empty()) {
             Ok(()) | Err(Errno::NOENT) => {}
-            Err(Errno::ISDIR | Errno::PERM) if statat(&parent, last, AtFlags::SYMLINK_NOFOLLOW).is_ok() => {
-                return Err(Error::Write { name: name.to_vec(), source: io::Error::other("a directory is in the way") });
+            Err(Errno::ISDIR | Errno::PERM)
+                if statat(&parent, last, AtFlags::SYMLINK_NOFOLLOW).is_ok() =>
+            {
+                return Err(Error::Write {
+                    name: name.to_vec(),
+                    source: io::Error::other("a directory is in the way"),
+                });
             }
             Err(error) => return Err(written(name, error)),
         }
         Ok((parent, last))
     }
 
-    fn file(&mut self, path: &[&[u8]], mode: Mode, from: &mut impl Read, size: u64, name: &[u8]) -> Result<(), Error> {
+    fn file(
+        &mut self,
+        path: &[&[u8]],
+        mode: Mode,
+        from: &mut impl Read,
+        size: u64,
+        name: &[u8],
+    ) -> Result<(), Error> {
         let (parent, last) = self.place(path, name)?;
-        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let file = openat(&parent, last, flags, Mode::RUSR | Mode::WUSR).map_err(|error| written(name, error))?;
+        let flags =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = openat(&parent, last, flags, Mode::RUSR | Mode::WUSR)
+            .map_err(|error| written(name, error))?;
         let mut file = std::fs::File::from(file);
-        let copied = io::copy(from, &mut file).map_err(|source| Error::Write { name: name.to_vec(), source })?;
+        let copied = io::copy(from, &mut file).map_err(|source| Error::Write {
+            name: name.to_vec(),
+            source,
+        })?;
         if copied != size {
-            return Err(Error::Read(io::Error::new(io::ErrorKind::UnexpectedEof, "it ends in the middle of a file")));
+            return Err(Error::Read(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "it ends in the middle of a file",
+            )));
         }
         fchmod(&file, mode).map_err(|error| written(name, error))
     }
@@ -255,7 +338,10 @@ impl Tree {
     /// Sets the modes of new directories, the deepest first.
     fn finish(mut self) -> Result<(), Error> {
         for (path, mode) in std::mem::take(&mut self.modes).into_iter().rev() {
-            let parts: Vec<&[u8]> = path.split(|byte| *byte == b'/').filter(|part| !part.is_empty()).collect();
+            let parts: Vec<&[u8]> = path
+                .split(|byte| *byte == b'/')
+                .filter(|part| !part.is_empty())
+                .collect();
             let directory = self.walk(&parts, &path)?;
             fchmod(&directory, mode).map_err(|error| written(&path, error))?;
         }
@@ -264,5 +350,8 @@ impl Tree {
 }
 
 fn written(name: &[u8], error: Errno) -> Error {
-    Error::Write { name: name.to_vec(), source: error.into() }
+    Error::Write {
+        name: name.to_vec(),
+        source: error.into(),
+    }
 }

@@ -33,9 +33,14 @@ pub async fn run(globals: &Globals, command: Audit) -> Outcome {
 
 /// The next page of those that are there already; `None` at their end. A page that is neither full nor truncated is the last one:
 /// reading is in the trail too, so that there would be always one more.
-async fn next_page(client: &UserClient, after: &mut Option<i64>, filter: &AuditFilter) -> Result<Option<RawAuditPage>, Failure> {
+async fn next_page(
+    client: &UserClient,
+    after: &mut Option<i64>,
+    filter: &AuditFilter,
+) -> Result<Option<RawAuditPage>, Failure> {
     let Some(from) = *after else { return Ok(None) };
     let page = client.raw_audit(from, filter, Duration::ZERO).await?;
-    *after = (page.truncated || page.items.len() >= event_limits::MAX_PAGE as usize).then_some(page.next_cursor);
+    *after = (page.truncated || page.items.len() >= event_limits::MAX_PAGE as usize)
+        .then_some(page.next_cursor);
     Ok(Some(page))
 }

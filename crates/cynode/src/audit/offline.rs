@@ -40,7 +40,11 @@ pub fn run(globals: &Globals, file: &Path, key: PublicKey) -> Outcome {
     tell(globals, &verdict)
 }
 
-fn verify(mut lines: impl BufRead, key: PublicKey, progress: &Progress) -> io::Result<AuditVerdict> {
+fn verify(
+    mut lines: impl BufRead,
+    key: PublicKey,
+    progress: &Progress,
+) -> io::Result<AuditVerdict> {
     let mut verifier = Verifier::new(key);
     let mut checkpoints = CheckpointFeed::new(key);
     let mut unreadable = Unreadable::default();
@@ -58,8 +62,14 @@ fn verify(mut lines: impl BufRead, key: PublicKey, progress: &Progress) -> io::R
             continue;
         }
         match read(&line) {
-            Ok(Line::Checkpoint(signed)) if !are_records => checkpoints.next(*signed, &mut verifier),
-            Ok(Line::Checkpoint(_)) => unreadable.add(number, "checkpoint_changed", "a checkpoint stands after records"),
+            Ok(Line::Checkpoint(signed)) if !are_records => {
+                checkpoints.next(*signed, &mut verifier)
+            }
+            Ok(Line::Checkpoint(_)) => unreadable.add(
+                number,
+                "checkpoint_changed",
+                "a checkpoint stands after records",
+            ),
             Ok(Line::Record(cursor, link)) => {
                 are_records = true;
                 verifier.record(cursor, &link);
@@ -84,7 +94,13 @@ struct CheckpointFeed {
 
 impl CheckpointFeed {
     const fn new(key: PublicKey) -> Self {
-        Self { key, is_signer: false, withheld: Vec::new(), withheld_count: 0, last: None }
+        Self {
+            key,
+            is_signer: false,
+            withheld: Vec::new(),
+            withheld_count: 0,
+            last: None,
+        }
     }
 
     fn next(&mut self, signed: Signed, verifier: &mut Verifier) {
@@ -111,10 +127,30 @@ impl CheckpointFeed {
             1 => "the checkpoint was not".to_owned(),
             count => format!("none of the {count} checkpoints was"),
         };
-        let until = self.last.map(|last| format!(", up to {},", crate::plane::moment(last))).unwrap_or_default();
-        let detail = format!("{all} signed with {}{until}: another key signed this trail, or it was changed", self.key);
-        verdict.problems.insert(0, AuditProblem { what: "signature_bad".to_owned(), stream: None, seq: None, cursor: None, checkpoint: None, detail });
-        AuditVerdict { intact: false, checkpoints: self.withheld_count, ..verdict }
+        let until = self
+            .last
+            .map(|last| format!(", up to {},", crate::plane::moment(last)))
+            .unwrap_or_default();
+        let detail = format!(
+            "{all} signed with {}{until}: another key signed this trail, or it was changed",
+            self.key
+        );
+        verdict.problems.insert(
+            0,
+            AuditProblem {
+                what: "signature_bad".to_owned(),
+                stream: None,
+                seq: None,
+                cursor: None,
+                checkpoint: None,
+                detail,
+            },
+        );
+        AuditVerdict {
+            intact: false,
+            checkpoints: self.withheld_count,
+            ..verdict
+        }
     }
 }
 
@@ -124,10 +160,15 @@ enum Line {
 }
 
 fn read(line: &[u8]) -> Result<Line, (&'static str, String)> {
-    let value: Value = serde_json::from_slice(line).map_err(|error| ("record_changed", error.to_string()))?;
+    let value: Value =
+        serde_json::from_slice(line).map_err(|error| ("record_changed", error.to_string()))?;
     match value.get("checkpoint").and_then(Value::as_str) {
-        Some(text) => Signed::parse(text).map(|signed| Line::Checkpoint(Box::new(signed))).map_err(|error| ("checkpoint_changed", error.to_string())),
-        None => Link::from_record(value).map(|(cursor, link)| Line::Record(cursor, link)).map_err(|error| ("record_changed", error.to_string())),
+        Some(text) => Signed::parse(text)
+            .map(|signed| Line::Checkpoint(Box::new(signed)))
+            .map_err(|error| ("checkpoint_changed", error.to_string())),
+        None => Link::from_record(value)
+            .map(|(cursor, link)| Line::Record(cursor, link))
+            .map_err(|error| ("record_changed", error.to_string())),
     }
 }
 
@@ -145,14 +186,26 @@ impl Unreadable {
             return;
         }
         let detail = format!("line {number} of the file can't be taken: {why}");
-        self.problems.push(AuditProblem { what: what.to_owned(), stream: None, seq: None, cursor: None, checkpoint: None, detail });
+        self.problems.push(AuditProblem {
+            what: what.to_owned(),
+            stream: None,
+            seq: None,
+            cursor: None,
+            checkpoint: None,
+            detail,
+        });
     }
 
     fn join(mut self, mut verdict: AuditVerdict) -> AuditVerdict {
         self.problems.append(&mut verdict.problems);
         let more = verdict.more_problems || self.more || self.problems.len() > MAX_AUDIT_PROBLEMS;
         self.problems.truncate(MAX_AUDIT_PROBLEMS);
-        AuditVerdict { intact: self.problems.is_empty(), problems: self.problems, more_problems: more, ..verdict }
+        AuditVerdict {
+            intact: self.problems.is_empty(),
+            problems: self.problems,
+            more_problems: more,
+            ..verdict
+        }
     }
 }
 
@@ -181,15 +234,29 @@ mod tests {
         let now = OffsetDateTime::now_utc();
         let records: Vec<String> = (1..=10)
             .map(|cursor| {
-                let link = chain.append(now, json!({"version": 1, "kind": "event", "action": "x", "detail": {"n": cursor}}));
-                serde_json::to_string(&link.to_record(cursor).expect("a record")).expect("records serialise")
+                let link = chain.append(
+                    now,
+                    json!({"version": 1, "kind": "event", "action": "x", "detail": {"n": cursor}}),
+                );
+                serde_json::to_string(&link.to_record(cursor).expect("a record"))
+                    .expect("records serialise")
             })
             .collect();
         let mut prev = Checkpoint::FIRST;
         let mut lines = Vec::new();
         for number in 1..=checkpoints {
             let heads = BTreeMap::from([(chain.stream(), chain.head())]);
-            let signed = Checkpoint { number, at: now, prev, full: true, cursor: 10, heads, cut: BTreeMap::new(), truncated_records: 0 }.sign(&key());
+            let signed = Checkpoint {
+                number,
+                at: now,
+                prev,
+                full: true,
+                cursor: 10,
+                heads,
+                cut: BTreeMap::new(),
+                truncated_records: 0,
+            }
+            .sign(&key());
             prev = signed.hash;
             lines.push(json!({"checkpoint": signed.to_line()}).to_string());
         }
@@ -204,15 +271,25 @@ mod tests {
     #[test]
     fn an_export_is_verified_without_anybody() {
         let verdict = verdict(&export(), key().public());
-        assert!(verdict.intact && verdict.records == 10 && verdict.checkpoints == 1, "{verdict:?}");
+        assert!(
+            verdict.intact && verdict.records == 10 && verdict.checkpoints == 1,
+            "{verdict:?}"
+        );
     }
 
     #[test]
     fn an_export_with_members_that_nobody_knows_is_verified() {
         let mut chain = Chain::new(Uuid::now_v7());
-        let link = chain.append(OffsetDateTime::now_utc(), json!({"version": 9, "kind": "weather", "mood": {"b": 1, "a": 2}}));
+        let link = chain.append(
+            OffsetDateTime::now_utc(),
+            json!({"version": 9, "kind": "weather", "mood": {"b": 1, "a": 2}}),
+        );
         let mut record = link.body.clone();
-        for (name, value) in [("cursor", json!(1)), ("seq", json!(1)), ("stream", json!(link.stream))] {
+        for (name, value) in [
+            ("cursor", json!(1)),
+            ("seq", json!(1)),
+            ("stream", json!(link.stream)),
+        ] {
             record[name] = value;
         }
         record["at"] = crate::plane::moment(link.at).into();
@@ -229,16 +306,28 @@ mod tests {
             assert!(!verdict.intact);
             verdict.problems[0].what.clone()
         };
-        assert_eq!(found(&|lines| lines[3] = lines[3].replace("\"n\":3", "\"n\":4")), "record_changed");
+        assert_eq!(
+            found(&|lines| lines[3] = lines[3].replace("\"n\":3", "\"n\":4")),
+            "record_changed"
+        );
         assert_eq!(found(&|lines| drop(lines.remove(4))), "record_missing");
         assert_eq!(found(&|lines| lines.truncate(8)), "tail_missing");
         assert_eq!(found(&|lines| lines.truncate(1)), "stream_missing");
         assert_eq!(found(&|lines| lines.swap(2, 3)), "order_changed");
         assert_eq!(found(&|lines| lines[5].truncate(20)), "record_changed");
-        assert_eq!(found(&|lines| lines[0] = lines[0].replace("10", "11")), "signature_bad");
-        assert_eq!(found(&|lines| lines[0] = json!({"checkpoint": "x"}).to_string()), "checkpoint_changed");
+        assert_eq!(
+            found(&|lines| lines[0] = lines[0].replace("10", "11")),
+            "signature_bad"
+        );
+        assert_eq!(
+            found(&|lines| lines[0] = json!({"checkpoint": "x"}).to_string()),
+            "checkpoint_changed"
+        );
         assert_eq!(found(&|lines| lines.rotate_left(1)), "checkpoint_changed");
-        assert_eq!(found(&|lines| lines.push("{}".to_owned())), "record_changed");
+        assert_eq!(
+            found(&|lines| lines.push("{}".to_owned())),
+            "record_changed"
+        );
     }
 
     #[test]
@@ -248,14 +337,34 @@ mod tests {
             let lines = export_with(count);
             assert!(verdict(&lines, key().public()).intact, "{count}");
             let verdict = verdict(&lines, other);
-            assert!(!verdict.intact && !verdict.more_problems && verdict.checkpoints == count && verdict.records == 10, "{verdict:?}");
-            assert_eq!(verdict.problems.iter().map(|problem| problem.what.as_str()).collect::<Vec<_>>(), ["signature_bad"]);
-            assert!(verdict.problems[0].detail.contains(&other.to_text()), "{verdict:?}");
+            assert!(
+                !verdict.intact
+                    && !verdict.more_problems
+                    && verdict.checkpoints == count
+                    && verdict.records == 10,
+                "{verdict:?}"
+            );
+            assert_eq!(
+                verdict
+                    .problems
+                    .iter()
+                    .map(|problem| problem.what.as_str())
+                    .collect::<Vec<_>>(),
+                ["signature_bad"]
+            );
+            assert!(
+                verdict.problems[0].detail.contains(&other.to_text()),
+                "{verdict:?}"
+            );
         }
         // With damage of its own the trail is told apart from one of another key.
         let mut lines = export();
         lines[3] = lines[3].replace("\"n\":3", "\"n\":4");
-        let found: Vec<String> = verdict(&lines, other).problems.into_iter().map(|problem| problem.what).collect();
+        let found: Vec<String> = verdict(&lines, other)
+            .problems
+            .into_iter()
+            .map(|problem| problem.what)
+            .collect();
         assert_eq!(found, ["signature_bad", "record_changed"]);
     }
 
@@ -266,18 +375,34 @@ mod tests {
         lines[0] = spoil(&lines[0]);
         let verdict_of = |lines: &[String]| verdict(lines, key().public());
         let found = verdict_of(&lines);
-        assert!(found.problems.iter().filter(|problem| problem.what == "signature_bad").count() == 1 && found.problems[0].checkpoint == Some(1), "{found:?}");
+        assert!(
+            found
+                .problems
+                .iter()
+                .filter(|problem| problem.what == "signature_bad")
+                .count()
+                == 1
+                && found.problems[0].checkpoint == Some(1),
+            "{found:?}"
+        );
         let mut lines = export_with(MAX_AUDIT_PROBLEMS as u64 + 3);
         for line in &mut lines[..=MAX_AUDIT_PROBLEMS] {
             *line = spoil(line);
         }
         let found = verdict_of(&lines);
-        assert!(found.more_problems && found.problems.len() == MAX_AUDIT_PROBLEMS, "{found:?}");
+        assert!(
+            found.more_problems && found.problems.len() == MAX_AUDIT_PROBLEMS,
+            "{found:?}"
+        );
     }
 
     #[test]
     fn a_file_of_garbage_is_a_hundred_problems_and_no_more() {
         let verdict = verdict(&vec!["garbage".to_owned(); 1_000], key().public());
-        assert!(!verdict.intact && verdict.more_problems && verdict.problems.len() == MAX_AUDIT_PROBLEMS);
+        assert!(
+            !verdict.intact
+                && verdict.more_problems
+                && verdict.problems.len() == MAX_AUDIT_PROBLEMS
+        );
     }
 }

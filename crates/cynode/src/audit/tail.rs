@@ -39,7 +39,10 @@ pub async fn run(client: &UserClient, globals: &Globals, args: &AuditTail) -> Ou
         match client.raw_audit(after, &filter, WAIT).await {
             Ok(page) => {
                 // To read the trail is in it too: what only we caused is no news to hurry for.
-                let is_ours = page.items.iter().all(|record| record["action"] == "audit.read");
+                let is_ours = page
+                    .items
+                    .iter()
+                    .all(|record| record["action"] == "audit.read");
                 print(globals, page.items)?;
                 after = page.next_cursor;
                 if is_ours {
@@ -57,8 +60,15 @@ fn print(globals: &Globals, records: Vec<Value>) -> Result<(), Failure> {
         match globals.output {
             Format::Json => output::json_line(&record)?,
             Format::Table => {
-                let record: AuditRecord = serde_json::from_value(record).map_err(|error| Failure::internal(format!("a record can't be read: {error}")))?;
-                output::line(&sanitize::line(&format!("{}  {}  {}", record.cursor, moment(record.at), headline(&record))))?;
+                let record: AuditRecord = serde_json::from_value(record).map_err(|error| {
+                    Failure::internal(format!("a record can't be read: {error}"))
+                })?;
+                output::line(&sanitize::line(&format!(
+                    "{}  {}  {}",
+                    record.cursor,
+                    moment(record.at),
+                    headline(&record)
+                )))?;
             }
         }
     }

@@ -53,15 +53,33 @@ struct Entry {
 pub async fn run(globals: &Globals, args: &Backup) -> Result<ExitCode, Failure> {
     let config = roles::orchestrator_config(globals, &args.settings)?;
     let state = StateDir::new(globals)?;
-    let manifest = if args.restore { restore::run(&args.file, &state, &config).await? } else { save::run(&args.file, args.force, &state, &config).await? };
-    let done = if args.restore { "restored from" } else { "saved to" };
+    let manifest = if args.restore {
+        restore::run(&args.file, &state, &config).await?
+    } else {
+        save::run(&args.file, args.force, &state, &config).await?
+    };
+    let done = if args.restore {
+        "restored from"
+    } else {
+        "saved to"
+    };
     match globals.output {
         Format::Json => output::json(&manifest)?,
         Format::Table => {
-            let artifacts = manifest.files.iter().filter(|entry| entry.path.starts_with(ARTIFACTS)).count();
-            let kept =
-                if manifest.has_artifacts { format!("{artifacts} artifacts and outputs") } else { "no artifacts, which are in a store elsewhere".to_owned() };
-            output::note(&format!("{done} {}: the database, keys and tokens, {kept}", args.file.display()));
+            let artifacts = manifest
+                .files
+                .iter()
+                .filter(|entry| entry.path.starts_with(ARTIFACTS))
+                .count();
+            let kept = if manifest.has_artifacts {
+                format!("{artifacts} artifacts and outputs")
+            } else {
+                "no artifacts, which are in a store elsewhere".to_owned()
+            };
+            output::note(&format!(
+                "{done} {}: the database, keys and tokens, {kept}",
+                args.file.display()
+            ));
             output::note("sandboxes, workspaces and images of workers are not in a backup");
         }
     }
@@ -70,7 +88,10 @@ pub async fn run(globals: &Globals, args: &Backup) -> Result<ExitCode, Failure> 
 
 /// The files besides the database and the artifacts: their names in the backup, and where they belong.
 fn keys(state: &StateDir, config: &cynode_orchestrator::Config) -> Vec<(&'static str, PathBuf)> {
-    let registration = config.registration_key_file.clone().unwrap_or_else(|| state.path().join(REGISTRATION_KEY));
+    let registration = config
+        .registration_key_file
+        .clone()
+        .unwrap_or_else(|| state.path().join(REGISTRATION_KEY));
     vec![
         ("keys/admin.token", state.path().join("admin.token")),
         ("keys/worker.token", state.path().join("worker.token")),
@@ -98,11 +119,19 @@ struct Hashing<R> {
 
 impl<R: Read> Hashing<R> {
     fn new(inner: R) -> Self {
-        Self { inner, hash: Sha256::new(), size: 0 }
+        Self {
+            inner,
+            hash: Sha256::new(),
+            size: 0,
+        }
     }
 
     fn finish(self, path: &str) -> Entry {
-        Entry { path: path.to_owned(), size: self.size, sha256: output::hex(&self.hash.finalize()) }
+        Entry {
+            path: path.to_owned(),
+            size: self.size,
+            sha256: output::hex(&self.hash.finalize()),
+        }
     }
 }
 
@@ -120,13 +149,27 @@ fn is_known(path: &str) -> bool {
     let is_blob = |rest: &str| {
         let mut parts = rest.split('/');
         let (kind, prefix, hash) = (parts.next(), parts.next(), parts.next());
-        let hexadecimal = |text: &str| text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
+        let hexadecimal = |text: &str| {
+            text.bytes()
+                .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+        };
         kind == Some("sha256")
             && parts.next().is_none()
-            && hash.is_some_and(|hash| hash.len() == 64 && hexadecimal(hash) && prefix.is_some_and(|prefix| prefix.len() == 2 && hash.starts_with(prefix)))
+            && hash.is_some_and(|hash| {
+                hash.len() == 64
+                    && hexadecimal(hash)
+                    && prefix.is_some_and(|prefix| prefix.len() == 2 && hash.starts_with(prefix))
+            })
     };
-    matches!(path, DATABASE | MANIFEST | "keys/admin.token" | "keys/worker.token" | "keys/orchestrator.key" | "keys/registration.key")
-        || path.strip_prefix("artifacts/").is_some_and(is_blob)
+    matches!(
+        path,
+        DATABASE
+            | MANIFEST
+            | "keys/admin.token"
+            | "keys/worker.token"
+            | "keys/orchestrator.key"
+            | "keys/registration.key"
+    ) || path.strip_prefix("artifacts/").is_some_and(is_blob)
 }
 
 #[cfg(test)]
@@ -136,7 +179,11 @@ mod tests {
     #[test]
     fn only_names_that_we_give_are_taken() {
         let hash = "ab".repeat(32);
-        assert!(is_known(&format!("artifacts/sha256/ab/{hash}")) && is_known(DATABASE) && is_known("keys/admin.token"));
+        assert!(
+            is_known(&format!("artifacts/sha256/ab/{hash}"))
+                && is_known(DATABASE)
+                && is_known("keys/admin.token")
+        );
         for path in [
             "keys/../../etc/passwd".to_owned(),
             "/etc/passwd".to_owned(),

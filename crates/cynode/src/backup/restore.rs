@@ -12,7 +12,10 @@ use std::{
 
 use fs_err::os::unix::fs::OpenOptionsExt as _;
 
-use super::{ARTIFACTS, DATABASE, Entry, FORMAT, Hashing, MANIFEST, Manifest, artifacts, database::Database, is_known, keys};
+use super::{
+    ARTIFACTS, DATABASE, Entry, FORMAT, Hashing, MANIFEST, Manifest, artifacts, database::Database,
+    is_known, keys,
+};
 use crate::{
     failure::{Failure, USAGE},
     output::Progress,
@@ -23,12 +26,22 @@ use crate::{
 /// A manifest is a line for each artifact.
 const MAX_MANIFEST: u64 = 1 << 30;
 
-pub async fn run(file: &Path, state: &StateDir, config: &cynode_orchestrator::Config) -> Result<Manifest, Failure> {
-    let archive = fs_err::File::open(file).map_err(|error| Failure::new(USAGE, "usage", error.to_string()))?;
+pub async fn run(
+    file: &Path,
+    state: &StateDir,
+    config: &cynode_orchestrator::Config,
+) -> Result<Manifest, Failure> {
+    let archive = fs_err::File::open(file)
+        .map_err(|error| Failure::new(USAGE, "usage", error.to_string()))?;
     refuse_unless_empty(state)?;
     state.create()?;
     let Locked::Ours(lock) = up::acquire(state).await? else {
-        return Err(Failure::new(USAGE, "already_running", "CyNode runs on this state directory").remedy("Restore into another one."));
+        return Err(Failure::new(
+            USAGE,
+            "already_running",
+            "CyNode runs on this state directory",
+        )
+        .remedy("Restore into another one."));
     };
     cynode_service::files::replace(&state.unfinished_restore(), b"")?;
     let staged = state.path().join("restore");
@@ -55,7 +68,12 @@ pub async fn run(file: &Path, state: &StateDir, config: &cynode_orchestrator::Co
         fs_err::rename(staged.join(ARTIFACTS), store)?;
     }
     progress.say("restoring the database");
-    Database::open(state, config.database_url.as_deref(), config.database_url.is_none())?.restore(&staged.join(DATABASE))?;
+    Database::open(
+        state,
+        config.database_url.as_deref(),
+        config.database_url.is_none(),
+    )?
+    .restore(&staged.join(DATABASE))?;
     fs_err::remove_dir_all(&staged)?;
     fs_err::remove_file(state.unfinished_restore())?;
     drop(lock);
@@ -66,8 +84,12 @@ fn refuse_unless_empty(state: &StateDir) -> Result<(), Failure> {
     match fs_err::read_dir(state.path()) {
         Ok(mut entries) => match entries.next() {
             None => Ok(()),
-            Some(_) => Err(Failure::new(USAGE, "not_empty", format!("{} is not empty", state.path().display()))
-                .remedy("Name an empty state directory by --state-dir, or move what is there away.")),
+            Some(_) => Err(Failure::new(
+                USAGE,
+                "not_empty",
+                format!("{} is not empty", state.path().display()),
+            )
+            .remedy("Name an empty state directory by --state-dir, or move what is there away.")),
         },
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error.into()),
@@ -86,19 +108,34 @@ fn unpack(archive: fs_err::File, to: &Path) -> Result<Manifest, Failure> {
     let mut manifest = None;
     for entry in archive.entries().map_err(|error| broken(&error))? {
         let entry = entry.map_err(|error| broken(&error))?;
-        let name = entry.path().ok().and_then(|path| path.to_str().map(ToOwned::to_owned)).unwrap_or_default();
+        let name = entry
+            .path()
+            .ok()
+            .and_then(|path| path.to_str().map(ToOwned::to_owned))
+            .unwrap_or_default();
         if !is_known(&name) || entry.header().entry_type() != tar::EntryType::Regular {
             return Err(damaged(format!("a backup has no '{name}'")));
         }
         if name == MANIFEST {
             let mut text = Vec::new();
-            entry.take(MAX_MANIFEST).read_to_end(&mut text).map_err(|error| broken(&error))?;
-            manifest = Some(serde_json::from_slice::<Manifest>(&text).map_err(|error| damaged(format!("{MANIFEST} can't be read: {error}")))?);
+            entry
+                .take(MAX_MANIFEST)
+                .read_to_end(&mut text)
+                .map_err(|error| broken(&error))?;
+            manifest = Some(
+                serde_json::from_slice::<Manifest>(&text)
+                    .map_err(|error| damaged(format!("{MANIFEST} can't be read: {error}")))?,
+            );
             continue;
         }
         let path = to.join(&name);
         private(&path)?;
-        let mut file = fs_err::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path).map_err(|error| broken(&error))?;
+        let mut file = fs_err::OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(&path)
+            .map_err(|error| broken(&error))?;
         let mut reader = Hashing::new(entry);
         io::copy(&mut reader, &mut file).map_err(|error| broken(&error))?;
         file.sync_all()?;
@@ -111,18 +148,35 @@ fn unpack(archive: fs_err::File, to: &Path) -> Result<Manifest, Failure> {
 
 fn private(path: &Path) -> io::Result<()> {
     let parent = path.parent().map_or_else(PathBuf::new, Path::to_owned);
-    std::fs::DirBuilder::new().mode(0o700).recursive(true).create(parent)
+    std::fs::DirBuilder::new()
+        .mode(0o700)
+        .recursive(true)
+        .create(parent)
 }
 
 fn check(manifest: &Manifest, found: &BTreeMap<String, Entry>) -> Result<(), Failure> {
     if manifest.version != FORMAT {
-        return Err(Failure::new(USAGE, "unsupported_version", format!("the backup has format {}; this program knows {FORMAT}", manifest.version))
-            .remedy(format!("Restore it with CyNode {}.", manifest.cynode)));
+        return Err(Failure::new(
+            USAGE,
+            "unsupported_version",
+            format!(
+                "the backup has format {}; this program knows {FORMAT}",
+                manifest.version
+            ),
+        )
+        .remedy(format!("Restore it with CyNode {}.", manifest.cynode)));
     }
     let own = env!("CARGO_PKG_VERSION");
     if numbers(&manifest.cynode) > numbers(own) {
-        return Err(Failure::new(USAGE, "unsupported_version", format!("the backup is of CyNode {}, which is newer than this one, {own}", manifest.cynode))
-            .remedy("Restore it with that version or a newer one."));
+        return Err(Failure::new(
+            USAGE,
+            "unsupported_version",
+            format!(
+                "the backup is of CyNode {}, which is newer than this one, {own}",
+                manifest.cynode
+            ),
+        )
+        .remedy("Restore it with that version or a newer one."));
     }
     for entry in &manifest.files {
         match found.get(&entry.path) {
@@ -138,5 +192,8 @@ fn check(manifest: &Manifest, found: &BTreeMap<String, Entry>) -> Result<(), Fai
 }
 
 fn numbers(version: &str) -> Vec<u64> {
-    version.split(['.', '-']).map_while(|part| part.parse().ok()).collect()
+    version
+        .split(['.', '-'])
+        .map_while(|part| part.parse().ok())
+        .collect()
 }

@@ -7,7 +7,10 @@ use std::{
 
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 
-use super::{ARTIFACTS, DATABASE, Entry, FORMAT, Hashing, MANIFEST, Manifest, artifacts, database::Database, is_known, keys};
+use super::{
+    ARTIFACTS, DATABASE, Entry, FORMAT, Hashing, MANIFEST, Manifest, artifacts, database::Database,
+    is_known, keys,
+};
 use crate::{
     failure::{Failure, USAGE},
     output::Progress,
@@ -17,11 +20,23 @@ use crate::{
     up,
 };
 
-pub async fn run(file: &Path, force: bool, state: &StateDir, config: &cynode_orchestrator::Config) -> Result<Manifest, Failure> {
+pub async fn run(
+    file: &Path,
+    force: bool,
+    state: &StateDir,
+    config: &cynode_orchestrator::Config,
+) -> Result<Manifest, Failure> {
     state.check_restored()?;
     if config.database_url.is_none() && !Server::of(state).exists() {
-        return Err(Failure::new(USAGE, "nothing_to_save", format!("there is no orchestrator's database in {}", state.path().display()))
-            .remedy("Name the state directory by --state-dir, or the database by DATABASE_URL."));
+        return Err(Failure::new(
+            USAGE,
+            "nothing_to_save",
+            format!(
+                "there is no orchestrator's database in {}",
+                state.path().display()
+            ),
+        )
+        .remedy("Name the state directory by --state-dir, or the database by DATABASE_URL."));
     }
     check_target(file, force)?;
     let progress = Progress::start("saving the database");
@@ -40,12 +55,21 @@ pub async fn run(file: &Path, force: bool, state: &StateDir, config: &cynode_orc
 }
 
 /// Does what can't be awaited in a thread of its own, so that a signal is heard meanwhile.
-async fn blocking<T: Send + 'static>(work: impl FnOnce() -> Result<T, Failure> + Send + 'static) -> Result<T, Failure> {
-    tokio::task::spawn_blocking(work).await.map_err(|error| Failure::internal(error.to_string()))?
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
+) -> Result<T, Failure> {
+    tokio::task::spawn_blocking(work)
+        .await
+        .map_err(|error| Failure::internal(error.to_string()))?
 }
 
 fn exists(file: &Path) -> Failure {
-    Failure::new(USAGE, "already_exists", format!("{} exists", file.display())).remedy("Name another file, or replace it with --force.")
+    Failure::new(
+        USAGE,
+        "already_exists",
+        format!("{} exists", file.display()),
+    )
+    .remedy("Name another file, or replace it with --force.")
 }
 
 /// Refuses a target that would be overwritten, before the work is done.
@@ -55,7 +79,11 @@ fn check_target(file: &Path, force: bool) -> Result<(), Failure> {
         Err(error) => Err(Failure::usage(error.to_string())),
         Ok(found) if found.is_file() && force => Ok(()),
         Ok(found) if found.is_file() => Err(exists(file)),
-        Ok(_) => Err(Failure::usage(format!("{} exists and is not a regular file", file.display())).remedy("Name a file that a backup can become.")),
+        Ok(_) => Err(Failure::usage(format!(
+            "{} exists and is not a regular file",
+            file.display()
+        ))
+        .remedy("Name a file that a backup can become.")),
     }
 }
 
@@ -81,7 +109,11 @@ fn publish(staged: &Path, file: &Path, force: bool) -> Result<(), Failure> {
     }
 }
 
-async fn save_database(dump: &Path, state: &StateDir, config: &cynode_orchestrator::Config) -> Result<(), Failure> {
+async fn save_database(
+    dump: &Path,
+    state: &StateDir,
+    config: &cynode_orchestrator::Config,
+) -> Result<(), Failure> {
     let lock = match config.database_url {
         Some(_) => None,
         None => Some(up::acquire(state).await?),
@@ -92,7 +124,12 @@ async fn save_database(dump: &Path, state: &StateDir, config: &cynode_orchestrat
     blocking(move || Database::open(&state, url.as_deref(), may_start)?.dump(&dump)).await
 }
 
-fn write(file: fs_err::File, dump: &Path, state: &StateDir, config: &cynode_orchestrator::Config) -> Result<Manifest, Failure> {
+fn write(
+    file: fs_err::File,
+    dump: &Path,
+    state: &StateDir,
+    config: &cynode_orchestrator::Config,
+) -> Result<Manifest, Failure> {
     let mut archive = tar::Builder::new(io::BufWriter::with_capacity(1 << 20, file));
     let mut files = vec![append(&mut archive, DATABASE, dump)?];
     for (name, path) in keys(state, config) {
@@ -109,13 +146,23 @@ fn write(file: fs_err::File, dump: &Path, state: &StateDir, config: &cynode_orch
             Err(error) => return Err(error.into()),
         }
     }
-    let made_at = OffsetDateTime::now_utc().format(&Rfc3339).unwrap_or_default();
-    let manifest = Manifest { version: FORMAT, cynode: env!("CARGO_PKG_VERSION").to_owned(), made_at, has_artifacts: store.is_some(), files };
+    let made_at = OffsetDateTime::now_utc()
+        .format(&Rfc3339)
+        .unwrap_or_default();
+    let manifest = Manifest {
+        version: FORMAT,
+        cynode: env!("CARGO_PKG_VERSION").to_owned(),
+        made_at,
+        has_artifacts: store.is_some(),
+        files,
+    };
     let text = serde_json::to_vec_pretty(&manifest).map_err(io::Error::other)?;
     archive.append_data(&mut header(text.len() as u64), MANIFEST, &text[..])?;
     let mut file = archive.into_inner()?;
     file.flush()?;
-    file.into_inner().map_err(io::IntoInnerError::into_error)?.sync_all()?;
+    file.into_inner()
+        .map_err(io::IntoInnerError::into_error)?
+        .sync_all()?;
     Ok(manifest)
 }
 
@@ -127,22 +174,45 @@ fn header(size: u64) -> tar::Header {
     header
 }
 
-fn append(archive: &mut tar::Builder<impl io::Write>, name: &str, path: &Path) -> io::Result<Entry> {
+fn append(
+    archive: &mut tar::Builder<impl io::Write>,
+    name: &str,
+    path: &Path,
+) -> io::Result<Entry> {
     let file = fs_err::File::open(path)?;
     let size = file.metadata()?.len();
     let mut reader = Hashing::new(io::Read::take(file, size));
     archive.append_data(&mut header(size), name, &mut reader)?;
     let entry = reader.finish(name);
-    if entry.size == size { Ok(entry) } else { Err(io::Error::other(format!("{} became shorter while it was read", path.display()))) }
+    if entry.size == size {
+        Ok(entry)
+    } else {
+        Err(io::Error::other(format!(
+            "{} became shorter while it was read",
+            path.display()
+        )))
+    }
 }
 
 /// Whole artifacts, in order; what is still coming in is nobody's yet.
 fn blobs(store: &Path) -> Vec<(String, PathBuf)> {
-    let entries = |directory: &Path| fs_err::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path()).collect::<Vec<_>>();
+    let entries = |directory: &Path| {
+        fs_err::read_dir(directory)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|entry| entry.path())
+            .collect::<Vec<_>>()
+    };
     let mut found: Vec<(String, PathBuf)> = entries(&store.join("sha256"))
         .iter()
         .flat_map(|prefix| entries(prefix))
-        .filter_map(|path| Some((format!("{ARTIFACTS}/{}", path.strip_prefix(store).ok()?.to_str()?), path)))
+        .filter_map(|path| {
+            Some((
+                format!("{ARTIFACTS}/{}", path.strip_prefix(store).ok()?.to_str()?),
+                path,
+            ))
+        })
         .filter(|(name, _)| is_known(name))
         .collect();
     found.sort();
@@ -156,16 +226,28 @@ mod tests {
     #[test]
     fn a_file_that_exists_is_replaced_only_by_force() {
         let directory = tempfile::tempdir().expect("temporary directory");
-        let (staged, file) = (directory.path().join("staged"), directory.path().join("file"));
+        let (staged, file) = (
+            directory.path().join("staged"),
+            directory.path().join("file"),
+        );
         let read = |path: &Path| fs_err::read_to_string(path).expect("readable");
         fs_err::write(&staged, "new").expect("written");
         assert!(check_target(&file, false).is_ok());
         // It appears while the backup is made.
         fs_err::write(&file, "old").expect("written");
         let refused = publish(&staged, &file, false).expect_err("it exists");
-        assert!(refused.exit == USAGE && refused.remedy_text().is_some_and(|remedy| remedy.contains("--force")), "{refused:?}");
+        assert!(
+            refused.exit == USAGE
+                && refused
+                    .remedy_text()
+                    .is_some_and(|remedy| remedy.contains("--force")),
+            "{refused:?}"
+        );
         assert!(check_target(&file, false).is_err() && check_target(&file, true).is_ok());
-        assert_eq!((read(&file), read(&staged)), ("old".to_owned(), "new".to_owned()));
+        assert_eq!(
+            (read(&file), read(&staged)),
+            ("old".to_owned(), "new".to_owned())
+        );
         publish(&staged, &file, true).expect("by force");
         assert_eq!(read(&file), "new");
         assert!(!staged.exists());

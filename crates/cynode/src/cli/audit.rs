@@ -77,7 +77,9 @@ impl AuditFilterArgs {
 }
 
 #[derive(Debug, Args)]
-#[command(after_help = "Without --since: the last hour; all that is kept of a task, session or job that is named.")]
+#[command(
+    after_help = "Without --since: the last hour; all that is kept of a task, session or job that is named."
+)]
 pub struct AuditTail {
     /// Go on with what comes
     #[arg(long, short, conflicts_with = "until")]
@@ -107,7 +109,9 @@ impl std::str::FromStr for AuditSubjectId {
             "session" => Ok(Self::Session(SessionId::from_uuid(id))),
             "job" => Ok(Self::Job(JobId::from_uuid(id))),
             "task" => Ok(Self::Task(TaskId::from_uuid(id))),
-            _ => Err(format!("unknown kind '{kind}'; write it as session:ID, job:ID or task:ID")),
+            _ => Err(format!(
+                "unknown kind '{kind}'; write it as session:ID, job:ID or task:ID"
+            )),
         }
     }
 }
@@ -221,7 +225,10 @@ mod tests {
     fn a_story_is_told_of_a_thing_that_may_say_what_it_is() {
         let id = "01890000-0000-7000-8000-000000000001";
         assert_eq!(id.parse(), Ok(AuditSubjectId::Any(id.parse().expect("id"))));
-        assert_eq!(format!("job:{id}").parse(), Ok(AuditSubjectId::Job(id.parse().expect("id"))));
+        assert_eq!(
+            format!("job:{id}").parse(),
+            Ok(AuditSubjectId::Job(id.parse().expect("id")))
+        );
         for bad in ["", "job", "job:", "world:x", &format!("world:{id}")] {
             assert!(bad.parse::<AuditSubjectId>().is_err(), "{bad}");
         }
@@ -229,10 +236,21 @@ mod tests {
 
     #[test]
     fn a_file_is_verified_with_a_key_and_a_proof_is_of_everything() {
-        let accepts = |arguments: &[&str]| Cli::try_parse_from(["cynode", "audit"].iter().chain(arguments)).is_ok();
-        assert!(accepts(&["verify"]) && !accepts(&["verify", "--file", "x"]) && !accepts(&["verify", "--key", "rsa:x"]));
-        assert!(accepts(&["export", "--proof"]) && !accepts(&["export", "--proof", "--action", "x"]));
-        assert!(accepts(&["tail", "-f", "--decision", "deny", "--since", "2d"]) && !accepts(&["tail", "--decision", "maybe"]));
+        let accepts = |arguments: &[&str]| {
+            Cli::try_parse_from(["cynode", "audit"].iter().chain(arguments)).is_ok()
+        };
+        assert!(
+            accepts(&["verify"])
+                && !accepts(&["verify", "--file", "x"])
+                && !accepts(&["verify", "--key", "rsa:x"])
+        );
+        assert!(
+            accepts(&["export", "--proof"]) && !accepts(&["export", "--proof", "--action", "x"])
+        );
+        assert!(
+            accepts(&["tail", "-f", "--decision", "deny", "--since", "2d"])
+                && !accepts(&["tail", "--decision", "maybe"])
+        );
         assert!(!accepts(&["tail", "-f", "--until", "1h"]));
     }
 }

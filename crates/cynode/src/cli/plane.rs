@@ -3,7 +3,9 @@
 use std::{path::PathBuf, time::Duration};
 
 use clap::{Args, Subcommand};
-use cynode_api::{ArtifactId, JobId, JobState, PreferenceScope, ProjectId, SessionId, TaskId, TokenId, TokenKind};
+use cynode_api::{
+    ArtifactId, JobId, JobState, PreferenceScope, ProjectId, SessionId, TaskId, TokenId, TokenKind,
+};
 
 use crate::parse;
 
@@ -308,9 +310,15 @@ impl std::str::FromStr for PreferenceScopeArg {
         let (scope, id) = text.split_once(':').unwrap_or((text, ""));
         let scope: PreferenceScope = scope.parse()?;
         match (scope, id) {
-            (PreferenceScope::System, "") => Ok(Self { scope, id: "system".to_owned() }),
+            (PreferenceScope::System, "") => Ok(Self {
+                scope,
+                id: "system".to_owned(),
+            }),
             (PreferenceScope::System, _) => Err("the system has no id".to_owned()),
-            (_, id) if id.parse::<uuid::Uuid>().is_ok() => Ok(Self { scope, id: id.to_owned() }),
+            (_, id) if id.parse::<uuid::Uuid>().is_ok() => Ok(Self {
+                scope,
+                id: id.to_owned(),
+            }),
             _ => Err(format!("write it as {}:ID", scope.as_str())),
         }
     }
@@ -390,8 +398,20 @@ mod tests {
     #[test]
     fn a_scope_names_what_it_is_of() {
         let id = "01890000-0000-7000-8000-000000000001";
-        assert!(matches!("system".parse(), Ok(PreferenceScopeArg { scope: PreferenceScope::System, .. })));
-        assert_eq!(format!("task:{id}").parse(), Ok(PreferenceScopeArg { scope: PreferenceScope::Task, id: id.to_owned() }));
+        assert!(matches!(
+            "system".parse(),
+            Ok(PreferenceScopeArg {
+                scope: PreferenceScope::System,
+                ..
+            })
+        ));
+        assert_eq!(
+            format!("task:{id}").parse(),
+            Ok(PreferenceScopeArg {
+                scope: PreferenceScope::Task,
+                id: id.to_owned()
+            })
+        );
         for bad in ["task", "task:x", "system:1", "world", ""] {
             assert!(bad.parse::<PreferenceScopeArg>().is_err(), "{bad}");
         }

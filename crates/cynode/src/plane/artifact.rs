@@ -25,26 +25,55 @@ pub async fn run(globals: &Globals, command: Artifact) -> Outcome {
         Artifact::Get(args) => get(&client, &args).await,
         Artifact::List { task } => {
             let artifacts = client.artifacts(task).await?;
-            list(globals, &artifacts, ["ARTIFACT", "PATH", "VERSION", "SIZE", "TYPE", "AGE", "BY"], |artifact: &Object| {
-                let size = output::size(u64::try_from(artifact.size).unwrap_or_default());
-                let (age, by) = (age(artifact.created_at), artifact.created_by.clone());
-                [artifact.id.to_string(), artifact.path.clone(), artifact.version.to_string(), size, artifact.media_type.clone(), age, by]
-            })
+            list(
+                globals,
+                &artifacts,
+                ["ARTIFACT", "PATH", "VERSION", "SIZE", "TYPE", "AGE", "BY"],
+                |artifact: &Object| {
+                    let size = output::size(u64::try_from(artifact.size).unwrap_or_default());
+                    let (age, by) = (age(artifact.created_at), artifact.created_by.clone());
+                    [
+                        artifact.id.to_string(),
+                        artifact.path.clone(),
+                        artifact.version.to_string(),
+                        size,
+                        artifact.media_type.clone(),
+                        age,
+                        by,
+                    ]
+                },
+            )
         }
     }
 }
 
 async fn put(client: &UserClient, globals: &Globals, args: ArtifactPut) -> Outcome {
     let is_stdin = args.file == Path::new("-");
-    let name = args.file.file_name().filter(|_| !is_stdin).and_then(|name| name.to_str()).map(ToOwned::to_owned);
-    let path = args.path.or(name).ok_or_else(|| Failure::usage("standard input needs a path to go to").remedy("Add a path after '-'."))?;
+    let name = args
+        .file
+        .file_name()
+        .filter(|_| !is_stdin)
+        .and_then(|name| name.to_str())
+        .map(ToOwned::to_owned);
+    let path = args.path.or(name).ok_or_else(|| {
+        Failure::usage("standard input needs a path to go to").remedy("Add a path after '-'.")
+    })?;
     let body = if is_stdin {
         streamed(tokio::io::stdin())
     } else {
-        streamed(fs_err::tokio::File::open(&args.file).await.map_err(|error| Failure::usage(error.to_string()))?)
+        streamed(
+            fs_err::tokio::File::open(&args.file)
+                .await
+                .map_err(|error| Failure::usage(error.to_string()))?,
+        )
     };
-    let artifact = client.put_artifact(args.task, &path, args.media_type.as_deref(), body).await?;
-    let word = format!("{} version {}, {} bytes, sha256 {}", artifact.path, artifact.version, artifact.size, artifact.sha256);
+    let artifact = client
+        .put_artifact(args.task, &path, args.media_type.as_deref(), body)
+        .await?;
+    let word = format!(
+        "{} version {}, {} bytes, sha256 {}",
+        artifact.path, artifact.version, artifact.size, artifact.sha256
+    );
     made(globals, &artifact, &artifact.id.to_string(), &word)
 }
 
@@ -70,9 +99,18 @@ fn streamed(mut from: impl AsyncRead + Unpin + Send + 'static) -> Body {
 
 async fn get(client: &UserClient, args: &ArtifactGet) -> Outcome {
     let body = match (args.task, args.id()) {
-        (Some(task), _) => client.get_artifact(task, &args.artifact, args.version).await?,
+        (Some(task), _) => {
+            client
+                .get_artifact(task, &args.artifact, args.version)
+                .await?
+        }
         (None, Some(id)) => client.artifact_content(id).await?,
-        (None, None) => return Err(Failure::usage(format!("'{}' is not an artifact's id", args.artifact)).remedy("Name the task of a path with --task.")),
+        (None, None) => {
+            return Err(
+                Failure::usage(format!("'{}' is not an artifact's id", args.artifact))
+                    .remedy("Name the task of a path with --task."),
+            );
+        }
     };
     if args.to == Path::new("-") {
         let mut stdout = stdio::stdout(args.raw);
@@ -88,7 +126,11 @@ async fn get(client: &UserClient, args: &ArtifactGet) -> Outcome {
 async fn to_file(body: ArtifactBody, path: &Path) -> Result<(), Failure> {
     if fs_err::metadata(path).is_ok_and(|found| !found.is_file()) {
         // A device or a pipe is written to, not replaced.
-        let mut out = fs_err::tokio::OpenOptions::new().write(true).open(path).await.map_err(|error| local(&error))?;
+        let mut out = fs_err::tokio::OpenOptions::new()
+            .write(true)
+            .open(path)
+            .await
+            .map_err(|error| local(&error))?;
         checked(body, async |piece| out.write_all(piece).await).await?;
         return Ok(out.flush().await?);
     }
@@ -101,7 +143,10 @@ async fn to_file(body: ArtifactBody, path: &Path) -> Result<(), Failure> {
 }
 
 /// Takes all of it, and compares its hash with what the server says it is.
-async fn checked(mut body: ArtifactBody, mut take: impl AsyncFnMut(&[u8]) -> std::io::Result<()>) -> Result<(), Failure> {
+async fn checked(
+    mut body: ArtifactBody,
+    mut take: impl AsyncFnMut(&[u8]) -> std::io::Result<()>,
+) -> Result<(), Failure> {
     let mut hash = Sha256::new();
     while let Some(piece) = body.chunk().await? {
         hash.update(&piece);
@@ -109,9 +154,12 @@ async fn checked(mut body: ArtifactBody, mut take: impl AsyncFnMut(&[u8]) -> std
     }
     let found = crate::output::hex(&hash.finalize());
     match &body.sha256 {
-        Some(expected) if !expected.eq_ignore_ascii_case(&found) => {
-            Err(Failure::new(INTERNAL, "damaged", format!("the bytes have the hash {found}, not {expected}")).remedy("Get it again."))
-        }
+        Some(expected) if !expected.eq_ignore_ascii_case(&found) => Err(Failure::new(
+            INTERNAL,
+            "damaged",
+            format!("the bytes have the hash {found}, not {expected}"),
+        )
+        .remedy("Get it again.")),
         _ => Ok(()),
     }
 }

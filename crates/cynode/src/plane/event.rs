@@ -32,20 +32,40 @@ pub async fn run(globals: &Globals, command: Event) -> Outcome {
                 after = page.next_cursor;
                 events.extend(page.items);
             }
-            list(globals, &events, ["CURSOR", "AT", "TYPE", "STATE", "OF", "TASK"], |event: &Object| {
-                [event.cursor.to_string(), moment(event.at), event.kind.clone(), event.state.clone(), of(event), event.task_id.to_string()]
-            })
+            list(
+                globals,
+                &events,
+                ["CURSOR", "AT", "TYPE", "STATE", "OF", "TASK"],
+                |event: &Object| {
+                    [
+                        event.cursor.to_string(),
+                        moment(event.at),
+                        event.kind.clone(),
+                        event.state.clone(),
+                        of(event),
+                        event.task_id.to_string(),
+                    ]
+                },
+            )
         }
         Event::Follow(filter) => follow(&client, globals, &filter).await,
     }
 }
 
 fn of(event: &Object) -> String {
-    event.job_id.map(|id| id.to_string()).or_else(|| event.session_id.map(|id| id.to_string())).unwrap_or_default()
+    event
+        .job_id
+        .map(|id| id.to_string())
+        .or_else(|| event.session_id.map(|id| id.to_string()))
+        .unwrap_or_default()
 }
 
 /// Each as a line, for ever; from the last one again when the connection broke.
-async fn follow(client: &UserClient, globals: &Globals, filter: &EventFilter) -> Result<ExitCode, Failure> {
+async fn follow(
+    client: &UserClient,
+    globals: &Globals,
+    filter: &EventFilter,
+) -> Result<ExitCode, Failure> {
     let mut after = filter.after;
     let mut seen = false;
     loop {
@@ -63,7 +83,14 @@ async fn follow(client: &UserClient, globals: &Globals, filter: &EventFilter) ->
             match globals.output {
                 Format::Json => output::json_line(event)?,
                 Format::Table => {
-                    let line = format!("{}  {}  {}  {}  {}", event.cursor, moment(event.at), event.kind, event.state, of(event));
+                    let line = format!(
+                        "{}  {}  {}  {}  {}",
+                        event.cursor,
+                        moment(event.at),
+                        event.kind,
+                        event.state,
+                        of(event)
+                    );
                     output::line(&sanitize::line(&line))?;
                 }
             }

@@ -34,7 +34,13 @@ pub struct Follower<'a> {
 
 impl<'a> Follower<'a> {
     pub const fn new(client: &'a UserClient, id: JobId, raw: bool) -> Self {
-        Self { client, id, last_seq: 0, exit: None, raw }
+        Self {
+            client,
+            id,
+            last_seq: 0,
+            exit: None,
+            raw,
+        }
     }
 
     /// Prints what there is. With `to_the_end` until the job has ended.
@@ -43,7 +49,9 @@ impl<'a> Follower<'a> {
         let mut pause = Duration::from_millis(20);
         loop {
             // Asked before the output: what ended before has all of its output now.
-            let job = self.patiently(async |client, id| client.job(id).await).await?;
+            let job = self
+                .patiently(async |client, id| client.job(id).await)
+                .await?;
             let came = loop {
                 let chunks = self.page(to_the_end && !job.state.is_final()).await?;
                 if chunks.is_empty() {
@@ -64,9 +72,14 @@ impl<'a> Follower<'a> {
                 stdout.finish().await?;
                 stderr.finish().await?;
                 if let Some(quota) = &job.output.truncated_by {
-                    output::note(&sanitize::line(&format!("cynode: not all output is kept: {quota}")));
+                    output::note(&sanitize::line(&format!(
+                        "cynode: not all output is kept: {quota}"
+                    )));
                 }
-                return Ok(Ended { job, exit: self.exit.take() });
+                return Ok(Ended {
+                    job,
+                    exit: self.exit.take(),
+                });
             }
             if came {
                 pause = Duration::from_millis(20);
@@ -79,20 +92,39 @@ impl<'a> Follower<'a> {
     }
 
     async fn page(&mut self, wait: bool) -> Result<Vec<Chunk>, Failure> {
-        let query = OutputQuery { after_seq: Some(self.last_seq), wait_ms: wait.then_some(WAIT_MS), ..OutputQuery::default() };
-        let asked = self.patiently(async |client, id| match client.job_output(id, &query).await {
-            // Between the node, which has forgotten it, and the orchestrator, which has not noted that it has it.
-            Err(error) if error.is(ErrorCode::JobNotFound) || error.is(ErrorCode::OutputExpired) => Ok(None),
-            page => page.map(Some),
-        });
-        let Some(page) = asked.await? else { return Ok(Vec::new()) };
-        if page.lost_before_seq.is_some_and(|lost| lost > self.last_seq + 1) {
+        let query = OutputQuery {
+            after_seq: Some(self.last_seq),
+            wait_ms: wait.then_some(WAIT_MS),
+            ..OutputQuery::default()
+        };
+        let asked = self.patiently(
+            async |client, id| match client.job_output(id, &query).await {
+                // Between the node, which has forgotten it, and the orchestrator, which has not noted that it has it.
+                Err(error)
+                    if error.is(ErrorCode::JobNotFound) || error.is(ErrorCode::OutputExpired) =>
+                {
+                    Ok(None)
+                }
+                page => page.map(Some),
+            },
+        );
+        let Some(page) = asked.await? else {
+            return Ok(Vec::new());
+        };
+        if page
+            .lost_before_seq
+            .is_some_and(|lost| lost > self.last_seq + 1)
+        {
             output::note("cynode: some output is no longer kept and is missing here");
         }
         if page.exit.is_some() {
             self.exit = page.exit;
         }
-        let chunks: Vec<Chunk> = page.chunks.into_iter().filter(|chunk| chunk.seq > self.last_seq).collect();
+        let chunks: Vec<Chunk> = page
+            .chunks
+            .into_iter()
+            .filter(|chunk| chunk.seq > self.last_seq)
+            .collect();
         if let Some(last) = chunks.last() {
             self.last_seq = last.seq;
         }
@@ -100,7 +132,10 @@ impl<'a> Follower<'a> {
     }
 
     /// Asks again while the other side may be back soon.
-    async fn patiently<T>(&self, ask: impl AsyncFn(&UserClient, JobId) -> Result<T, Error>) -> Result<T, Failure> {
+    async fn patiently<T>(
+        &self,
+        ask: impl AsyncFn(&UserClient, JobId) -> Result<T, Error>,
+    ) -> Result<T, Failure> {
         let deadline = Instant::now() + PATIENCE;
         let mut pause = Duration::from_millis(200);
         loop {
@@ -116,5 +151,8 @@ impl<'a> Follower<'a> {
 }
 
 fn bytes(chunk: &Chunk) -> &[u8] {
-    chunk.data.as_ref().map_or_else(|| chunk.data_b64.as_ref().map_or(&[][..], |data| &data.0), |text| text.as_bytes())
+    chunk.data.as_ref().map_or_else(
+        || chunk.data_b64.as_ref().map_or(&[][..], |data| &data.0),
+        |text| text.as_bytes(),
+    )
 }

@@ -1,6 +1,9 @@
 //! `image`.
 
-use cynode_api::{API_VERSION, Image as Object, ImageCreate, ImagePatch, ImageState, ImageVersion, LABEL_AGENT_COMPATIBLE};
+use cynode_api::{
+    API_VERSION, Image as Object, ImageCreate, ImagePatch, ImageState, ImageVersion,
+    LABEL_AGENT_COMPATIBLE,
+};
 use cynode_client::UserClient;
 
 use super::{Outcome, done, list, made, moment, none_such, show, word};
@@ -28,25 +31,71 @@ pub async fn run(globals: &Globals, command: Image) -> Outcome {
             let progress = Progress::start("asking the nodes for the image");
             let image = client.create_image(&request).await?;
             drop(progress);
-            let Some(version) = image.versions.iter().find(|version| version.image_ref == request.image_ref) else {
-                return made(globals, &image, &image.id.to_string(), &format!("image '{}' is known", image.name));
+            let Some(version) = image
+                .versions
+                .iter()
+                .find(|version| version.image_ref == request.image_ref)
+            else {
+                return made(
+                    globals,
+                    &image,
+                    &image.id.to_string(),
+                    &format!("image '{}' is known", image.name),
+                );
             };
-            let allowed = if version.is_allowed { "allowed".to_owned() } else { format!("not allowed ('cynode image allow {}' allows it)", version.image_ref) };
-            made(globals, &image, &image.id.to_string(), &format!("image '{}' version {} is {allowed}; {}", image.name, version.version, outlook(version)))
+            let allowed = if version.is_allowed {
+                "allowed".to_owned()
+            } else {
+                format!(
+                    "not allowed ('cynode image allow {}' allows it)",
+                    version.image_ref
+                )
+            };
+            made(
+                globals,
+                &image,
+                &image.id.to_string(),
+                &format!(
+                    "image '{}' version {} is {allowed}; {}",
+                    image.name,
+                    version.version,
+                    outlook(version)
+                ),
+            )
         }
         Image::Allow(args) => set(&client, globals, &args, true).await,
         Image::Deny(args) => set(&client, globals, &args, false).await,
         Image::List => {
             let images = client.images().await?;
-            let versions: Vec<(&Object, &ImageVersion)> = images.iter().flat_map(|image| image.versions.iter().map(move |version| (image, version))).collect();
+            let versions: Vec<(&Object, &ImageVersion)> = images
+                .iter()
+                .flat_map(|image| image.versions.iter().map(move |version| (image, version)))
+                .collect();
             if globals.output == crate::cli::Format::Json {
                 return list(globals, &images, [], |_| []);
             }
-            list(globals, &versions, ["IMAGE", "VERSION", "ALLOWED", "STATE", "NODES", "REFERENCE"], |(image, version)| {
-                let nodes: Vec<&str> = version.nodes.iter().filter(|(_, state)| *state == "available").map(|(name, _)| name.as_str()).collect();
-                let state = word(&version.state);
-                [image.name.clone(), version.version.clone(), allowed(version).to_owned(), state, nodes.join(","), version.image_ref.clone()]
-            })
+            list(
+                globals,
+                &versions,
+                ["IMAGE", "VERSION", "ALLOWED", "STATE", "NODES", "REFERENCE"],
+                |(image, version)| {
+                    let nodes: Vec<&str> = version
+                        .nodes
+                        .iter()
+                        .filter(|(_, state)| *state == "available")
+                        .map(|(name, _)| name.as_str())
+                        .collect();
+                    let state = word(&version.state);
+                    [
+                        image.name.clone(),
+                        version.version.clone(),
+                        allowed(version).to_owned(),
+                        state,
+                        nodes.join(","),
+                        version.image_ref.clone(),
+                    ]
+                },
+            )
         }
         Image::Show { image } => {
             let (image, _) = find(client.images().await?, &image)?;
@@ -54,13 +103,40 @@ pub async fn run(globals: &Globals, command: Image) -> Outcome {
                 ("image", image.id.to_string()),
                 ("name", image.name.clone()),
                 ("description", image.description.clone().unwrap_or_default()),
-                ("changed", format!("{} by {}", moment(image.updated_at), image.updated_by)),
+                (
+                    "changed",
+                    format!("{} by {}", moment(image.updated_at), image.updated_by),
+                ),
             ];
             for version in &image.versions {
-                let nodes: Vec<String> = version.nodes.iter().map(|(name, state)| format!("{state} on {name}")).collect();
+                let nodes: Vec<String> = version
+                    .nodes
+                    .iter()
+                    .map(|(name, state)| format!("{state} on {name}"))
+                    .collect();
                 let digest = version.image_digest.as_deref().unwrap_or("no digest yet");
-                let parts = [version.image_ref.as_str(), digest, if version.is_allowed { "allowed" } else { "not allowed" }, &nodes.join(", ")];
-                fields.push(("version", format!("{}: {}", version.version, parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join("; "))));
+                let parts = [
+                    version.image_ref.as_str(),
+                    digest,
+                    if version.is_allowed {
+                        "allowed"
+                    } else {
+                        "not allowed"
+                    },
+                    &nodes.join(", "),
+                ];
+                fields.push((
+                    "version",
+                    format!(
+                        "{}: {}",
+                        version.version,
+                        parts
+                            .into_iter()
+                            .filter(|part| !part.is_empty())
+                            .collect::<Vec<_>>()
+                            .join("; ")
+                    ),
+                ));
                 fields.push(("state", outlook(version)));
             }
             show(globals, &image, &fields)
@@ -70,22 +146,41 @@ pub async fn run(globals: &Globals, command: Image) -> Outcome {
 
 /// What a version is good for, or what it waits for.
 fn outlook(version: &ImageVersion) -> String {
-    let on = |status: &str| version.nodes.iter().filter(|(_, state)| *state == status).map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
+    let on = |status: &str| {
+        version
+            .nodes
+            .iter()
+            .filter(|(_, state)| *state == status)
+            .map(|(name, _)| name.as_str())
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
     let reference = &version.image_ref;
     match version.state {
         ImageState::Available => {
             let good_for = match version.agent_compatible() {
                 Some(true) => "sessions and jobs".to_owned(),
-                _ => format!("plain commands only, for it lacks the label {LABEL_AGENT_COMPATIBLE}=true"),
+                _ => format!(
+                    "plain commands only, for it lacks the label {LABEL_AGENT_COMPATIBLE}=true"
+                ),
             };
             format!("available on {}, for {good_for}", on("available"))
         }
         ImageState::AwaitingNode => {
-            let how = if reference.starts_with("localhost/") { "'podman build' or 'podman load'".to_owned() } else { format!("'podman pull {reference}'") };
-            format!("awaiting a node that has it: load it there as the worker's user with {how}, and its node reports it within seconds")
+            let how = if reference.starts_with("localhost/") {
+                "'podman build' or 'podman load'".to_owned()
+            } else {
+                format!("'podman pull {reference}'")
+            };
+            format!(
+                "awaiting a node that has it: load it there as the worker's user with {how}, and its node reports it within seconds"
+            )
         }
         ImageState::AwaitingPinned => {
-            format!("awaiting the pinned image: {} has another one under this reference; 'cynode image add {reference}' pins that one", on("evicted"))
+            format!(
+                "awaiting the pinned image: {} has another one under this reference; 'cynode image add {reference}' pins that one",
+                on("evicted")
+            )
         }
     }
 }
@@ -94,27 +189,70 @@ fn allowed(version: &ImageVersion) -> &'static str {
     if version.is_allowed { "yes" } else { "no" }
 }
 
-async fn set(client: &UserClient, globals: &Globals, args: &ImageName, is_allowed: bool) -> Outcome {
+async fn set(
+    client: &UserClient,
+    globals: &Globals,
+    args: &ImageName,
+    is_allowed: bool,
+) -> Outcome {
     let (image, by_reference) = find(client.images().await?, &args.image)?;
     let image_version = args.version.clone().or(by_reference);
     if let Some(wanted) = &image_version
-        && !image.versions.iter().any(|version| version.version == *wanted)
+        && !image
+            .versions
+            .iter()
+            .any(|version| version.version == *wanted)
     {
-        return Err(Failure::new(USAGE, "not_found", format!("image '{}' has no version '{wanted}'", image.name)).remedy("See 'cynode image show'."));
+        return Err(Failure::new(
+            USAGE,
+            "not_found",
+            format!("image '{}' has no version '{wanted}'", image.name),
+        )
+        .remedy("See 'cynode image show'."));
     }
-    let patch = ImagePatch { version: Some(API_VERSION), description: None, image_version: image_version.clone(), is_allowed: Some(is_allowed) };
+    let patch = ImagePatch {
+        version: Some(API_VERSION),
+        description: None,
+        image_version: image_version.clone(),
+        is_allowed: Some(is_allowed),
+    };
     let changed = client.patch_image(image.id, &patch).await?;
-    let which = image_version.map_or_else(|| "every version".to_owned(), |version| format!("version {version}"));
-    done(globals, &changed, &format!("image '{}', {which}: {}", changed.name, if is_allowed { "allowed" } else { "denied" }))
+    let which = image_version.map_or_else(
+        || "every version".to_owned(),
+        |version| format!("version {version}"),
+    );
+    done(
+        globals,
+        &changed,
+        &format!(
+            "image '{}', {which}: {}",
+            changed.name,
+            if is_allowed { "allowed" } else { "denied" }
+        ),
+    )
 }
 
 /// By id or name, or by the reference of a version, which then is the one that is meant.
 fn find(images: Vec<Object>, wanted: &str) -> Result<(Object, Option<String>), Failure> {
-    let version = |image: &Object| image.versions.iter().find(|version| version.image_ref == wanted).map(|version| version.version.clone());
-    let named = images.iter().position(|image| image.name == wanted || image.id.to_string() == wanted);
+    let version = |image: &Object| {
+        image
+            .versions
+            .iter()
+            .find(|version| version.image_ref == wanted)
+            .map(|version| version.version.clone())
+    };
+    let named = images
+        .iter()
+        .position(|image| image.name == wanted || image.id.to_string() == wanted);
     let index = named.or_else(|| images.iter().position(|image| version(image).is_some()));
-    let image = index.and_then(|index| images.into_iter().nth(index)).ok_or_else(|| none_such("image", wanted))?;
-    let version = if named.is_some() { None } else { version(&image) };
+    let image = index
+        .and_then(|index| images.into_iter().nth(index))
+        .ok_or_else(|| none_such("image", wanted))?;
+    let version = if named.is_some() {
+        None
+    } else {
+        version(&image)
+    };
     Ok((image, version))
 }
 
@@ -127,16 +265,46 @@ mod tests {
     #[test]
     fn a_version_says_what_it_is_good_for_or_what_it_waits_for() {
         let id = "01890000-0000-7000-8000-000000000001";
-        let version = |reference: &str, state: &str, nodes: serde_json::Value, capabilities: serde_json::Value| -> String {
-            let version =
-                json!({"id": id, "version": "1", "image_ref": reference, "capabilities": capabilities, "is_allowed": true, "nodes": nodes, "state": state});
+        let version = |reference: &str,
+                       state: &str,
+                       nodes: serde_json::Value,
+                       capabilities: serde_json::Value|
+         -> String {
+            let version = json!({"id": id, "version": "1", "image_ref": reference, "capabilities": capabilities, "is_allowed": true, "nodes": nodes, "state": state});
             outlook(&serde_json::from_value(version).expect("a version"))
         };
-        let available = version("localhost/m:1", "available", json!({"one": "available", "two": "evicted"}), json!({"agent_compatible": true}));
+        let available = version(
+            "localhost/m:1",
+            "available",
+            json!({"one": "available", "two": "evicted"}),
+            json!({"agent_compatible": true}),
+        );
         assert_eq!(available, "available on one, for sessions and jobs");
-        assert!(version("localhost/m:1", "available", json!({"one": "available"}), json!({"agent_compatible": false})).contains("agent-compatible=true"));
-        assert!(version("localhost/m:1", "awaiting_node", json!({}), json!({})).contains("podman build"));
-        assert!(version("r.example/m:1", "awaiting_node", json!({}), json!({})).contains("'podman pull r.example/m:1'"));
-        assert!(version("localhost/m:1", "awaiting_pinned", json!({"one": "evicted"}), json!({})).contains("one has another one"));
+        assert!(
+            version(
+                "localhost/m:1",
+                "available",
+                json!({"one": "available"}),
+                json!({"agent_compatible": false})
+            )
+            .contains("agent-compatible=true")
+        );
+        assert!(
+            version("localhost/m:1", "awaiting_node", json!({}), json!({}))
+                .contains("podman build")
+        );
+        assert!(
+            version("r.example/m:1", "awaiting_node", json!({}), json!({}))
+                .contains("'podman pull r.example/m:1'")
+        );
+        assert!(
+            version(
+                "localhost/m:1",
+                "awaiting_pinned",
+                json!({"one": "evicted"}),
+                json!({})
+            )
+            .contains("one has another one")
+        );
     }
 }

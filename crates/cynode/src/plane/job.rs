@@ -17,25 +17,59 @@ pub async fn run(globals: &Globals, command: Job) -> Outcome {
         Job::Run(args) => super::run::from_file(&client, globals, &args).await,
         Job::List { state, task } => {
             let jobs = client.jobs(state, task).await?;
-            list(globals, &jobs, ["JOB", "STATE", "EXIT", "STARTED", "IMAGE", "TASK"], |job: &Object| {
-                let exit = job.exit_code.map(|code| code.to_string()).unwrap_or_default();
-                let started = job.started_at.map(moment).unwrap_or_default();
-                [job.job_id.to_string(), job.state.to_string(), exit, started, job.image_ref.clone(), job.task_id.to_string()]
-            })
+            list(
+                globals,
+                &jobs,
+                ["JOB", "STATE", "EXIT", "STARTED", "IMAGE", "TASK"],
+                |job: &Object| {
+                    let exit = job
+                        .exit_code
+                        .map(|code| code.to_string())
+                        .unwrap_or_default();
+                    let started = job.started_at.map(moment).unwrap_or_default();
+                    [
+                        job.job_id.to_string(),
+                        job.state.to_string(),
+                        exit,
+                        started,
+                        job.image_ref.clone(),
+                        job.task_id.to_string(),
+                    ]
+                },
+            )
         }
         Job::Show { id } => {
             let job = client.job(id).await?;
-            let error = job.error.as_ref().map(|error| format!("{}: {}", error.code, error.detail)).unwrap_or_default();
+            let error = job
+                .error
+                .as_ref()
+                .map(|error| format!("{}: {}", error.code, error.detail))
+                .unwrap_or_default();
             let fields = [
                 ("job", job.job_id.to_string()),
                 ("state", job.state.to_string()),
-                ("exit", job.exit_code.map(|code| code.to_string()).unwrap_or_default()),
+                (
+                    "exit",
+                    job.exit_code
+                        .map(|code| code.to_string())
+                        .unwrap_or_default(),
+                ),
                 ("error", error),
-                ("output", job.output.truncated_by.as_ref().map(|quota| format!("not all of it is kept: {quota}")).unwrap_or_default()),
+                (
+                    "output",
+                    job.output
+                        .truncated_by
+                        .as_ref()
+                        .map(|quota| format!("not all of it is kept: {quota}"))
+                        .unwrap_or_default(),
+                ),
                 ("task", job.task_id.to_string()),
                 ("image", job.image_ref.clone()),
                 ("digest", job.image_digest.clone().unwrap_or_default()),
-                ("node", job.node_id.map(|id| id.to_string()).unwrap_or_default()),
+                (
+                    "node",
+                    job.node_id.map(|id| id.to_string()).unwrap_or_default(),
+                ),
                 ("started", job.started_at.map(moment).unwrap_or_default()),
                 ("ended", job.ended_at.map(moment).unwrap_or_default()),
                 ("by", job.created_by.clone().unwrap_or_default()),
@@ -44,11 +78,15 @@ pub async fn run(globals: &Globals, command: Job) -> Outcome {
         }
         Job::Logs(args) => {
             if globals.output == Format::Json {
-                let page = client.job_output(args.id, &cynode_client::OutputQuery::default()).await?;
+                let page = client
+                    .job_output(args.id, &cynode_client::OutputQuery::default())
+                    .await?;
                 output::json(&page)?;
                 return Ok(ExitCode::SUCCESS);
             }
-            Follower::new(&client, args.id, args.raw).print(args.follow).await?;
+            Follower::new(&client, args.id, args.raw)
+                .print(args.follow)
+                .await?;
             Ok(ExitCode::SUCCESS)
         }
         Job::Stop { ids } => {

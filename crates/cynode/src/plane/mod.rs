@@ -27,7 +27,12 @@ use crate::{
 pub type Outcome = Result<ExitCode, Failure>;
 
 /// A list: as one JSON object, or as a table.
-pub fn list<T: Serialize, const N: usize>(globals: &Globals, items: &[T], header: [&str; N], row: impl Fn(&T) -> [String; N]) -> Outcome {
+pub fn list<T: Serialize, const N: usize>(
+    globals: &Globals,
+    items: &[T],
+    header: [&str; N],
+    row: impl Fn(&T) -> [String; N],
+) -> Outcome {
     match globals.output {
         Format::Json => output::json(&json!({ "items": items }))?,
         Format::Table => output::table(header, items.iter().map(row))?,
@@ -94,9 +99,12 @@ fn value(text: &str) -> Value {
 
 /// A value for people: texts without quotes.
 fn plain(value: &Value) -> String {
-    value.as_str().map_or_else(|| value.to_string(), ToOwned::to_owned)
+    value
+        .as_str()
+        .map_or_else(|| value.to_string(), ToOwned::to_owned)
 }
 
 pub fn none_such(what: &str, name: &str) -> Failure {
-    Failure::new(USAGE, "not_found", format!("there is no {what} '{name}'")).remedy(format!("See 'cynode {what} list'."))
+    Failure::new(USAGE, "not_found", format!("there is no {what} '{name}'"))
+        .remedy(format!("See 'cynode {what} list'."))
 }

@@ -4,7 +4,9 @@
 
 use std::{path::Path, process::ExitCode, time::Duration};
 
-use cynode_api::{API_VERSION, JobCreate, JobId, JobState, LimitsRequest, Retry, TaskCreate, WorkspaceRef};
+use cynode_api::{
+    API_VERSION, JobCreate, JobId, JobState, LimitsRequest, Retry, TaskCreate, WorkspaceRef,
+};
 use cynode_client::UserClient;
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -45,19 +47,40 @@ pub async fn run(globals: &Globals, args: Run) -> Outcome {
 
 /// The same for a job that a file describes.
 pub async fn from_file(client: &UserClient, globals: &Globals, args: &JobRun) -> Outcome {
-    let text = if args.file == Path::new("-") { std::io::read_to_string(std::io::stdin()) } else { fs_err::read_to_string(&args.file) };
+    let text = if args.file == Path::new("-") {
+        std::io::read_to_string(std::io::stdin())
+    } else {
+        fs_err::read_to_string(&args.file)
+    };
     let text = text.map_err(|error| Failure::usage(error.to_string()))?;
-    let mut request: JobCreate = serde_json::from_str(&text)
-        .map_err(|error| Failure::usage(format!("{}: {error}", args.file.display())).remedy("See POST /v1/jobs in /openapi.json."))?;
+    let mut request: JobCreate = serde_json::from_str(&text).map_err(|error| {
+        Failure::usage(format!("{}: {error}", args.file.display()))
+            .remedy("See POST /v1/jobs in /openapi.json.")
+    })?;
     let id = *request.job_id.get_or_insert_with(JobId::generate);
     complete(client, globals, &request, id, args.detach, args.raw).await
 }
 
-async fn complete(client: &UserClient, globals: &Globals, request: &JobCreate, id: JobId, detach: bool, raw: bool) -> Outcome {
+async fn complete(
+    client: &UserClient,
+    globals: &Globals,
+    request: &JobCreate,
+    id: JobId,
+    detach: bool,
+    raw: bool,
+) -> Outcome {
     create(client, request).await?;
     if detach {
         let job = client.job(id).await?;
-        return made(globals, &job, &id.to_string(), &format!("the job is {}; see 'cynode job logs --follow {id}'", job.state));
+        return made(
+            globals,
+            &job,
+            &id.to_string(),
+            &format!(
+                "the job is {}; see 'cynode job logs --follow {id}'",
+                job.state
+            ),
+        );
     }
     let mut follower = Follower::new(client, id, raw);
     let ended = async {
@@ -80,7 +103,11 @@ async fn complete(client: &UserClient, globals: &Globals, request: &JobCreate, i
 }
 
 fn request(args: &Run, id: JobId) -> JobCreate {
-    let limits = LimitsRequest { memory_bytes: args.memory, cpus: args.cpus, ..LimitsRequest::default() };
+    let limits = LimitsRequest {
+        memory_bytes: args.memory,
+        cpus: args.cpus,
+        ..LimitsRequest::default()
+    };
     JobCreate {
         version: Some(API_VERSION),
         task_id: args.task,
@@ -97,18 +124,42 @@ fn request(args: &Run, id: JobId) -> JobCreate {
 }
 
 /// Sends a directory as an artifact of the job's task, for the job to begin with.
-async fn fill(client: &UserClient, request: &mut JobCreate, directory: &Path, id: JobId) -> Result<(), Failure> {
+async fn fill(
+    client: &UserClient,
+    request: &mut JobCreate,
+    directory: &Path,
+    id: JobId,
+) -> Result<(), Failure> {
     if !directory.is_dir() {
-        return Err(Failure::usage(format!("{} is not a directory", directory.display())));
+        return Err(Failure::usage(format!(
+            "{} is not a directory",
+            directory.display()
+        )));
     }
     let task = match request.task_id {
         Some(task) => task,
-        None => client.create_task(&TaskCreate { name: format!("job {id}"), ..TaskCreate::default() }).await?.id,
+        None => {
+            client
+                .create_task(&TaskCreate {
+                    name: format!("job {id}"),
+                    ..TaskCreate::default()
+                })
+                .await?
+                .id
+        }
     };
     let path = format!("inputs/{id}.tar");
-    let (sent, skipped) = send_tree(directory, async |body| client.put_artifact(task, &path, Some("application/x-tar"), body).await).await?;
+    let (sent, skipped) = send_tree(directory, async |body| {
+        client
+            .put_artifact(task, &path, Some("application/x-tar"), body)
+            .await
+    })
+    .await?;
     for name in skipped {
-        output::note(&format!("cynode: left out: {}", crate::sanitize::line(&name)));
+        output::note(&format!(
+            "cynode: left out: {}",
+            crate::sanitize::line(&name)
+        ));
     }
     flagged(&sent.flags);
     request.task_id = Some(task);
@@ -124,8 +175,14 @@ async fn create(client: &UserClient, request: &JobCreate) -> Result<(), Failure>
         match client.create_job(request).await {
             Ok(_) => return Ok(()),
             // Nobody is there: said at once. An answer that was lost: asked again.
-            Err(cynode_client::Error::Unreachable { never_sent: true, .. }) if sent && Instant::now() < deadline => {}
-            Err(error @ cynode_client::Error::Unreachable { never_sent: true, .. }) => return Err(error.into()),
+            Err(cynode_client::Error::Unreachable {
+                never_sent: true, ..
+            }) if sent && Instant::now() < deadline => {}
+            Err(
+                error @ cynode_client::Error::Unreachable {
+                    never_sent: true, ..
+                },
+            ) => return Err(error.into()),
             Err(error) if error.is_passing() && Instant::now() < deadline => sent = true,
             Err(error) => return Err(error.into()),
         }
@@ -151,7 +208,10 @@ async fn quietly(client: &UserClient, id: JobId) -> Result<Ended, Failure> {
 
 /// The first Ctrl-C stops the job, and its end is waited for; with the second it is left to itself.
 async fn left(client: &UserClient, id: JobId) {
-    let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate())) else {
+    let (Ok(mut interrupt), Ok(mut terminate)) = (
+        signal(SignalKind::interrupt()),
+        signal(SignalKind::terminate()),
+    ) else {
         return std::future::pending().await;
     };
     let mut again = async || {
@@ -164,7 +224,10 @@ async fn left(client: &UserClient, id: JobId) {
     output::note("cynode: stopping the job");
     let stop = async {
         if let Err(error) = client.stop_job(id).await {
-            output::note(&format!("cynode: the job was not stopped: {}", error.chain()));
+            output::note(&format!(
+                "cynode: the job was not stopped: {}",
+                error.chain()
+            ));
         }
         std::future::pending::<()>().await;
     };
@@ -179,7 +242,9 @@ fn finish(ended: &Ended) -> Outcome {
     let job = &ended.job;
     let signal = ended.exit.as_ref().and_then(|exit| exit.signal.as_deref());
     if ended.exit.as_ref().is_some_and(|exit| exit.oom_killed) {
-        output::note("cynode: the sandbox ran out of memory and the command was killed; give it more with --memory");
+        output::note(
+            "cynode: the sandbox ran out of memory and the command was killed; give it more with --memory",
+        );
     }
     match job.state {
         JobState::Timeout => {
@@ -195,7 +260,10 @@ fn finish(ended: &Ended) -> Outcome {
     if let Some(code) = exit_code(job.exit_code, signal) {
         return Ok(code);
     }
-    let (code, detail) = job.error.as_ref().map_or(("job_failed", "the job failed without saying why"), |error| (error.code.as_str(), error.detail.as_str()));
+    let (code, detail) = job.error.as_ref().map_or(
+        ("job_failed", "the job failed without saying why"),
+        |error| (error.code.as_str(), error.detail.as_str()),
+    );
     let exit = match code {
         "exec_failed" if detail.contains("ENOENT") || detail.contains("No such file") => 127,
         "exec_failed" => 126,
@@ -212,7 +280,10 @@ mod tests {
     use super::*;
 
     fn ended(state: JobState, exit_code: Option<i32>, error: Option<&str>) -> Ended {
-        let error = error.map(|code| JobError { code: code.to_owned(), detail: "x".to_owned() });
+        let error = error.map(|code| JobError {
+            code: code.to_owned(),
+            detail: "x".to_owned(),
+        });
         let job = Job {
             job_id: JobId::generate(),
             task_id: TaskId::generate(),
@@ -238,12 +309,20 @@ mod tests {
 
     #[test]
     fn we_end_as_the_job_ended() {
-        let is = |ended: &Ended, number: u8| finish(ended).is_ok_and(|code| code == ExitCode::from(number));
+        let is = |ended: &Ended, number: u8| {
+            finish(ended).is_ok_and(|code| code == ExitCode::from(number))
+        };
         assert!(is(&ended(JobState::Completed, Some(0), None), 0));
         assert!(is(&ended(JobState::Failed, Some(3), None), 3));
         assert!(is(&ended(JobState::Timeout, None, None), 124));
         assert!(is(&ended(JobState::Canceled, Some(143), None), 130));
-        assert!(finish(&ended(JobState::Failed, None, Some("node_lost"))).is_err_and(|failure| failure.exit == UNREACHABLE));
-        assert!(finish(&ended(JobState::Failed, None, None)).is_err_and(|failure| failure.exit == INTERNAL));
+        assert!(
+            finish(&ended(JobState::Failed, None, Some("node_lost")))
+                .is_err_and(|failure| failure.exit == UNREACHABLE)
+        );
+        assert!(
+            finish(&ended(JobState::Failed, None, None))
+                .is_err_and(|failure| failure.exit == INTERNAL)
+        );
     }
 }

@@ -22,13 +22,29 @@ pub async fn run(globals: &Globals, command: Task) -> Outcome {
                 ..TaskCreate::default()
             };
             let task = client.create_task(&request).await?;
-            made(globals, &task, &task.id.to_string(), &format!("task '{}' is {}", task.name, task.status.as_str()))
+            made(
+                globals,
+                &task,
+                &task.id.to_string(),
+                &format!("task '{}' is {}", task.name, task.status.as_str()),
+            )
         }
         Task::List { project } => {
             let tasks = client.tasks(project).await?;
-            list(globals, &tasks, ["TASK", "STATUS", "NAME", "AGE", "BY"], |task| {
-                [task.id.to_string(), task.status.as_str().to_owned(), task.name.clone(), age(task.created_at), task.created_by.clone()]
-            })
+            list(
+                globals,
+                &tasks,
+                ["TASK", "STATUS", "NAME", "AGE", "BY"],
+                |task| {
+                    [
+                        task.id.to_string(),
+                        task.status.as_str().to_owned(),
+                        task.name.clone(),
+                        age(task.created_at),
+                        task.created_by.clone(),
+                    ]
+                },
+            )
         }
         Task::Show { id } => {
             let task = client.task(id).await?;
@@ -36,7 +52,10 @@ pub async fn run(globals: &Globals, command: Task) -> Outcome {
                 ("task", task.id.to_string()),
                 ("name", task.name.clone()),
                 ("status", task.status.as_str().to_owned()),
-                ("project", task.project_id.map(|id| id.to_string()).unwrap_or_default()),
+                (
+                    "project",
+                    task.project_id.map(|id| id.to_string()).unwrap_or_default(),
+                ),
                 ("description", task.description.clone().unwrap_or_default()),
                 ("requires", task.requirements.join("; ")),
                 ("accepted if", task.acceptance_criteria.join("; ")),

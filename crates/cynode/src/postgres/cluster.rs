@@ -61,7 +61,9 @@ pub fn run(state: &StateDir, parent: Option<i32>) -> Result<std::convert::Infall
     prepare(&server, &sockets, state, owner.as_ref())?;
     if let Some(owner) = &owner {
         names.push(owner.name.clone());
-        owner.assume().map_err(|error| Failure::internal(format!("can't go on as the user {}: {error}", owner.name)))?;
+        owner.assume().map_err(|error| {
+            Failure::internal(format!("can't go on as the user {}: {error}", owner.name))
+        })?;
     }
     rustix::process::umask(Mode::RWXG | Mode::RWXO);
     if let Some(parent) = parent {
@@ -75,15 +77,24 @@ pub fn run(state: &StateDir, parent: Option<i32>) -> Result<std::convert::Infall
     }
     admit(&server.data(), &names)?;
     let mut command = programs.command("postgres");
-    command.current_dir(server.directory()).arg("-D").arg(server.data());
-    command.arg("-c").arg(setting("unix_socket_directories", &quoted(&sockets)));
+    command
+        .current_dir(server.directory())
+        .arg("-D")
+        .arg(server.data());
+    command
+        .arg("-c")
+        .arg(setting("unix_socket_directories", &quoted(&sockets)));
     for (name, value) in SETTINGS {
         command.arg("-c").arg(setting(name, value));
     }
     // What a killed one left there.
     drop(fs_err::remove_file(sockets.join(format!("{SOCKET}.lock"))));
     drop(fs_err::remove_file(sockets.join(SOCKET)));
-    Err(Failure::internal(format!("can't start {}: {}", programs.path("postgres").display(), command.exec())))
+    Err(Failure::internal(format!(
+        "can't start {}: {}",
+        programs.path("postgres").display(),
+        command.exec()
+    )))
 }
 
 fn setting(name: &str, value: &str) -> String {
@@ -96,11 +107,21 @@ fn quoted(path: &Path) -> String {
 }
 
 /// The directories, for the server's user alone. As root.
-fn prepare(server: &Server, sockets: &Path, state: &StateDir, owner: Option<&Owner>) -> Result<(), Failure> {
+fn prepare(
+    server: &Server,
+    sockets: &Path,
+    state: &StateDir,
+    owner: Option<&Owner>,
+) -> Result<(), Failure> {
     server.secure_sockets()?;
     for directory in [server.directory(), sockets.to_owned()] {
         match fs_err::symlink_metadata(&directory) {
-            Ok(found) if !found.is_dir() => return Err(Failure::internal(format!("{} is in the way", directory.display()))),
+            Ok(found) if !found.is_dir() => {
+                return Err(Failure::internal(format!(
+                    "{} is in the way",
+                    directory.display()
+                )));
+            }
             Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::NotFound => private(&directory)?,
             Err(error) => return Err(error.into()),
@@ -111,7 +132,11 @@ fn prepare(server: &Server, sockets: &Path, state: &StateDir, owner: Option<&Own
         let found = fs_err::symlink_metadata(&directory)?;
         let wanted = owner.map_or_else(|| rustix::process::geteuid().as_raw(), |owner| owner.uid);
         if found.uid() != wanted {
-            return Err(Failure::internal(format!("{} belongs to somebody else", directory.display())).remedy("Remove it."));
+            return Err(Failure::internal(format!(
+                "{} belongs to somebody else",
+                directory.display()
+            ))
+            .remedy("Remove it."));
         }
         fs_err::set_permissions(&directory, PermissionsExt::from_mode(0o700))?;
     }
@@ -129,12 +154,19 @@ fn private(directory: &Path) -> io::Result<()> {
     std::fs::DirBuilder::new()
         .mode(0o700)
         .create(directory)
-        .map_err(|error| io::Error::new(error.kind(), format!("can't make {}: {error}", directory.display())))
+        .map_err(|error| {
+            io::Error::new(
+                error.kind(),
+                format!("can't make {}: {error}", directory.display()),
+            )
+        })
 }
 
 /// Whether the server's user gets to its own directory.
 fn reachable(server: &Server, owner: Option<&Owner>) -> Result<(), Failure> {
-    let Err(error) = fs_err::metadata(server.directory().join(".")) else { return Ok(()) };
+    let Err(error) = fs_err::metadata(server.directory().join(".")) else {
+        return Ok(());
+    };
     let who = owner.map_or("this user", |owner| owner.name.as_str());
     Err(Failure::new(USAGE, "postgres_unreachable", format!("the user {who}, as whom PostgreSQL runs, can't get to its directory: {error}"))
         .remedy("Choose a state directory whose parents let everybody through, such as /var/lib/cynode, or use another server by DATABASE_URL."))
@@ -150,19 +182,43 @@ fn initialise(server: &Server, programs: &Programs) -> Result<(), Failure> {
     }
     if server.data().exists() {
         // Never by us: ours comes whole.
-        return Err(Failure::new(USAGE, "postgres_data", format!("{} is not a PostgreSQL cluster", server.data().display()))
-            .remedy("Remove it, if nothing in it is needed."));
+        return Err(Failure::new(
+            USAGE,
+            "postgres_data",
+            format!("{} is not a PostgreSQL cluster", server.data().display()),
+        )
+        .remedy("Remove it, if nothing in it is needed."));
     }
-    let staged = server.directory().join(format!("{UNFINISHED}{}", std::process::id()));
+    let staged = server
+        .directory()
+        .join(format!("{UNFINISHED}{}", std::process::id()));
     // Both programs work in it, and so they are found when they are left alone.
     private(&staged)?;
     let mut command = programs.command("initdb");
-    command.current_dir(&staged).arg("-D").arg(&staged).args(["-U", NAME, "-E", "UTF8", "--locale=C", "--data-checksums"]);
-    command.args(["--auth-local=peer", "--auth-host=reject", "--no-instructions"]);
+    command.current_dir(&staged).arg("-D").arg(&staged).args([
+        "-U",
+        NAME,
+        "-E",
+        "UTF8",
+        "--locale=C",
+        "--data-checksums",
+    ]);
+    command.args([
+        "--auth-local=peer",
+        "--auth-host=reject",
+        "--no-instructions",
+    ]);
     said_well(command.stdin(Stdio::null()), b"")?;
     let mut command = programs.command("postgres");
-    command.current_dir(&staged).args(["--single", "-D"]).arg(&staged).args(["-c", "exit_on_error=on", "postgres"]);
-    said_well(command.stdin(Stdio::piped()), format!("create database {NAME}\n").as_bytes())?;
+    command
+        .current_dir(&staged)
+        .args(["--single", "-D"])
+        .arg(&staged)
+        .args(["-c", "exit_on_error=on", "postgres"]);
+    said_well(
+        command.stdin(Stdio::piped()),
+        format!("create database {NAME}\n").as_bytes(),
+    )?;
     fs_err::rename(&staged, server.data())?;
     fs_err::File::open(server.directory())?.sync_all()?;
     Ok(())
@@ -170,7 +226,10 @@ fn initialise(server: &Server, programs: &Programs) -> Result<(), Failure> {
 
 fn said_well(command: &mut Command, input: &[u8]) -> Result<(), Failure> {
     let program = PathBuf::from(command.get_program());
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let mut child = command
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
     if let Some(mut stdin) = child.stdin.take() {
         // One that does not read says why.
         drop(stdin.write_all(input));
@@ -181,13 +240,28 @@ fn said_well(command: &mut Command, input: &[u8]) -> Result<(), Failure> {
     }
     let said = [output.stdout, output.stderr].concat();
     let said = String::from_utf8_lossy(&said);
-    let tail: Vec<&str> = said.lines().filter(|line| !line.trim().is_empty()).collect();
-    Err(Failure::internal(format!("{} failed ({}): {}", program.display(), output.status, tail[tail.len().saturating_sub(6)..].join("; "))))
+    let tail: Vec<&str> = said
+        .lines()
+        .filter(|line| !line.trim().is_empty())
+        .collect();
+    Err(Failure::internal(format!(
+        "{} failed ({}): {}",
+        program.display(),
+        output.status,
+        tail[tail.len().saturating_sub(6)..].join("; ")
+    )))
 }
 
 /// Who may connect: by the socket alone, our own users as the database's. Written at every start.
 fn admit(data: &Path, names: &[String]) -> io::Result<()> {
-    let map = names.iter().map(|name| format!("{NAME} \"{name}\" {NAME}\n")).collect::<Vec<_>>().concat();
+    let map = names
+        .iter()
+        .map(|name| format!("{NAME} \"{name}\" {NAME}\n"))
+        .collect::<Vec<_>>()
+        .concat();
     cynode_service::files::replace(&data.join("pg_ident.conf"), map.as_bytes())?;
-    cynode_service::files::replace(&data.join("pg_hba.conf"), format!("local all {NAME} peer map={NAME}\n").as_bytes())
+    cynode_service::files::replace(
+        &data.join("pg_hba.conf"),
+        format!("local all {NAME} peer map={NAME}\n").as_bytes(),
+    )
 }

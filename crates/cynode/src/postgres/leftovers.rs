@@ -16,10 +16,13 @@ use crate::failure::{Failure, INTERNAL};
 const POLL: Duration = Duration::from_millis(20);
 
 fn all_in(data: &Path) -> Vec<u32> {
-    let Ok(data) = fs_err::canonicalize(data) else { return Vec::new() };
+    let Ok(data) = fs_err::canonicalize(data) else {
+        return Vec::new();
+    };
     let processes = fs_err::read_dir("/proc").into_iter().flatten().flatten();
     let ids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    ids.filter(|id| *id != std::process::id() && is_in(&data, *id)).collect()
+    ids.filter(|id| *id != std::process::id() && is_in(&data, *id))
+        .collect()
 }
 
 fn is_in(data: &Path, pid: u32) -> bool {
@@ -61,6 +64,14 @@ pub fn end(data: &Path) -> Result<bool, Failure> {
             sleep(POLL);
         }
     }
-    Err(Failure::new(INTERNAL, "still_running", format!("processes of PostgreSQL in {} do not end: {:?}", data.display(), all_in(data)))
-        .remedy("See the process list; they may be stuck in the kernel."))
+    Err(Failure::new(
+        INTERNAL,
+        "still_running",
+        format!(
+            "processes of PostgreSQL in {} do not end: {:?}",
+            data.display(),
+            all_in(data)
+        ),
+    )
+    .remedy("See the process list; they may be stuck in the kernel."))
 }

@@ -38,7 +38,9 @@ pub struct Server {
 
 impl Server {
     pub fn of(state: &StateDir) -> Self {
-        Self { state: state.path().to_owned() }
+        Self {
+            state: state.path().to_owned(),
+        }
     }
 
     fn directory(&self) -> PathBuf {
@@ -72,24 +74,36 @@ impl Server {
             return beside;
         }
         let digest = Sha256::digest(self.state.as_os_str().as_encoded_bytes());
-        owner::RuntimeDirectory::find().path().join(crate::output::hex(&digest[..8]))
+        owner::RuntimeDirectory::find()
+            .path()
+            .join(crate::output::hex(&digest[..8]))
     }
 
     /// Makes sure that nobody else can put a socket where ours is looked for. For everybody who is about to make or use it.
     pub fn secure_sockets(&self) -> Result<(), Failure> {
-        if self.socket_directory().starts_with(&self.state) { Ok(()) } else { owner::RuntimeDirectory::find().secure() }
+        if self.socket_directory().starts_with(&self.state) {
+            Ok(())
+        } else {
+            owner::RuntimeDirectory::find().secure()
+        }
     }
 
     /// How clients reach it.
     pub fn url(&self) -> String {
-        format!("postgres://{NAME}@localhost/{NAME}?host={}", encoded(&self.socket_directory()))
+        format!(
+            "postgres://{NAME}@localhost/{NAME}?host={}",
+            encoded(&self.socket_directory())
+        )
     }
 
     /// Whether the postmaster with this process id takes connections. It says so in its own file.
     pub fn is_ready(&self, pid: u32) -> bool {
         let text = fs_err::read_to_string(self.data().join("postmaster.pid")).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
-        lines.first().is_some_and(|line| line.trim() == pid.to_string()) && lines.get(7).is_some_and(|line| line.trim() == "ready")
+        lines
+            .first()
+            .is_some_and(|line| line.trim() == pid.to_string())
+            && lines.get(7).is_some_and(|line| line.trim() == "ready")
     }
 
     /// The process id of the postmaster that runs here, whether or not it takes connections yet.
@@ -115,8 +129,14 @@ impl Server {
 
     /// Clusters whose making was cut off.
     fn unfinished(&self) -> Vec<PathBuf> {
-        let entries = fs_err::read_dir(self.directory()).into_iter().flatten().flatten();
-        entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(UNFINISHED)).map(|entry| entry.path()).collect()
+        let entries = fs_err::read_dir(self.directory())
+            .into_iter()
+            .flatten()
+            .flatten();
+        entries
+            .filter(|entry| entry.file_name().to_string_lossy().starts_with(UNFINISHED))
+            .map(|entry| entry.path())
+            .collect()
     }
 }
 
@@ -129,7 +149,13 @@ fn encoded(path: &Path) -> String {
     path.as_os_str()
         .as_encoded_bytes()
         .iter()
-        .map(|byte| if byte.is_ascii_alphanumeric() || b"/-_.".contains(byte) { char::from(*byte).to_string() } else { format!("%{byte:02X}") })
+        .map(|byte| {
+            if byte.is_ascii_alphanumeric() || b"/-_.".contains(byte) {
+                char::from(*byte).to_string()
+            } else {
+                format!("%{byte:02X}")
+            }
+        })
         .collect()
 }
 
@@ -138,22 +164,37 @@ mod tests {
     use super::*;
 
     fn server(path: &str) -> Server {
-        Server { state: PathBuf::from(path) }
+        Server {
+            state: PathBuf::from(path),
+        }
     }
 
     #[test]
     fn the_socket_lies_in_the_state_directory_while_the_kernel_takes_the_path() {
         let short = server("/var/lib/cynode");
-        assert_eq!(short.socket_directory(), Path::new("/var/lib/cynode/postgres/socket"));
-        assert_eq!(short.url(), "postgres://cynode@localhost/cynode?host=/var/lib/cynode/postgres/socket");
+        assert_eq!(
+            short.socket_directory(),
+            Path::new("/var/lib/cynode/postgres/socket")
+        );
+        assert_eq!(
+            short.url(),
+            "postgres://cynode@localhost/cynode?host=/var/lib/cynode/postgres/socket"
+        );
         let long = format!("/{}", "x".repeat(100));
         let elsewhere = server(&long).socket_directory();
-        assert!(!elsewhere.starts_with(&long) && fits(&elsewhere), "{elsewhere:?}");
+        assert!(
+            !elsewhere.starts_with(&long) && fits(&elsewhere),
+            "{elsewhere:?}"
+        );
         assert_ne!(elsewhere, server(&format!("{long}y")).socket_directory());
     }
 
     #[test]
     fn an_odd_path_is_still_an_address() {
-        assert!(server("/a b/ä&c").url().ends_with("?host=/a%20b/%C3%A4%26c/postgres/socket"));
+        assert!(
+            server("/a b/ä&c")
+                .url()
+                .ends_with("?host=/a%20b/%C3%A4%26c/postgres/socket")
+        );
     }
 }

@@ -31,7 +31,9 @@ impl Owner {
         }
         let users = fs_err::read_to_string("/etc/passwd")?;
         // The second is everybody's, and better than root.
-        let found = ["postgres", "nobody"].into_iter().find_map(|name| in_passwd(&users, name));
+        let found = ["postgres", "nobody"]
+            .into_iter()
+            .find_map(|name| in_passwd(&users, name));
         found.map(Some).ok_or_else(|| {
             Failure::new(USAGE, "postgres_user", "PostgreSQL does not run as root, and there is neither a user 'postgres' nor 'nobody'")
                 .remedy("Make one (useradd --system postgres), run CyNode as an ordinary user, or use another server by DATABASE_URL.")
@@ -54,16 +56,29 @@ fn in_passwd(users: &str, name: &str) -> Option<Owner> {
         if fields.next()? != name {
             return None;
         }
-        Some(Owner { name: name.to_owned(), uid: fields.nth(1)?.parse().ok()?, gid: fields.next()?.parse().ok()? })
+        Some(Owner {
+            name: name.to_owned(),
+            uid: fields.nth(1)?.parse().ok()?,
+            gid: fields.next()?.parse().ok()?,
+        })
     })
 }
 
 /// Our own user's name, wherever users come from.
-#[expect(clippy::disallowed_methods, reason = "asks the system's own program, which knows every source of users")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "asks the system's own program, which knows every source of users"
+)]
 pub fn own_name() -> Result<String, Failure> {
     let said = Command::new("id").arg("-un").output()?;
     let name = String::from_utf8_lossy(&said.stdout).trim().to_owned();
-    if name.is_empty() { Err(Failure::internal("this user has no name; PostgreSQL needs one")) } else { Ok(name) }
+    if name.is_empty() {
+        Err(Failure::internal(
+            "this user has no name; PostgreSQL needs one",
+        ))
+    } else {
+        Ok(name)
+    }
 }
 
 /// Where sockets live until the next boot, when the state directory's path is too long for one. It does not depend on the environment.
@@ -84,7 +99,9 @@ impl RuntimeDirectory {
             return Self::System(PathBuf::from("/run/cynode-postgres"));
         }
         let login = PathBuf::from(format!("/run/user/{uid}"));
-        if fs_err::symlink_metadata(&login).is_ok_and(|found| found.is_dir() && found.uid() == uid && found.mode() & 0o022 == 0) {
+        if fs_err::symlink_metadata(&login)
+            .is_ok_and(|found| found.is_dir() && found.uid() == uid && found.mode() & 0o022 == 0)
+        {
             Self::Login(login.join("cynode-postgres"))
         } else {
             Self::Shared(format!("/tmp/cynode-{uid}").into())
@@ -103,7 +120,8 @@ impl RuntimeDirectory {
         let secured = match self {
             Self::System(path) => root_directory(path),
             Self::Login(path) => private::closed_directory(path),
-            Self::Shared(parent) => private::private_directory(parent).and_then(|()| private::closed_directory(&parent.join("postgres"))),
+            Self::Shared(parent) => private::private_directory(parent)
+                .and_then(|()| private::closed_directory(&parent.join("postgres"))),
         };
         secured.map_err(|error| {
             Failure::new(USAGE, "unsafe_directory", format!("the socket of PostgreSQL can't be kept from other users: {error}"))
@@ -122,7 +140,10 @@ fn root_directory(path: &Path) -> io::Result<()> {
     if found.is_dir() && found.uid() == 0 && found.mode() & 0o022 == 0 {
         Ok(())
     } else {
-        Err(io::Error::other(format!("{} is not a directory that only root can write to: remove it", path.display())))
+        Err(io::Error::other(format!(
+            "{} is not a directory that only root can write to: remove it",
+            path.display()
+        )))
     }
 }
 
@@ -139,13 +160,24 @@ mod tests {
         directory.secure().expect("made");
         directory.secure().expect("the same again");
         for path in [&parent, &directory.path()] {
-            assert_eq!(fs_err::metadata(path).expect("there").mode() & 0o777, 0o700, "{}", path.display());
+            assert_eq!(
+                fs_err::metadata(path).expect("there").mode() & 0o777,
+                0o700,
+                "{}",
+                path.display()
+            );
         }
         // Somebody was there first: an open directory, one with a server of its own in it, a link.
         fs_err::set_permissions(&parent, std::fs::Permissions::from_mode(0o777)).expect("opened");
         let refused = directory.secure().expect_err("open to others");
         assert_eq!(refused.exit, USAGE);
-        assert!(refused.message().contains("chmod 700") && refused.remedy_text().is_some_and(|remedy| remedy.contains("--state-dir")), "{refused:?}");
+        assert!(
+            refused.message().contains("chmod 700")
+                && refused
+                    .remedy_text()
+                    .is_some_and(|remedy| remedy.contains("--state-dir")),
+            "{refused:?}"
+        );
         fs_err::remove_dir_all(&parent).expect("removed");
         let elsewhere = root.path().join("elsewhere");
         fs_err::create_dir(&elsewhere).expect("made");
@@ -156,18 +188,35 @@ mod tests {
         fs_err::set_permissions(&parent, std::fs::Permissions::from_mode(0o700)).expect("closed");
         std::os::unix::fs::symlink(&elsewhere, directory.path()).expect("linked");
         assert!(directory.secure().is_err());
-        assert_eq!(fs_err::read_dir(&elsewhere).expect("a directory").count(), 0, "nothing is made where a link leads to");
+        assert_eq!(
+            fs_err::read_dir(&elsewhere).expect("a directory").count(),
+            0,
+            "nothing is made where a link leads to"
+        );
         if geteuid().is_root() {
             fs_err::remove_file(directory.path()).expect("removed");
             std::os::unix::fs::chown(&parent, Some(65_534), None).expect("given away");
-            assert!(directory.secure().expect_err("another's").message().contains("belongs to another user"));
+            assert!(
+                directory
+                    .secure()
+                    .expect_err("another's")
+                    .message()
+                    .contains("belongs to another user")
+            );
         }
     }
 
     #[test]
     fn a_user_is_found_by_the_whole_name() {
         let users = "root:x:0:0:root:/root:/bin/bash\npostgres2:x:7:8::/:/bin/sh\npostgres:x:101:104:PostgreSQL,,,:/var/lib/postgresql:/bin/bash\n";
-        assert_eq!(in_passwd(users, "postgres"), Some(Owner { name: "postgres".into(), uid: 101, gid: 104 }));
+        assert_eq!(
+            in_passwd(users, "postgres"),
+            Some(Owner {
+                name: "postgres".into(),
+                uid: 101,
+                gid: 104
+            })
+        );
         assert_eq!(in_passwd(users, "nobody"), None);
     }
 }

@@ -27,7 +27,13 @@ impl Temporary {
     #[expect(clippy::disallowed_methods, reason = "starts this program's own role")]
     pub fn start(state: &StateDir) -> Result<Self, Failure> {
         let server = Server::of(state);
-        let log = fs_err::OpenOptions::new().append(true).create(true).mode(0o600).open(state.log("postgres.log"))?.into_parts().0;
+        let log = fs_err::OpenOptions::new()
+            .append(true)
+            .create(true)
+            .mode(0o600)
+            .open(state.log("postgres.log"))?
+            .into_parts()
+            .0;
         let child = Command::new(std::env::current_exe()?)
             .arg("postgres")
             .arg("--state-dir")
@@ -43,9 +49,13 @@ impl Temporary {
         while !server.is_ready(started.child.id()) {
             let ended = started.child.try_wait()?;
             if ended.is_some() || Instant::now() > deadline {
-                let how = ended.map_or_else(|| "is not ready in time".to_owned(), |status| format!("ended ({status})"));
+                let how = ended.map_or_else(
+                    || "is not ready in time".to_owned(),
+                    |status| format!("ended ({status})"),
+                );
                 return Err(
-                    Failure::new(INTERNAL, "postgres_failed", format!("PostgreSQL {how}")).remedy(format!("See {}.", state.log("postgres.log").display()))
+                    Failure::new(INTERNAL, "postgres_failed", format!("PostgreSQL {how}"))
+                        .remedy(format!("See {}.", state.log("postgres.log").display())),
                 );
             }
             std::thread::sleep(Duration::from_millis(50));

@@ -11,7 +11,10 @@ use std::{
     process::ExitCode,
 };
 
-use cynode_api::{API_VERSION, ErrorCode, ExportFormat, ExportRequest, FileType, MkdirRequest, SessionId, file_limits};
+use cynode_api::{
+    API_VERSION, ErrorCode, ExportFormat, ExportRequest, FileType, MkdirRequest, SessionId,
+    file_limits,
+};
 use cynode_client::{FileBody, PutOptions, WorkerClient};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -45,10 +48,19 @@ impl Place {
             return Self::Stdio;
         }
         if bytes.get(ID) == Some(&b':')
-            && let Some(id) = std::str::from_utf8(&bytes[..ID]).ok().and_then(|id| id.parse().ok())
+            && let Some(id) = std::str::from_utf8(&bytes[..ID])
+                .ok()
+                .and_then(|id| id.parse().ok())
         {
             let path = OsString::from_vec(bytes[ID + 1..].to_vec());
-            return Self::Session(id, if path.is_empty() { PathBuf::from(".") } else { path.into() });
+            return Self::Session(
+                id,
+                if path.is_empty() {
+                    PathBuf::from(".")
+                } else {
+                    path.into()
+                },
+            );
         }
         Self::Local(text.into())
     }
@@ -57,11 +69,18 @@ impl Place {
 pub async fn run(client: &WorkerClient, args: &Cp) -> Result<ExitCode, Failure> {
     match (Place::parse(&args.source), Place::parse(&args.target)) {
         (Place::Session(..), Place::Session(..)) => {
-            Err(Failure::usage("both sides are in a session").remedy("Copy to a local file first, or run cp in the session."))
+            Err(Failure::usage("both sides are in a session")
+                .remedy("Copy to a local file first, or run cp in the session."))
         }
-        (Place::Session(id, path), target) => Remote { client, id, path }.download(target, args).await,
-        (source, Place::Session(id, path)) => Remote { client, id, path }.upload(source, args).await,
-        _ => Err(Failure::usage("neither side is in a session").remedy("Write one side as ID:PATH.")),
+        (Place::Session(id, path), target) => {
+            Remote { client, id, path }.download(target, args).await
+        }
+        (source, Place::Session(id, path)) => {
+            Remote { client, id, path }.upload(source, args).await
+        }
+        _ => {
+            Err(Failure::usage("neither side is in a session").remedy("Write one side as ID:PATH."))
+        }
     }?;
     Ok(ExitCode::SUCCESS)
 }
@@ -91,26 +110,43 @@ impl Remote<'_> {
                     Ok(_) => Ok(Some(FileType::File)),
                 },
                 // The same again with a body that says why.
-                _ => Err(self.client.get_file(self.id, path).await.err().unwrap_or(error).into()),
+                _ => Err(self
+                    .client
+                    .get_file(self.id, path)
+                    .await
+                    .err()
+                    .unwrap_or(error)
+                    .into()),
             },
         }
     }
 
     /// Like `cp`: into the target when it is a directory, else in its place.
     async fn upload(&self, source: Place, args: &Cp) -> Result<(), Failure> {
-        let is_dir = ends_in_slash(&self.path) || self.kind(&self.path).await? == Some(FileType::Dir);
+        let is_dir =
+            ends_in_slash(&self.path) || self.kind(&self.path).await? == Some(FileType::Dir);
         let source = match source {
             Place::Local(path) => path,
-            _ if is_dir => return Err(Failure::usage("standard input needs a file name to go to").remedy("Add a name to the path in the session.")),
+            _ if is_dir => {
+                return Err(Failure::usage("standard input needs a file name to go to")
+                    .remedy("Add a name to the path in the session."));
+            }
             _ => return self.upload_stdin().await,
         };
         let metadata = fs_err::metadata(&source).map_err(|error| local(&error))?;
-        let target = if is_dir { into_dir(&self.path, &source) } else { self.path.clone() };
+        let target = if is_dir {
+            into_dir(&self.path, &source)
+        } else {
+            self.path.clone()
+        };
         if metadata.is_file() {
             return self.upload_file(&source, &target, &metadata).await;
         }
         if !metadata.is_dir() {
-            return Err(Failure::usage(format!("{} is not a file or directory", source.display())));
+            return Err(Failure::usage(format!(
+                "{} is not a file or directory",
+                source.display()
+            )));
         }
         if !args.recursive {
             return Err(needs_recursive(&source));
@@ -137,69 +173,135 @@ impl Remote<'_> {
             }
         });
         let progress = Progress::start("copying");
-        let put = self.client.put_file(self.id, &self.path, body(from, progress), &PutOptions::default()).await;
+        let put = self
+            .client
+            .put_file(
+                self.id,
+                &self.path,
+                body(from, progress),
+                &PutOptions::default(),
+            )
+            .await;
         reader.abort();
         put?;
         Ok(())
     }
 
-    async fn upload_file(&self, source: &Path, target: &Path, metadata: &std::fs::Metadata) -> Result<(), Failure> {
+    async fn upload_file(
+        &self,
+        source: &Path,
+        target: &Path,
+        metadata: &std::fs::Metadata,
+    ) -> Result<(), Failure> {
         let mode = metadata.mode() & 0o777;
         let large = metadata.len() > file_limits::MAX_PUT_BYTES;
         let (to, from) = archive::channel();
         let progress = Progress::start("copying");
         let path = source.to_owned();
         if !large {
-            let reader = tokio::task::spawn_blocking(move || feed(PieceWriter::new(to), |writer| io::copy(&mut fs_err::File::open(&path)?, writer).map(drop)));
-            let options = PutOptions { mode: Some(mode), ..PutOptions::default() };
-            let sent = self.client.put_file(self.id, target, body(from, progress), &options).await.map(drop);
+            let reader = tokio::task::spawn_blocking(move || {
+                feed(PieceWriter::new(to), |writer| {
+                    io::copy(&mut fs_err::File::open(&path)?, writer).map(drop)
+                })
+            });
+            let options = PutOptions {
+                mode: Some(mode),
+                ..PutOptions::default()
+            };
+            let sent = self
+                .client
+                .put_file(self.id, target, body(from, progress), &options)
+                .await
+                .map(drop);
             return joined(reader.await, sent).map(drop);
         }
         // Too large for one PUT: an archive of one entry has no such limit.
         let (parent, name) = split(target)?;
         self.mkdir(&parent).await?;
-        let reader = tokio::task::spawn_blocking(move || feed(PieceWriter::new(to), |writer| archive::pack_file(&path, &name, writer)));
-        let sent = self.client.import(self.id, &parent, body(from, progress)).await;
+        let reader = tokio::task::spawn_blocking(move || {
+            feed(PieceWriter::new(to), |writer| {
+                archive::pack_file(&path, &name, writer)
+            })
+        });
+        let sent = self
+            .client
+            .import(self.id, &parent, body(from, progress))
+            .await;
         joined(reader.await, sent).map(|((), imported)| flagged(&imported.flags))
     }
 
     async fn upload_tree(&self, source: &Path, target: &Path) -> Result<(), Failure> {
         self.mkdir(target).await?;
-        let (imported, skipped) = send_tree(source, async |body| self.client.import(self.id, target, body).await).await?;
+        let (imported, skipped) = send_tree(source, async |body| {
+            self.client.import(self.id, target, body).await
+        })
+        .await?;
         flagged(&imported.flags);
         left_out(&skipped, skipped.len() as u64)
     }
 
     async fn mkdir(&self, path: &Path) -> Result<(), Failure> {
         let path = utf8(path)?;
-        Ok(self.client.make_dir(self.id, &MkdirRequest { version: Some(API_VERSION), path, parents: true }).await?)
+        Ok(self
+            .client
+            .make_dir(
+                self.id,
+                &MkdirRequest {
+                    version: Some(API_VERSION),
+                    path,
+                    parents: true,
+                },
+            )
+            .await?)
     }
 
     async fn download(&self, target: Place, args: &Cp) -> Result<(), Failure> {
         if args.recursive && self.kind(&self.path).await? == Some(FileType::Dir) {
             return match target {
                 Place::Local(target) => self.download_tree(&target).await,
-                _ => Err(Failure::usage("a directory can't go to standard output").remedy("Name a local directory.")),
+                _ => Err(Failure::usage("a directory can't go to standard output")
+                    .remedy("Name a local directory.")),
             };
         }
         let file = match self.client.get_file(self.id, &self.path).await {
-            Err(error) if error.is(ErrorCode::NotAFile) && self.kind(&self.path).await? == Some(FileType::Dir) => return Err(needs_recursive(&self.path)),
+            Err(error)
+                if error.is(ErrorCode::NotAFile)
+                    && self.kind(&self.path).await? == Some(FileType::Dir) =>
+            {
+                return Err(needs_recursive(&self.path));
+            }
             file => file?,
         };
         match target {
-            Place::Local(target) if target.is_dir() => save(file, &into_dir(&target, &self.path)).await,
-            Place::Local(target) if ends_in_slash(&target) => Err(Failure::usage(format!("{} is not a directory", target.display()))),
+            Place::Local(target) if target.is_dir() => {
+                save(file, &into_dir(&target, &self.path)).await
+            }
+            Place::Local(target) if ends_in_slash(&target) => Err(Failure::usage(format!(
+                "{} is not a directory",
+                target.display()
+            ))),
             Place::Local(target) => save(file, &target).await,
             _ => show(file, args.raw).await,
         }
     }
 
     async fn download_tree(&self, target: &Path) -> Result<(), Failure> {
-        let target = if target.is_dir() { into_dir(target, &self.path) } else { target.to_owned() };
-        let request = ExportRequest { version: Some(API_VERSION), format: ExportFormat::Tar, base: None, path: Some(utf8(&self.path)?) };
+        let target = if target.is_dir() {
+            into_dir(target, &self.path)
+        } else {
+            target.to_owned()
+        };
+        let request = ExportRequest {
+            version: Some(API_VERSION),
+            format: ExportFormat::Tar,
+            base: None,
+            path: Some(utf8(&self.path)?),
+        };
         let mut tar = self.client.export(self.id, &request).await?;
         let (to, from) = archive::channel();
-        let unpacker = tokio::task::spawn_blocking(move || archive::unpack(PieceReader::new(from), &target, |_| {}));
+        let unpacker = tokio::task::spawn_blocking(move || {
+            archive::unpack(PieceReader::new(from), &target, |_| {})
+        });
         let progress = Progress::start("copying");
         let mut total = 0;
         let received = loop {
@@ -220,11 +322,16 @@ impl Remote<'_> {
             }
         };
         drop(to);
-        let unpacked = unpacker.await.map_err(|error| Failure::internal(error.to_string()))?;
+        let unpacked = unpacker
+            .await
+            .map_err(|error| Failure::internal(error.to_string()))?;
         received?;
         let unpacked = unpacked.map_err(|error| match error {
-            archive::UnpackError::Refused { .. } => Failure::new(INTERNAL, "unsafe_archive", error.to_string())
-                .remedy("The session holds something that must not be copied here; copy single files."),
+            archive::UnpackError::Refused { .. } => {
+                Failure::new(INTERNAL, "unsafe_archive", error.to_string()).remedy(
+                    "The session holds something that must not be copied here; copy single files.",
+                )
+            }
             archive::UnpackError::Target(error) => local(&error),
             _ => Failure::internal(error.to_string()),
         })?;
@@ -236,22 +343,44 @@ impl Remote<'_> {
 async fn save(mut file: FileBody, target: &Path) -> Result<(), Failure> {
     let mode = file.info.mode.unwrap_or(0o644) & 0o777;
     let existing = fs_err::metadata(target).ok();
-    if existing.as_ref().is_some_and(|existing| !existing.is_file()) {
+    if existing
+        .as_ref()
+        .is_some_and(|existing| !existing.is_file())
+    {
         // A device or a pipe is written to, not replaced.
-        let mut out = fs_err::tokio::OpenOptions::new().write(true).open(target).await.map_err(|error| local(&error))?;
+        let mut out = fs_err::tokio::OpenOptions::new()
+            .write(true)
+            .open(target)
+            .await
+            .map_err(|error| local(&error))?;
         return copy(&mut file, &mut out).await;
     }
-    let target = if existing.is_some() { fs_err::canonicalize(target).map_err(|error| local(&error))? } else { target.to_owned() };
+    let target = if existing.is_some() {
+        fs_err::canonicalize(target).map_err(|error| local(&error))?
+    } else {
+        target.to_owned()
+    };
     unless_interrupted(async {
         let (staged, out) = Staged::create(&target, 0o600)?;
-        copy(&mut file, &mut tokio::fs::File::from_std(out.into_parts().0)).await?;
-        fs_err::set_permissions(staged.path(), std::os::unix::fs::PermissionsExt::from_mode(mode)).map_err(|error| local(&error))?;
+        copy(
+            &mut file,
+            &mut tokio::fs::File::from_std(out.into_parts().0),
+        )
+        .await?;
+        fs_err::set_permissions(
+            staged.path(),
+            std::os::unix::fs::PermissionsExt::from_mode(mode),
+        )
+        .map_err(|error| local(&error))?;
         staged.commit().map_err(|error| local(&error))
     })
     .await
 }
 
-async fn copy(file: &mut FileBody, out: &mut (impl tokio::io::AsyncWrite + Unpin)) -> Result<(), Failure> {
+async fn copy(
+    file: &mut FileBody,
+    out: &mut (impl tokio::io::AsyncWrite + Unpin),
+) -> Result<(), Failure> {
     let progress = Progress::start("copying");
     let mut total = 0;
     while let Some(piece) = file.chunk().await? {
@@ -277,7 +406,11 @@ fn ends_in_slash(path: &Path) -> bool {
 /// The name of `source` in `directory`. A source without a name of its own (`.`, `..`, `/`) stands for what is in it.
 fn into_dir(directory: &Path, source: &Path) -> PathBuf {
     // `a/.` is what is in `a`; the library would take it for `a`.
-    let last = source.as_os_str().as_bytes().rsplit(|byte| *byte == b'/').find(|part| !part.is_empty());
+    let last = source
+        .as_os_str()
+        .as_bytes()
+        .rsplit(|byte| *byte == b'/')
+        .find(|part| !part.is_empty());
     match last {
         None | Some(b"." | b"..") => directory.to_owned(),
         Some(name) => directory.join(OsStr::from_bytes(name)),
@@ -285,17 +418,28 @@ fn into_dir(directory: &Path, source: &Path) -> PathBuf {
 }
 
 fn split(path: &Path) -> Result<(PathBuf, PathBuf), Failure> {
-    let name = path.file_name().ok_or_else(|| Failure::usage(format!("{} has no file name", path.display())))?;
-    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let name = path
+        .file_name()
+        .ok_or_else(|| Failure::usage(format!("{} has no file name", path.display())))?;
+    let parent = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
     Ok((parent.to_owned(), name.into()))
 }
 
 fn utf8(path: &Path) -> Result<String, Failure> {
-    path.to_str().map(ToOwned::to_owned).ok_or_else(|| Failure::usage(format!("{} is not UTF-8, which copying a directory needs", path.display())))
+    path.to_str().map(ToOwned::to_owned).ok_or_else(|| {
+        Failure::usage(format!(
+            "{} is not UTF-8, which copying a directory needs",
+            path.display()
+        ))
+    })
 }
 
 fn needs_recursive(path: &Path) -> Failure {
-    Failure::usage(format!("{} is a directory", path.display())).remedy("Add -r to copy it and what is in it.")
+    Failure::usage(format!("{} is a directory", path.display()))
+        .remedy("Add -r to copy it and what is in it.")
 }
 
 #[cfg(test)]
@@ -308,22 +452,48 @@ mod tests {
     fn a_side_is_in_a_session_only_with_a_whole_id() {
         let id: SessionId = ID.parse().expect("id");
         let parse = |text: &str| Place::parse(OsStr::new(text));
-        assert_eq!(parse(&format!("{ID}:a/b:c")), Place::Session(id, "a/b:c".into()));
+        assert_eq!(
+            parse(&format!("{ID}:a/b:c")),
+            Place::Session(id, "a/b:c".into())
+        );
         assert_eq!(parse(&format!("{ID}:")), Place::Session(id, ".".into()));
-        assert_eq!(parse(&format!("{ID}:/etc/x")), Place::Session(id, "/etc/x".into()));
+        assert_eq!(
+            parse(&format!("{ID}:/etc/x")),
+            Place::Session(id, "/etc/x".into())
+        );
         assert_eq!(parse("-"), Place::Stdio);
-        for local in ["./a:b", "host:path", ID, "x", &format!("./{ID}:a"), "01890000-0000-7000-8000-00000000000x:a"] {
+        for local in [
+            "./a:b",
+            "host:path",
+            ID,
+            "x",
+            &format!("./{ID}:a"),
+            "01890000-0000-7000-8000-00000000000x:a",
+        ] {
             assert_eq!(parse(local), Place::Local(local.into()));
         }
-        assert_eq!(Place::parse(OsStr::from_bytes(&[ID.as_bytes(), b":\xff"].concat())), Place::Session(id, OsStr::from_bytes(b"\xff").into()));
+        assert_eq!(
+            Place::parse(OsStr::from_bytes(&[ID.as_bytes(), b":\xff"].concat())),
+            Place::Session(id, OsStr::from_bytes(b"\xff").into())
+        );
     }
 
     #[test]
     fn a_directory_as_target_takes_the_name_of_the_source() {
-        for (directory, source, expected) in
-            [("d", "a/b.txt", "d/b.txt"), ("d/", "b", "d/b"), ("d", "a/", "d/a"), ("d", "a/.", "d/"), ("d", ".", "d"), ("d", "/", "d"), ("d", "..", "d")]
-        {
-            assert_eq!(into_dir(Path::new(directory), Path::new(source)), Path::new(expected), "{directory} {source}");
+        for (directory, source, expected) in [
+            ("d", "a/b.txt", "d/b.txt"),
+            ("d/", "b", "d/b"),
+            ("d", "a/", "d/a"),
+            ("d", "a/.", "d/"),
+            ("d", ".", "d"),
+            ("d", "/", "d"),
+            ("d", "..", "d"),
+        ] {
+            assert_eq!(
+                into_dir(Path::new(directory), Path::new(source)),
+                Path::new(expected),
+                "{directory} {source}"
+            );
         }
     }
 

@@ -2,7 +2,10 @@
 
 use std::{process::ExitCode, time::Duration};
 
-use cynode_api::{API_VERSION, LimitsRequest, Session, SessionCreate, SessionId, SessionState, TaskId, UserSessionCreate};
+use cynode_api::{
+    API_VERSION, LimitsRequest, Session, SessionCreate, SessionId, SessionState, TaskId,
+    UserSessionCreate,
+};
 use cynode_client::{Surface, WorkerClient};
 use tokio::time::{Instant, sleep};
 
@@ -15,10 +18,17 @@ use crate::{
 /// Pulling a large image takes minutes; longer than this it hangs.
 const PATIENCE: Duration = Duration::from_mins(15);
 
-pub async fn create(client: &WorkerClient, globals: &Globals, args: Create) -> Result<ExitCode, Failure> {
+pub async fn create(
+    client: &WorkerClient,
+    globals: &Globals,
+    args: Create,
+) -> Result<ExitCode, Failure> {
     let request = request(args);
     if client.surface() == Surface::Worker && !request.node_labels.is_empty() {
-        return Err(Failure::usage("--node-label chooses among nodes, and only a worker is asked here").remedy("Ask an orchestrator, or leave it out."));
+        return Err(Failure::usage(
+            "--node-label chooses among nodes, and only a worker is asked here",
+        )
+        .remedy("Ask an orchestrator, or leave it out."));
     }
     let progress = Progress::start("creating the session");
     let session = match client.surface() {
@@ -29,7 +39,11 @@ pub async fn create(client: &WorkerClient, globals: &Globals, args: Create) -> R
     print(globals, &session)
 }
 
-pub async fn resume(client: &WorkerClient, globals: &Globals, id: SessionId) -> Result<ExitCode, Failure> {
+pub async fn resume(
+    client: &WorkerClient,
+    globals: &Globals,
+    id: SessionId,
+) -> Result<ExitCode, Failure> {
     let progress = Progress::start("resuming the session");
     let session = client.resume_session(id).await?;
     let session = until_running(client, session, progress).await?;
@@ -38,7 +52,13 @@ pub async fn resume(client: &WorkerClient, globals: &Globals, id: SessionId) -> 
 
 /// The session's id is chosen here, so that the same request can be sent again.
 fn request(args: Create) -> UserSessionCreate {
-    let limits = LimitsRequest { memory_bytes: args.memory, cpus: args.cpus, pids: args.pids, disk_bytes: args.disk, nofile: args.nofile };
+    let limits = LimitsRequest {
+        memory_bytes: args.memory,
+        cpus: args.cpus,
+        pids: args.pids,
+        disk_bytes: args.disk,
+        nofile: args.nofile,
+    };
     UserSessionCreate {
         version: Some(API_VERSION),
         task_id: args.task,
@@ -59,7 +79,10 @@ fn request(args: Create) -> UserSessionCreate {
 /// A worker knows no tasks: it is told an id that stands for one.
 fn on_worker(request: UserSessionCreate) -> SessionCreate {
     let task = request.task_id.unwrap_or_else(TaskId::generate);
-    let (id, image) = (request.session_id.unwrap_or_else(SessionId::generate), request.image_ref.unwrap_or_else(|| "default".to_owned()));
+    let (id, image) = (
+        request.session_id.unwrap_or_else(SessionId::generate),
+        request.image_ref.unwrap_or_else(|| "default".to_owned()),
+    );
     SessionCreate {
         workspace_ref: request.workspace_ref,
         env: request.env,
@@ -73,12 +96,20 @@ fn on_worker(request: UserSessionCreate) -> SessionCreate {
     }
 }
 
-async fn until_running(client: &WorkerClient, mut session: Session, progress: Progress) -> Result<Session, Failure> {
+async fn until_running(
+    client: &WorkerClient,
+    mut session: Session,
+    progress: Progress,
+) -> Result<Session, Failure> {
     let deadline = Instant::now() + PATIENCE;
     while session.state == SessionState::Creating {
         if Instant::now() > deadline {
-            return Err(Failure::new(INTERNAL, "not_running", format!("session {} is still being created", session.session_id))
-                .remedy(format!("See 'cynode session show {}'.", session.session_id)));
+            return Err(Failure::new(
+                INTERNAL,
+                "not_running",
+                format!("session {} is still being created", session.session_id),
+            )
+            .remedy(format!("See 'cynode session show {}'.", session.session_id)));
         }
         progress.say(format!("creating session {}", session.session_id));
         sleep(Duration::from_millis(300)).await;
@@ -88,8 +119,18 @@ async fn until_running(client: &WorkerClient, mut session: Session, progress: Pr
     if session.state == SessionState::Running {
         return Ok(session);
     }
-    let reason = session.end_reason.as_deref().unwrap_or("no reason was given");
-    Err(Failure::new(INTERNAL, "session_failed", format!("session {} is {}: {reason}", session.session_id, session.state)))
+    let reason = session
+        .end_reason
+        .as_deref()
+        .unwrap_or("no reason was given");
+    Err(Failure::new(
+        INTERNAL,
+        "session_failed",
+        format!(
+            "session {} is {}: {reason}",
+            session.session_id, session.state
+        ),
+    ))
 }
 
 fn print(globals: &Globals, session: &Session) -> Result<ExitCode, Failure> {
@@ -97,7 +138,10 @@ fn print(globals: &Globals, session: &Session) -> Result<ExitCode, Failure> {
         Format::Json => output::json(session)?,
         Format::Table => {
             output::line(&session.session_id.to_string())?;
-            let took = session.create_duration_ms.map(|ms| format!(" in {ms} ms")).unwrap_or_default();
+            let took = session
+                .create_duration_ms
+                .map(|ms| format!(" in {ms} ms"))
+                .unwrap_or_default();
             let warm = if session.warm { ", from the pool" } else { "" };
             output::note(&format!(
                 "running{took}{warm}; image {}, workspace {}, task {}",
@@ -106,7 +150,10 @@ fn print(globals: &Globals, session: &Session) -> Result<ExitCode, Failure> {
                 session.task_id
             ));
             if !session.unenforced.is_empty() {
-                output::note(&format!("not enforced on this machine: {}", super::list::unenforced(session)));
+                output::note(&format!(
+                    "not enforced on this machine: {}",
+                    super::list::unenforced(session)
+                ));
             }
         }
     }

@@ -6,7 +6,10 @@
 use std::{process::ExitCode, time::Duration};
 
 use bytes::{Bytes, BytesMut};
-use cynode_api::{API_VERSION, Base64Bytes, ErrorCode, ExecExit, ExecId, ExecRequest, SessionId, SignalName, SignalScope, Stream, exec_limits};
+use cynode_api::{
+    API_VERSION, Base64Bytes, ErrorCode, ExecExit, ExecId, ExecRequest, SessionId, SignalName,
+    SignalScope, Stream, exec_limits,
+};
 use cynode_client::{Error, ExecEvent, ExecEvents, WorkerClient};
 use futures_util::{StreamExt as _, stream};
 use tokio::{
@@ -28,7 +31,11 @@ const PATIENCE: Duration = Duration::from_mins(1);
 const TIMED_OUT: u8 = 124;
 const STDIN_PIECE: usize = 64 * 1024;
 
-pub async fn run(client: &WorkerClient, globals: &Globals, args: Exec) -> Result<ExitCode, Failure> {
+pub async fn run(
+    client: &WorkerClient,
+    globals: &Globals,
+    args: Exec,
+) -> Result<ExitCode, Failure> {
     let request = request(&args)?;
     if args.detach {
         let accepted = client.exec_background(args.id, &request).await?;
@@ -38,11 +45,22 @@ pub async fn run(client: &WorkerClient, globals: &Globals, args: Exec) -> Result
         }
         return Ok(ExitCode::SUCCESS);
     }
-    let running = Running { client: client.clone(), session: args.id, exec: request.exec_id.unwrap_or_else(ExecId::generate) };
+    let running = Running {
+        client: client.clone(),
+        session: args.id,
+        exec: request.exec_id.unwrap_or_else(ExecId::generate),
+    };
     let signals = tokio::spawn(forward_signals(running.clone()));
     // A file goes with the request, in one call; what comes slowly is passed on as it comes.
-    let input = if args.stdin { InputFile::of_stdin()? } else { None };
-    let request = ExecRequest { stdin_open: request.stdin_open && input.is_none(), ..request };
+    let input = if args.stdin {
+        InputFile::of_stdin()?
+    } else {
+        None
+    };
+    let request = ExecRequest {
+        stdin_open: request.stdin_open && input.is_none(),
+        ..request
+    };
     let result = match globals.output {
         Format::Json => whole(&running, request, input.as_ref(), args.stdin).await,
         Format::Table => streamed(&running, &request, input.as_ref(), args.raw).await,
@@ -57,13 +75,20 @@ fn request(args: &Exec) -> Result<ExecRequest, Failure> {
         (None, true) => Duration::ZERO,
         (None, false) => DEFAULT_TIMEOUT,
     };
-    let timeout_ms = u64::try_from(timeout.as_millis()).ok().filter(|ms| *ms <= exec_limits::MAX_TIMEOUT_MS);
+    let timeout_ms = u64::try_from(timeout.as_millis())
+        .ok()
+        .filter(|ms| *ms <= exec_limits::MAX_TIMEOUT_MS);
     Ok(ExecRequest {
         version: Some(API_VERSION),
         argv: args.command.clone(),
         cwd: args.cwd.clone(),
         env: args.env.iter().cloned().collect(),
-        timeout_ms: timeout_ms.ok_or_else(|| Failure::usage(format!("--timeout can be at most {} h", exec_limits::MAX_TIMEOUT_MS / 3_600_000)))?,
+        timeout_ms: timeout_ms.ok_or_else(|| {
+            Failure::usage(format!(
+                "--timeout can be at most {} h",
+                exec_limits::MAX_TIMEOUT_MS / 3_600_000
+            ))
+        })?,
         stdin_open: args.stdin,
         background: args.detach,
         exec_id: Some(ExecId::generate()),
@@ -81,28 +106,49 @@ struct Running {
 
 impl Running {
     async fn signal(&self, signal: SignalName, scope: SignalScope) {
-        match self.client.signal_exec(self.session, self.exec, signal, scope).await {
+        match self
+            .client
+            .signal_exec(self.session, self.exec, signal, scope)
+            .await
+        {
             Ok(()) => {}
             // Ended meanwhile, or not begun.
             Err(error) if error.is(ErrorCode::ExecEnded) || error.is(ErrorCode::ExecNotFound) => {}
-            Err(error) => output::note(&format!("cynode: the signal was not delivered: {}", error.chain())),
+            Err(error) => output::note(&format!(
+                "cynode: the signal was not delivered: {}",
+                error.chain()
+            )),
         }
     }
 }
 
 /// The whole result as one JSON object.
-async fn whole(running: &Running, mut request: ExecRequest, input: Option<&InputFile>, stdin: bool) -> Result<ExitCode, Failure> {
+async fn whole(
+    running: &Running,
+    mut request: ExecRequest,
+    input: Option<&InputFile>,
+    stdin: bool,
+) -> Result<ExitCode, Failure> {
     let result = if let Some(input) = input {
-        running.client.exec_with_input(running.session, &request, input.stream()?).await
+        running
+            .client
+            .exec_with_input(running.session, &request, input.stream()?)
+            .await
     } else if stdin {
         request.stdin_open = false;
         let mut data = Vec::new();
-        tokio::io::stdin().take(exec_limits::MAX_STDIN_BYTES as u64 + 1).read_to_end(&mut data).await?;
+        tokio::io::stdin()
+            .take(exec_limits::MAX_STDIN_BYTES as u64 + 1)
+            .read_to_end(&mut data)
+            .await?;
         if data.len() <= exec_limits::MAX_STDIN_BYTES {
             request.stdin_b64 = Some(Base64Bytes(data));
             running.client.exec(running.session, &request).await
         } else {
-            running.client.exec_with_input(running.session, &request, rest_of_stdin(data)).await
+            running
+                .client
+                .exec_with_input(running.session, &request, rest_of_stdin(data))
+                .await
         }
     } else {
         running.client.exec(running.session, &request).await
@@ -113,7 +159,9 @@ async fn whole(running: &Running, mut request: ExecRequest, input: Option<&Input
 }
 
 /// Standard input of which the beginning was read.
-fn rest_of_stdin(begin: Vec<u8>) -> impl futures_util::Stream<Item = std::io::Result<Bytes>> + Send + 'static {
+fn rest_of_stdin(
+    begin: Vec<u8>,
+) -> impl futures_util::Stream<Item = std::io::Result<Bytes>> + Send + 'static {
     let rest = stream::try_unfold(tokio::io::stdin(), async |mut stdin| {
         let mut piece = BytesMut::with_capacity(STDIN_PIECE);
         Ok((stdin.read_buf(&mut piece).await? > 0).then(|| (piece.freeze(), stdin)))
@@ -122,22 +170,40 @@ fn rest_of_stdin(begin: Vec<u8>) -> impl futures_util::Stream<Item = std::io::Re
 }
 
 /// Starts the command, or attaches to it when it has started.
-async fn start(running: &Running, request: &ExecRequest, input: Option<&InputFile>) -> Result<ExecEvents, Error> {
+async fn start(
+    running: &Running,
+    request: &ExecRequest,
+    input: Option<&InputFile>,
+) -> Result<ExecEvents, Error> {
     match input.map(InputFile::stream) {
         None => running.client.exec_stream(running.session, request).await,
-        Some(Ok(input)) => running.client.exec_stream_with_input(running.session, request, input).await,
+        Some(Ok(input)) => {
+            running
+                .client
+                .exec_stream_with_input(running.session, request, input)
+                .await
+        }
         Some(Err(error)) => Err(Error::Setup(format!("can't read standard input: {error}"))),
     }
 }
 
 /// The output as it comes.
-async fn streamed(running: &Running, request: &ExecRequest, input_file: Option<&InputFile>, raw: bool) -> Result<ExitCode, Failure> {
+async fn streamed(
+    running: &Running,
+    request: &ExecRequest,
+    input_file: Option<&InputFile>,
+    raw: bool,
+) -> Result<ExitCode, Failure> {
     let mut stdout = stdio::stdout(raw);
     let mut stderr = stdio::stderr(raw);
     let mut events = match start(running, request, input_file).await {
         Ok(events) => events,
         // It may have arrived.
-        Err(error @ Error::Unreachable { never_sent: false, .. }) => reconnect(running, (request, input_file), None, error).await?,
+        Err(
+            error @ Error::Unreachable {
+                never_sent: false, ..
+            },
+        ) => reconnect(running, (request, input_file), None, error).await?,
         Err(error) => return Err(error.into()),
     };
     let mut started = false;
@@ -147,7 +213,13 @@ async fn streamed(running: &Running, request: &ExecRequest, input_file: Option<&
             Ok(Some(event)) => event,
             Ok(None) => return Err(Failure::internal("the stream ended without an exit")),
             Err(error) if error.is_passing() => {
-                events = reconnect(running, (request, input_file), started.then_some(events.last_seq()), error).await?;
+                events = reconnect(
+                    running,
+                    (request, input_file),
+                    started.then_some(events.last_seq()),
+                    error,
+                )
+                .await?;
                 continue;
             }
             Err(error) => return Err(error.into()),
@@ -157,11 +229,18 @@ async fn streamed(running: &Running, request: &ExecRequest, input_file: Option<&
             input = Some(tokio::spawn(forward_stdin(running.clone())));
         }
         let written = match event {
-            ExecEvent::Start { lost_before_seq, .. } => {
+            ExecEvent::Start {
+                lost_before_seq, ..
+            } => {
                 note_gap(lost_before_seq);
                 Ok(())
             }
-            ExecEvent::Output { stream, data, lost_before_seq, .. } => {
+            ExecEvent::Output {
+                stream,
+                data,
+                lost_before_seq,
+                ..
+            } => {
                 note_gap(lost_before_seq);
                 match stream {
                     Stream::Stdout => stdout.write(&data).await,
@@ -172,7 +251,12 @@ async fn streamed(running: &Running, request: &ExecRequest, input_file: Option<&
         };
         if let Err(error) = written {
             // Nobody reads any more: the command learns it as it would from a pipe.
-            running.signal("PIPE".parse().unwrap_or(SignalName::TERM), SignalScope::Group).await;
+            running
+                .signal(
+                    "PIPE".parse().unwrap_or(SignalName::TERM),
+                    SignalScope::Group,
+                )
+                .await;
             return Err(error.into());
         }
     };
@@ -204,7 +288,12 @@ async fn reconnect(
         sleep(pause).await;
         pause = (pause * 2).min(Duration::from_secs(5));
         let stream = match last_seq {
-            Some(last_seq) => running.client.exec_output_stream(running.session, running.exec, last_seq).await,
+            Some(last_seq) => {
+                running
+                    .client
+                    .exec_output_stream(running.session, running.exec, last_seq)
+                    .await
+            }
             None => start(running, request, input).await,
         };
         error = match stream {
@@ -217,13 +306,20 @@ async fn reconnect(
 
 fn ended(exit: &ExecExit) -> Result<ExitCode, Failure> {
     if exit.oom_killed {
-        output::note("cynode: the sandbox ran out of memory and the command was killed; give the session more with --memory");
+        output::note(
+            "cynode: the sandbox ran out of memory and the command was killed; give the session more with --memory",
+        );
     }
     if exit.no_space {
-        output::note("cynode: the node's disk is nearly full and the sandbox was filling it, so its commands were killed; its files are there");
+        output::note(
+            "cynode: the node's disk is nearly full and the sandbox was filling it, so its commands were killed; its files are there",
+        );
     }
     if exit.timed_out {
-        output::note(&format!("cynode: the command was ended at its deadline, after {} ms", exit.duration_ms));
+        output::note(&format!(
+            "cynode: the command was ended at its deadline, after {} ms",
+            exit.duration_ms
+        ));
         return Ok(ExitCode::from(TIMED_OUT));
     }
     exit_code(exit.exit_code, exit.signal.as_deref())
@@ -239,7 +335,10 @@ async fn forward_stdin(running: Running) {
         let count = stdin.read(&mut buffer).await.unwrap_or(0);
         if let Err(error) = write_stdin(&running, &buffer[..count]).await {
             if !error.is(ErrorCode::StdinClosed) && !error.is(ErrorCode::ExecEnded) {
-                output::note(&format!("cynode: standard input is no longer forwarded: {}", error.chain()));
+                output::note(&format!(
+                    "cynode: standard input is no longer forwarded: {}",
+                    error.chain()
+                ));
             }
             return;
         }
@@ -253,8 +352,19 @@ async fn forward_stdin(running: Running) {
 async fn write_stdin(running: &Running, data: &[u8]) -> Result<(), Error> {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        match running.client.write_stdin(running.session, running.exec, data.to_vec(), data.is_empty()).await {
-            Err(Error::Unreachable { never_sent: true, .. }) if Instant::now() < deadline => sleep(Duration::from_millis(300)).await,
+        match running
+            .client
+            .write_stdin(
+                running.session,
+                running.exec,
+                data.to_vec(),
+                data.is_empty(),
+            )
+            .await
+        {
+            Err(Error::Unreachable {
+                never_sent: true, ..
+            }) if Instant::now() < deadline => sleep(Duration::from_millis(300)).await,
             result => return result,
         }
     }
@@ -262,7 +372,12 @@ async fn write_stdin(running: &Running, data: &[u8]) -> Result<(), Error> {
 
 /// The first Ctrl-C interrupts, the second ends all that the command started, the third kills it.
 async fn forward_signals(running: Running) {
-    let (Ok(mut interrupt), Ok(mut terminate)) = (signal(SignalKind::interrupt()), signal(SignalKind::terminate())) else { return };
+    let (Ok(mut interrupt), Ok(mut terminate)) = (
+        signal(SignalKind::interrupt()),
+        signal(SignalKind::terminate()),
+    ) else {
+        return;
+    };
     let mut interrupts = 0;
     loop {
         tokio::select! {
@@ -270,7 +385,14 @@ async fn forward_signals(running: Running) {
             _ = terminate.recv() => interrupts = interrupts.max(1) + 1,
         }
         match interrupts {
-            1 => running.signal("INT".parse().unwrap_or(SignalName::TERM), SignalScope::Group).await,
+            1 => {
+                running
+                    .signal(
+                        "INT".parse().unwrap_or(SignalName::TERM),
+                        SignalScope::Group,
+                    )
+                    .await
+            }
             2 => running.signal(SignalName::TERM, SignalScope::Tree).await,
             _ => running.signal(SignalName::KILL, SignalScope::Tree).await,
         }
@@ -308,8 +430,20 @@ mod tests {
         assert!(ends_with(&exit(Some(42), None), 42));
         assert!(ends_with(&exit(None, Some("KILL")), 137));
         assert!(ends_with(&exit(None, Some("TERM")), 143));
-        assert!(ends_with(&ExecExit { timed_out: true, ..exit(None, Some("KILL")) }, 124));
+        assert!(ends_with(
+            &ExecExit {
+                timed_out: true,
+                ..exit(None, Some("KILL"))
+            },
+            124
+        ));
         assert!(ended(&exit(None, None)).is_err());
-        assert!(ended(&ExecExit { lost: true, ..exit(Some(0), None) }).is_err());
+        assert!(
+            ended(&ExecExit {
+                lost: true,
+                ..exit(Some(0), None)
+            })
+            .is_err()
+        );
     }
 }

@@ -32,7 +32,10 @@ impl InputFile {
             return Ok(None);
         }
         let start = file.stream_position()?;
-        Ok((metadata.len().saturating_sub(start) <= MAX_FORM_STDIN_BYTES).then_some(Self { file, start }))
+        Ok(
+            (metadata.len().saturating_sub(start) <= MAX_FORM_STDIN_BYTES)
+                .then_some(Self { file, start }),
+        )
     }
 
     /// All of it, from where it stood.
@@ -61,12 +64,23 @@ mod tests {
         let mut file = tempfile::tempfile().expect("a file");
         io::Write::write_all(&mut file, &b"a".repeat(200_000)).expect("written");
         file.seek(SeekFrom::Start(5)).expect("moved");
-        let input = InputFile::of(file).expect("looked at").expect("a regular file");
+        let input = InputFile::of(file)
+            .expect("looked at")
+            .expect("a regular file");
         for _ in 0..2 {
-            let pieces: Vec<Bytes> = input.stream().expect("open").try_collect().await.expect("whole");
+            let pieces: Vec<Bytes> = input
+                .stream()
+                .expect("open")
+                .try_collect()
+                .await
+                .expect("whole");
             assert_eq!(pieces.concat().len(), 199_995);
         }
         let (reader, _writer) = io::pipe().expect("a pipe");
-        assert!(InputFile::of(File::from(std::os::fd::OwnedFd::from(reader))).expect("looked at").is_none());
+        assert!(
+            InputFile::of(File::from(std::os::fd::OwnedFd::from(reader)))
+                .expect("looked at")
+                .is_none()
+        );
     }
 }

@@ -14,14 +14,28 @@ use crate::{
     sanitize,
 };
 
-pub async fn list(client: &WorkerClient, globals: &Globals, args: List) -> Result<ExitCode, Failure> {
-    let sessions = client.list_sessions(&SessionFilter { state: args.state, task_id: args.task, labels: args.label }).await?;
+pub async fn list(
+    client: &WorkerClient,
+    globals: &Globals,
+    args: List,
+) -> Result<ExitCode, Failure> {
+    let sessions = client
+        .list_sessions(&SessionFilter {
+            state: args.state,
+            task_id: args.task,
+            labels: args.label,
+        })
+        .await?;
     match globals.output {
         Format::Json => output::json(&json!({ "items": sessions }))?,
         Format::Table => {
             let now = OffsetDateTime::now_utc();
             let rows = sessions.iter().map(|session| {
-                let left = if session.ended_at.is_some() { "-".to_owned() } else { output::span((session.expires_at - now).whole_seconds()) };
+                let left = if session.ended_at.is_some() {
+                    "-".to_owned()
+                } else {
+                    output::span((session.expires_at - now).whole_seconds())
+                };
                 [
                     session.session_id.to_string(),
                     session.state.to_string(),
@@ -32,13 +46,22 @@ pub async fn list(client: &WorkerClient, globals: &Globals, args: List) -> Resul
                     labels(session),
                 ]
             });
-            output::table(["SESSION", "STATE", "IMAGE", "AGE", "LEFT", "EXECS", "LABELS"], rows)?;
+            output::table(
+                [
+                    "SESSION", "STATE", "IMAGE", "AGE", "LEFT", "EXECS", "LABELS",
+                ],
+                rows,
+            )?;
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-pub async fn show(client: &WorkerClient, globals: &Globals, id: SessionId) -> Result<ExitCode, Failure> {
+pub async fn show(
+    client: &WorkerClient,
+    globals: &Globals,
+    id: SessionId,
+) -> Result<ExitCode, Failure> {
     let session = client.get_session(id).await?;
     if globals.output == Format::Json {
         output::json(&session)?;
@@ -66,8 +89,22 @@ pub async fn show(client: &WorkerClient, globals: &Globals, id: SessionId) -> Re
             ),
         ),
         ("unenforced", unenforced(&session)),
-        ("network", json!(session.network_policy).as_str().unwrap_or_default().to_owned()),
-        ("terminal", if session.pty_allowed { "allowed" } else { "not allowed" }.to_owned()),
+        (
+            "network",
+            json!(session.network_policy)
+                .as_str()
+                .unwrap_or_default()
+                .to_owned(),
+        ),
+        (
+            "terminal",
+            if session.pty_allowed {
+                "allowed"
+            } else {
+                "not allowed"
+            }
+            .to_owned(),
+        ),
         ("labels", labels(&session)),
         ("created", moment(session.created_at)),
         ("expires", moment(session.expires_at)),
@@ -82,9 +119,21 @@ pub async fn show(client: &WorkerClient, globals: &Globals, id: SessionId) -> Re
 }
 
 pub async fn end(client: &WorkerClient, globals: &Globals, args: End) -> Result<ExitCode, Failure> {
-    let ids = if args.all { living(client).await? } else { args.ids };
-    let workspace = if args.keep_workspace { WorkspaceDisposal::Keep } else { WorkspaceDisposal::Delete };
-    let body = SessionEnd { version: Some(API_VERSION), reason: args.reason, workspace: Some(workspace) };
+    let ids = if args.all {
+        living(client).await?
+    } else {
+        args.ids
+    };
+    let workspace = if args.keep_workspace {
+        WorkspaceDisposal::Keep
+    } else {
+        WorkspaceDisposal::Delete
+    };
+    let body = SessionEnd {
+        version: Some(API_VERSION),
+        reason: args.reason,
+        workspace: Some(workspace),
+    };
     let progress = Progress::start("ending");
     let mut ended = Vec::new();
     let mut first_failure = None;
@@ -111,7 +160,11 @@ pub async fn end(client: &WorkerClient, globals: &Globals, args: End) -> Result<
         (Format::Json, sessions) => output::json(&json!({ "items": sessions }))?,
         (Format::Table, sessions) => {
             for session in sessions {
-                let kept = if args.keep_workspace { format!("; workspace {} is kept", session.workspace_id) } else { String::new() };
+                let kept = if args.keep_workspace {
+                    format!("; workspace {} is kept", session.workspace_id)
+                } else {
+                    String::new()
+                };
                 output::note(&format!("session {} has ended{kept}", session.session_id));
             }
         }
@@ -121,15 +174,29 @@ pub async fn end(client: &WorkerClient, globals: &Globals, args: End) -> Result<
 
 async fn living(client: &WorkerClient) -> Result<Vec<SessionId>, Failure> {
     let sessions = client.list_sessions(&SessionFilter::default()).await?;
-    Ok(sessions.iter().filter(|session| !matches!(session.state, SessionState::Ended | SessionState::Failed)).map(|session| session.session_id).collect())
+    Ok(sessions
+        .iter()
+        .filter(|session| !matches!(session.state, SessionState::Ended | SessionState::Failed))
+        .map(|session| session.session_id)
+        .collect())
 }
 
 pub fn unenforced(session: &Session) -> String {
-    session.unenforced.iter().filter_map(|name| json!(name).as_str().map(ToOwned::to_owned)).collect::<Vec<_>>().join(", ")
+    session
+        .unenforced
+        .iter()
+        .filter_map(|name| json!(name).as_str().map(ToOwned::to_owned))
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 fn labels(session: &Session) -> String {
-    session.labels.iter().map(|(key, value)| format!("{key}={value}")).collect::<Vec<_>>().join(",")
+    session
+        .labels
+        .iter()
+        .map(|(key, value)| format!("{key}={value}"))
+        .collect::<Vec<_>>()
+        .join(",")
 }
 
 fn moment(at: OffsetDateTime) -> String {

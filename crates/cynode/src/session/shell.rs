@@ -48,21 +48,43 @@ impl Drop for RawMode {
 
 pub async fn run(client: &WorkerClient, args: Shell) -> Result<ExitCode, Failure> {
     let (cols, rows) = size();
-    let mut pty = client.open_pty(args.id, &PtyOpen { cols, rows, argv: args.command }).await?;
+    let mut pty = client
+        .open_pty(
+            args.id,
+            &PtyOpen {
+                cols,
+                rows,
+                argv: args.command,
+            },
+        )
+        .await?;
     let raw = RawMode::enter()?;
     let outcome = connect(&mut pty).await;
     drop(raw);
     // The sandbox's side may have closed first.
     drop(pty.close().await);
     match outcome? {
-        Outcome::Exit { code, signal } => {
-            exit_code(code, signal.as_deref()).ok_or_else(|| Failure::new(INTERNAL, "exec_lost", "the shell's end was not seen: its sandbox went away"))
-        }
+        Outcome::Exit { code, signal } => exit_code(code, signal.as_deref()).ok_or_else(|| {
+            Failure::new(
+                INTERNAL,
+                "exec_lost",
+                "the shell's end was not seen: its sandbox went away",
+            )
+        }),
         Outcome::Refused { code, detail } => {
-            let exit = if code == ErrorCode::ShuttingDown.as_str() { UNREACHABLE } else { INTERNAL };
+            let exit = if code == ErrorCode::ShuttingDown.as_str() {
+                UNREACHABLE
+            } else {
+                INTERNAL
+            };
             Err(Failure::new(exit, &code, detail))
         }
-        Outcome::Closed => Err(Failure::new(UNREACHABLE, "unreachable", "the connection to the terminal was closed").remedy("See 'cynode session show'.")),
+        Outcome::Closed => Err(Failure::new(
+            UNREACHABLE,
+            "unreachable",
+            "the connection to the terminal was closed",
+        )
+        .remedy("See 'cynode session show'.")),
         Outcome::Signalled(number) => {
             output::note("cynode: left the terminal");
             Ok(ExitCode::from(128 + number))
@@ -140,7 +162,9 @@ const MAX_SIZE: u16 = 1_000;
 /// Columns and rows of our terminal.
 fn size() -> (u16, u16) {
     match tcgetwinsize(stdout()).or_else(|_| tcgetwinsize(stdin())) {
-        Ok(size) if size.ws_col > 0 && size.ws_row > 0 => (size.ws_col.min(MAX_SIZE), size.ws_row.min(MAX_SIZE)),
+        Ok(size) if size.ws_col > 0 && size.ws_row > 0 => {
+            (size.ws_col.min(MAX_SIZE), size.ws_row.min(MAX_SIZE))
+        }
         _ => (80, 24),
     }
 }

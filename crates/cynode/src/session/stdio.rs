@@ -13,11 +13,17 @@ pub struct Sink<W> {
 }
 
 pub fn stdout(raw: bool) -> Sink<Stdout> {
-    Sink { out: tokio::io::stdout(), sanitizer: (!raw && io::stdout().is_terminal()).then(Sanitizer::default) }
+    Sink {
+        out: tokio::io::stdout(),
+        sanitizer: (!raw && io::stdout().is_terminal()).then(Sanitizer::default),
+    }
 }
 
 pub fn stderr(raw: bool) -> Sink<Stderr> {
-    Sink { out: tokio::io::stderr(), sanitizer: (!raw && io::stderr().is_terminal()).then(Sanitizer::default) }
+    Sink {
+        out: tokio::io::stderr(),
+        sanitizer: (!raw && io::stderr().is_terminal()).then(Sanitizer::default),
+    }
 }
 
 impl<W: AsyncWrite + Unpin> Sink<W> {

@@ -112,7 +112,9 @@ impl Keeper {
         loop {
             let started = Instant::now();
             let mut running = self.spawn()?;
-            let Some(status) = self.until_it_ends(&mut running).await? else { return Ok(Ended::Asked) };
+            let Some(status) = self.until_it_ends(&mut running).await? else {
+                return Ok(Ended::Asked);
+            };
             // What was already written is still on its way.
             for pump in running.pumps {
                 drop(timeout(Duration::from_secs(1), pump).await);
@@ -121,12 +123,18 @@ impl Keeper {
                 return Ok(Ended::ByItself);
             }
             deaths += 1;
-            if !*self.ready.borrow() && (deaths == ATTEMPTS || status.code() == Some(i32::from(USAGE))) {
+            if !*self.ready.borrow()
+                && (deaths == ATTEMPTS || status.code() == Some(i32::from(USAGE)))
+            {
                 self.lines.lock().print_tail();
                 return Err(self.never_ready(status));
             }
             let pause = backoff.after(started.elapsed());
-            output::note(&format!("cynode: {} ended ({status}); starting it again in {} ms", self.role.name, pause.as_millis()));
+            output::note(&format!(
+                "cynode: {} ended ({status}); starting it again in {} ms",
+                self.role.name,
+                pause.as_millis()
+            ));
             tokio::select! {
                 () = self.asked() => return Ok(Ended::Asked),
                 () = sleep(pause) => {}
@@ -135,7 +143,10 @@ impl Keeper {
     }
 
     /// `None` when it was ended because it was asked for.
-    async fn until_it_ends(&mut self, running: &mut Running) -> Result<Option<ExitStatus>, Failure> {
+    async fn until_it_ends(
+        &mut self,
+        running: &mut Running,
+    ) -> Result<Option<ExitStatus>, Failure> {
         let mut reason = String::from("it does not answer");
         let pid = running.child.id().unwrap_or_default();
         let (role, state) = (Arc::clone(&self.role), self.state.clone());
@@ -172,15 +183,33 @@ impl Keeper {
     }
 
     fn never_ready(&self, status: ExitStatus) -> Failure {
-        let exit = if status.code() == Some(i32::from(USAGE)) { USAGE } else { INTERNAL };
-        Failure::new(exit, "not_ready", format!("the {} ended before it was ready ({status})", self.role.name))
-            .remedy(format!("See the lines above and {}; 'cynode doctor' checks this machine.", self.log))
+        let exit = if status.code() == Some(i32::from(USAGE)) {
+            USAGE
+        } else {
+            INTERNAL
+        };
+        Failure::new(
+            exit,
+            "not_ready",
+            format!(
+                "the {} ended before it was ready ({status})",
+                self.role.name
+            ),
+        )
+        .remedy(format!(
+            "See the lines above and {}; 'cynode doctor' checks this machine.",
+            self.log
+        ))
     }
 
     #[expect(clippy::disallowed_methods, reason = "the one place that starts roles")]
     fn spawn(&self) -> Result<Running, Failure> {
         let mut command = Command::new(&self.role.program);
-        command.args(&self.role.arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+            .args(&self.role.arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
         for (name, value) in allocator::ENVIRONMENT {
             // An operator's own choice counts, and PostgreSQL has an allocator of its own.
             if self.role.name != "postgres" && std::env::var_os(name).is_none() {
@@ -192,7 +221,12 @@ impl Keeper {
             command.env_remove("DATABASE_URL");
         }
         // Ctrl-C in the terminal is for us; we drain the child in order.
-        let mut child = command.process_group(0).spawn().map_err(|error| Failure::internal(format!("can't start {}: {error}", self.role.program.display())))?;
+        let mut child = command.process_group(0).spawn().map_err(|error| {
+            Failure::internal(format!(
+                "can't start {}: {error}",
+                self.role.program.display()
+            ))
+        })?;
         let mut pumps = Vec::new();
         if let Some(stdout) = child.stdout.take() {
             let lines = self.lines.clone();
@@ -231,7 +265,11 @@ impl Keeper {
 }
 
 fn signal(child: &Child, signal: Signal) {
-    if let Some(pid) = child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw) {
+    if let Some(pid) = child
+        .id()
+        .and_then(|id| i32::try_from(id).ok())
+        .and_then(Pid::from_raw)
+    {
         kill_process(pid, signal).ok();
     }
 }
@@ -248,7 +286,9 @@ mod tests {
     #[test]
     fn pauses_double_up_to_a_limit_and_start_again_after_a_healthy_while() {
         let mut backoff = Backoff::new();
-        let pauses: Vec<u128> = (0..8).map(|_| backoff.after(Duration::ZERO).as_millis()).collect();
+        let pauses: Vec<u128> = (0..8)
+            .map(|_| backoff.after(Duration::ZERO).as_millis())
+            .collect();
         assert_eq!(pauses, [200, 400, 800, 1600, 3200, 6400, 10_000, 10_000]);
         assert_eq!(backoff.after(Duration::from_secs(31)).as_millis(), 200);
     }

@@ -21,15 +21,35 @@ use crate::{
 const PATIENCE: Duration = Duration::from_mins(2);
 const TAIL_LINES: usize = 30;
 
-#[expect(clippy::disallowed_methods, reason = "the one place that starts this program again, in the background")]
-pub async fn run(globals: &Globals, settings: &Settings, worker_only: bool, state: &StateDir) -> Result<Endpoints, Failure> {
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the one place that starts this program again, in the background"
+)]
+pub async fn run(
+    globals: &Globals,
+    settings: &Settings,
+    worker_only: bool,
+    state: &StateDir,
+) -> Result<Endpoints, Failure> {
     let log = state.log("up.log");
-    let file = fs_err::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&log)?;
+    let file = fs_err::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&log)?;
     let mut child = Command::new(std::env::current_exe()?)
         .args(["up", "--background"])
         .args(worker_only.then_some("--worker-only"))
         .args(arguments(globals, state, settings, Section::Worker)?)
-        .args(settings.overrides(Section::Orchestrator).into_iter().flat_map(|(key, value)| ["--set".to_owned(), format!("orchestrator.{key}={value}")]))
+        .args(
+            settings
+                .overrides(Section::Orchestrator)
+                .into_iter()
+                .flat_map(|(key, value)| {
+                    ["--set".to_owned(), format!("orchestrator.{key}={value}")]
+                }),
+        )
         .stdin(Stdio::null())
         .stdout(file.try_clone()?.into_parts().0)
         .stderr(file.into_parts().0)
@@ -40,20 +60,34 @@ pub async fn run(globals: &Globals, settings: &Settings, worker_only: bool, stat
         if let Some(status) = child.try_wait()? {
             drop(progress);
             print_tail(&log);
-            let exit = if status.code() == Some(i32::from(USAGE)) { USAGE } else { INTERNAL };
-            return Err(
-                Failure::new(exit, "not_ready", format!("CyNode did not start ({status})")).remedy(format!("See the lines above and {}.", log.display()))
-            );
+            let exit = if status.code() == Some(i32::from(USAGE)) {
+                USAGE
+            } else {
+                INTERNAL
+            };
+            return Err(Failure::new(
+                exit,
+                "not_ready",
+                format!("CyNode did not start ({status})"),
+            )
+            .remedy(format!("See the lines above and {}.", log.display())));
         }
-        if let Some(endpoints) = state.endpoints()?.filter(|endpoints| Some(endpoints.pid) == child.id()) {
+        if let Some(endpoints) = state
+            .endpoints()?
+            .filter(|endpoints| Some(endpoints.pid) == child.id())
+        {
             return Ok(endpoints);
         }
         if Instant::now() > deadline {
             drop(progress);
             stop(&mut child).await;
             print_tail(&log);
-            return Err(Failure::new(INTERNAL, "not_ready", format!("CyNode is not ready after {} s", PATIENCE.as_secs()))
-                .remedy("Run 'cynode doctor' to see what this machine lacks."));
+            return Err(Failure::new(
+                INTERNAL,
+                "not_ready",
+                format!("CyNode is not ready after {} s", PATIENCE.as_secs()),
+            )
+            .remedy("Run 'cynode doctor' to see what this machine lacks."));
         }
         tokio::select! {
             () = sleep(Duration::from_millis(50)) => {}
@@ -68,16 +102,25 @@ pub async fn run(globals: &Globals, settings: &Settings, worker_only: bool, stat
 }
 
 async fn stop(child: &mut Child) {
-    if let Some(pid) = child.id().and_then(|id| i32::try_from(id).ok()).and_then(Pid::from_raw) {
+    if let Some(pid) = child
+        .id()
+        .and_then(|id| i32::try_from(id).ok())
+        .and_then(Pid::from_raw)
+    {
         kill_process(pid, Signal::TERM).ok();
     }
-    if timeout(Duration::from_secs(40), child.wait()).await.is_err() {
+    if timeout(Duration::from_secs(40), child.wait())
+        .await
+        .is_err()
+    {
         drop(child.kill().await);
     }
 }
 
 fn print_tail(log: &std::path::Path) {
-    let text = fs_err::read(log).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
+    let text = fs_err::read(log)
+        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+        .unwrap_or_default();
     let lines: Vec<&str> = text.lines().collect();
     for line in &lines[lines.len().saturating_sub(TAIL_LINES)..] {
         output::note(line);

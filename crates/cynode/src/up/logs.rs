@@ -29,9 +29,18 @@ struct Rotating {
 
 impl Rotating {
     fn open(path: &Path, limit: u64) -> io::Result<Self> {
-        let file = fs_err::OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
+        let file = fs_err::OpenOptions::new()
+            .append(true)
+            .create(true)
+            .mode(0o600)
+            .open(path)?;
         let size = file.metadata()?.len();
-        Ok(Self { path: path.to_owned(), file, size, limit })
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            size,
+            limit,
+        })
     }
 
     fn write_line(&mut self, line: &str) -> io::Result<()> {
@@ -72,7 +81,12 @@ pub struct Lines {
 
 impl Lines {
     pub fn open(name: &'static str, path: &Path, to_stderr: bool) -> io::Result<Self> {
-        Ok(Self { name, file: Rotating::open(path, MAX_BYTES)?, tail: VecDeque::new(), to_stderr })
+        Ok(Self {
+            name,
+            file: Rotating::open(path, MAX_BYTES)?,
+            tail: VecDeque::new(),
+            to_stderr,
+        })
     }
 
     fn take(&mut self, line: &str) {
@@ -118,7 +132,9 @@ struct Splitter {
 impl Splitter {
     fn push(&mut self, bytes: &[u8], mut take: impl FnMut(&str)) {
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
-            let (text, whole) = part.strip_suffix(b"\n").map_or((part, false), |text| (text, true));
+            let (text, whole) = part
+                .strip_suffix(b"\n")
+                .map_or((part, false), |text| (text, true));
             self.line.extend_from_slice(text);
             if whole || self.line.len() >= MAX_LINE {
                 take(&String::from_utf8_lossy(&self.line));
@@ -155,12 +171,22 @@ mod tests {
         let path = directory.path().join("worker.log");
         let mut log = Rotating::open(&path, 15).expect("open");
         for number in 0..20 {
-            log.write_line(&format!("line {number:04}")).expect("written");
+            log.write_line(&format!("line {number:04}"))
+                .expect("written");
         }
-        let mut names: Vec<_> = fs_err::read_dir(directory.path()).expect("directory").map(|entry| entry.expect("entry").file_name()).collect();
+        let mut names: Vec<_> = fs_err::read_dir(directory.path())
+            .expect("directory")
+            .map(|entry| entry.expect("entry").file_name())
+            .collect();
         names.sort();
-        assert_eq!(names, ["worker.log", "worker.log.1", "worker.log.2", "worker.log.3"]);
+        assert_eq!(
+            names,
+            ["worker.log", "worker.log.1", "worker.log.2", "worker.log.3"]
+        );
         assert_eq!(fs_err::read_to_string(&path).expect("text"), "line 0019\n");
-        assert_eq!(fs_err::read_to_string(directory.path().join("worker.log.3")).expect("text"), "line 0016\n");
+        assert_eq!(
+            fs_err::read_to_string(directory.path().join("worker.log.3")).expect("text"),
+            "line 0016\n"
+        );
     }
 }

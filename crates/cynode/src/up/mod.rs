@@ -48,7 +48,13 @@ pub async fn run(globals: &Globals, args: Up) -> Result<ExitCode, Failure> {
         return Ok(ExitCode::SUCCESS);
     }
     predecessors(&state).await?;
-    let result = supervisor::run(stack.roles(globals, &state)?, &stack.endpoints(), &state, !args.background).await;
+    let result = supervisor::run(
+        stack.roles(globals, &state)?,
+        &stack.endpoints(),
+        &state,
+        !args.background,
+    )
+    .await;
     drop(lock);
     result
 }
@@ -69,18 +75,28 @@ pub async fn acquire(state: &StateDir) -> Result<Locked, Failure> {
 /// Roles end with their `up`, however that ends, but not in the same moment: their addresses are theirs until then.
 async fn predecessors(state: &StateDir) -> Result<(), Failure> {
     let deadline = Instant::now() + PREDECESSORS;
-    while (Lock::worker_runs(state)? || Lock::orchestrator_runs(state)?) && Instant::now() < deadline {
+    while (Lock::worker_runs(state)? || Lock::orchestrator_runs(state)?)
+        && Instant::now() < deadline
+    {
         sleep(Duration::from_millis(50)).await;
     }
     Ok(())
 }
 
-fn already_running(globals: &Globals, args: &Up, state: &StateDir, pid: Option<u32>) -> Result<ExitCode, Failure> {
+fn already_running(
+    globals: &Globals,
+    args: &Up,
+    state: &StateDir,
+    pid: Option<u32>,
+) -> Result<ExitCode, Failure> {
     let pid = pid.map_or_else(|| "unknown".to_owned(), |pid| pid.to_string());
     if !args.detach {
-        return Err(
-            Failure::new(USAGE, "already_running", format!("CyNode is already running here, pid {pid}")).remedy("Use it, or stop it with 'cynode down'.")
-        );
+        return Err(Failure::new(
+            USAGE,
+            "already_running",
+            format!("CyNode is already running here, pid {pid}"),
+        )
+        .remedy("Use it, or stop it with 'cynode down'."));
     }
     output::note(&format!("CyNode is already running, pid {pid}"));
     match state.endpoints()? {
@@ -93,7 +109,13 @@ fn already_running(globals: &Globals, args: &Up, state: &StateDir, pid: Option<u
 fn announce(globals: &Globals, endpoints: &Endpoints) -> Result<(), Failure> {
     match globals.output {
         Format::Json => output::json(endpoints)?,
-        Format::Table => output::line(endpoints.api.as_ref().or(endpoints.worker.as_ref()).map_or("", String::as_str))?,
+        Format::Table => output::line(
+            endpoints
+                .api
+                .as_ref()
+                .or(endpoints.worker.as_ref())
+                .map_or("", String::as_str),
+        )?,
     }
     Ok(())
 }

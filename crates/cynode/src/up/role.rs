@@ -30,8 +30,15 @@ pub struct Role {
 #[derive(Debug)]
 pub enum Probe {
     Postgres(postgres::Server),
-    Orchestrator { url: String, authority: Option<PathBuf> },
-    Worker { url: String, authority: Option<PathBuf>, node_of: Option<NodeOf> },
+    Orchestrator {
+        url: String,
+        authority: Option<PathBuf>,
+    },
+    Worker {
+        url: String,
+        authority: Option<PathBuf>,
+        node_of: Option<NodeOf>,
+    },
 }
 
 /// The orchestrator that must have a worker as a node.
@@ -47,8 +54,16 @@ impl Probe {
         match self {
             Self::Postgres(server) if server.is_ready(pid) => Ok(()),
             Self::Postgres(_) => Err("it is starting".to_owned()),
-            Self::Orchestrator { url, authority } => orchestrator(url, trust(authority.as_ref()), state).await.map(drop),
-            Self::Worker { url, authority, node_of } => {
+            Self::Orchestrator { url, authority } => {
+                orchestrator(url, trust(authority.as_ref()), state)
+                    .await
+                    .map(drop)
+            }
+            Self::Worker {
+                url,
+                authority,
+                node_of,
+            } => {
                 worker(url, trust(authority.as_ref()), state).await?;
                 match node_of {
                     Some(node_of) => registered(node_of, trust(authority.as_ref()), state).await,
@@ -60,7 +75,9 @@ impl Probe {
 }
 
 fn trust(authority: Option<&PathBuf>) -> Trust<'_> {
-    authority.map(PathBuf::as_path).map_or(Trust::Environment, Trust::Also)
+    authority
+        .map(PathBuf::as_path)
+        .map_or(Trust::Environment, Trust::Also)
 }
 
 fn token(state: &StateDir, name: &str) -> Result<String, String> {
@@ -75,26 +92,46 @@ fn answer(readiness: Result<Readiness, Error>) -> Result<(), String> {
     match readiness {
         Ok(Readiness::Ready) => Ok(()),
         Ok(Readiness::NotReady(reason)) => Err(reason),
-        Err(error @ Error::Unreachable { .. }) if error.chain().contains("certificate") => Err(error.chain()),
+        Err(error @ Error::Unreachable { .. }) if error.chain().contains("certificate") => {
+            Err(error.chain())
+        }
         Err(Error::Unreachable { .. }) => Err("it does not answer yet".to_owned()),
         Err(error) => Err(error.chain()),
     }
 }
 
 fn refused(error: &Error, url: &str, flag: &str) -> String {
-    if error.status() == Some(401) { format!("another program answers at {url}; give another address with {flag}") } else { error.chain() }
+    if error.status() == Some(401) {
+        format!("another program answers at {url}; give another address with {flag}")
+    } else {
+        error.chain()
+    }
 }
 
-async fn orchestrator(url: &str, trust: Trust<'_>, state: &StateDir) -> Result<Vec<cynode_api::Node>, String> {
-    let client = UserClient::trusting(url, &token(state, "admin.token")?, trust).map_err(|error| error.chain())?;
+async fn orchestrator(
+    url: &str,
+    trust: Trust<'_>,
+    state: &StateDir,
+) -> Result<Vec<cynode_api::Node>, String> {
+    let client = UserClient::trusting(url, &token(state, "admin.token")?, trust)
+        .map_err(|error| error.chain())?;
     answer(client.readyz().await)?;
-    client.nodes().await.map_err(|error| refused(&error, url, "--api-listen"))
+    client
+        .nodes()
+        .await
+        .map_err(|error| refused(&error, url, "--api-listen"))
 }
 
 async fn worker(url: &str, trust: Trust<'_>, state: &StateDir) -> Result<(), String> {
-    let client = WorkerClient::trusting(url, &token(state, "worker.token")?, Surface::Worker, trust).map_err(|error| error.chain())?;
+    let client =
+        WorkerClient::trusting(url, &token(state, "worker.token")?, Surface::Worker, trust)
+            .map_err(|error| error.chain())?;
     answer(client.readyz().await)?;
-    client.list_sessions_page(&SessionFilter::default(), None).await.map(drop).map_err(|error| refused(&error, url, "--worker-listen"))
+    client
+        .list_sessions_page(&SessionFilter::default(), None)
+        .await
+        .map(drop)
+        .map_err(|error| refused(&error, url, "--worker-listen"))
 }
 
 /// Whether the orchestrator has this worker as a node that takes work.
@@ -102,7 +139,10 @@ async fn registered(node_of: &NodeOf, trust: Trust<'_>, state: &StateDir) -> Res
     let nodes = orchestrator(&node_of.orchestrator, trust, state).await?;
     match nodes.iter().find(|node| node.api_url == node_of.api_url) {
         Some(node) if node.state == NodeState::Ready => Ok(()),
-        Some(node) => Err(node.reason.clone().unwrap_or_else(|| "the orchestrator does not take it for ready".to_owned())),
+        Some(node) => Err(node
+            .reason
+            .clone()
+            .unwrap_or_else(|| "the orchestrator does not take it for ready".to_owned())),
         None => Err("it has not registered with the orchestrator yet".to_owned()),
     }
 }

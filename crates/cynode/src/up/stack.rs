@@ -31,23 +31,39 @@ pub struct Stack {
 
 impl Stack {
     /// All of the configuration is read here, before anything starts.
-    pub fn plan(globals: &Globals, mut settings: Settings, worker_only: bool) -> Result<Self, Failure> {
+    pub fn plan(
+        globals: &Globals,
+        mut settings: Settings,
+        worker_only: bool,
+    ) -> Result<Self, Failure> {
         let mut fixed = Vec::new();
         let listen = roles::worker_config(globals, &settings)?.listen;
         fix(&mut settings.worker_listen, listen, &mut fixed)?;
         let worker = roles::worker_config(globals, &settings)?;
         if worker_only {
-            return Ok(Self { settings, worker, orchestrator: None });
+            return Ok(Self {
+                settings,
+                worker,
+                orchestrator: None,
+            });
         }
         let config = roles::orchestrator_config(globals, &settings)?;
         fix(&mut settings.api_listen, config.listen, &mut fixed)?;
-        fix(&mut settings.control_listen, config.control_listen, &mut fixed)?;
+        fix(
+            &mut settings.control_listen,
+            config.control_listen,
+            &mut fixed,
+        )?;
         let orchestrator = roles::orchestrator_config(globals, &settings)?;
         let state = StateDir::new(globals)?;
         if orchestrator.database_url.is_none() {
             postgres::Programs::find(&postgres::Server::of(&state))?;
         }
-        Ok(Self { settings, worker, orchestrator: Some(orchestrator) })
+        Ok(Self {
+            settings,
+            worker,
+            orchestrator: Some(orchestrator),
+        })
     }
 
     pub fn endpoints(&self) -> Endpoints {
@@ -65,13 +81,20 @@ impl Stack {
 
     /// Who signed the certificates of this machine's roles.
     fn authority(&self) -> Option<PathBuf> {
-        let known = self.orchestrator.as_ref().and_then(|config| config.tls.ca.as_ref()).or(self.worker.tls.ca.as_ref());
+        let known = self
+            .orchestrator
+            .as_ref()
+            .and_then(|config| config.tls.ca.as_ref())
+            .or(self.worker.tls.ca.as_ref());
         known.and_then(|path| std::path::absolute(path).ok())
     }
 
     /// Where orchestrators reach this machine's worker.
     fn worker_address(&self) -> String {
-        self.worker.api_url.clone().unwrap_or_else(|| roles::worker_url(&self.worker))
+        self.worker
+            .api_url
+            .clone()
+            .unwrap_or_else(|| roles::worker_url(&self.worker))
     }
 
     pub fn roles(&self, globals: &Globals, state: &StateDir) -> Result<Vec<Role>, Failure> {
@@ -80,7 +103,15 @@ impl Stack {
         let role = |name: &'static str, arguments: Vec<OsString>, place: String, probe| Role {
             name,
             program: program.clone(),
-            arguments: [vec![name.into(), "--parent".into(), std::process::id().to_string().into()], arguments].concat(),
+            arguments: [
+                vec![
+                    name.into(),
+                    "--parent".into(),
+                    std::process::id().to_string().into(),
+                ],
+                arguments,
+            ]
+            .concat(),
             place,
             probe,
             stop: Signal::TERM,
@@ -94,11 +125,21 @@ impl Stack {
             if config.database_url.is_none() {
                 let server = postgres::Server::of(state);
                 server.secure_sockets()?;
-                settings.set.push(("orchestrator.database_url".to_owned(), server.url()));
+                settings
+                    .set
+                    .push(("orchestrator.database_url".to_owned(), server.url()));
                 let place = server.socket_directory().display().to_string();
-                let postgres = role("postgres", state_arguments(state), place, Probe::Postgres(server));
+                let postgres = role(
+                    "postgres",
+                    state_arguments(state),
+                    place,
+                    Probe::Postgres(server),
+                );
                 // Its fast shutdown.
-                roles.push(Role { stop: Signal::INT, ..postgres });
+                roles.push(Role {
+                    stop: Signal::INT,
+                    ..postgres
+                });
                 needs = Some("postgres");
             }
             let key = match &config.registration_key_file {
@@ -107,23 +148,57 @@ impl Stack {
             };
             // Before either of the two that read it starts.
             cynode_service::files::read_or_create_token(&key)?;
-            settings.set.push(("orchestrator.registration_key_file".to_owned(), key.display().to_string()));
+            settings.set.push((
+                "orchestrator.registration_key_file".to_owned(),
+                key.display().to_string(),
+            ));
             let url = roles::api_url(config);
-            let probe = Probe::Orchestrator { url: url.clone(), authority: self.authority() };
-            let orchestrator = role("orchestrator", arguments(globals, state, &settings, Section::Orchestrator)?, url, probe);
-            roles.push(Role { needs, takes_database: true, ..orchestrator });
+            let probe = Probe::Orchestrator {
+                url: url.clone(),
+                authority: self.authority(),
+            };
+            let orchestrator = role(
+                "orchestrator",
+                arguments(globals, state, &settings, Section::Orchestrator)?,
+                url,
+                probe,
+            );
+            roles.push(Role {
+                needs,
+                takes_database: true,
+                ..orchestrator
+            });
             settings.set.extend(self.registration(config, &key));
         }
         let url = roles::worker_url(&self.worker);
-        let node_of = self.orchestrator.as_ref().map(|config| NodeOf { orchestrator: roles::api_url(config), api_url: self.worker_address() });
-        let probe = Probe::Worker { url: url.clone(), authority: self.authority(), node_of };
-        let worker = role("worker", arguments(globals, state, &settings, Section::Worker)?, url, probe);
-        roles.push(Role { ends_all: true, ..worker });
+        let node_of = self.orchestrator.as_ref().map(|config| NodeOf {
+            orchestrator: roles::api_url(config),
+            api_url: self.worker_address(),
+        });
+        let probe = Probe::Worker {
+            url: url.clone(),
+            authority: self.authority(),
+            node_of,
+        };
+        let worker = role(
+            "worker",
+            arguments(globals, state, &settings, Section::Worker)?,
+            url,
+            probe,
+        );
+        roles.push(Role {
+            ends_all: true,
+            ..worker
+        });
         Ok(roles)
     }
 
     /// What makes the worker a node of the orchestrator beside it.
-    fn registration(&self, config: &cynode_orchestrator::Config, key: &Path) -> Vec<(String, String)> {
+    fn registration(
+        &self,
+        config: &cynode_orchestrator::Config,
+        key: &Path,
+    ) -> Vec<(String, String)> {
         [
             ("worker.orchestrator_url", roles::control_url(config)),
             ("worker.registration_key_file", key.display().to_string()),
@@ -135,7 +210,11 @@ impl Stack {
 }
 
 /// Port 0 means any free one. It is chosen here, once. The sockets are held meanwhile, so that no two get the same.
-fn fix(flag: &mut Option<String>, configured: SocketAddr, held: &mut Vec<TcpListener>) -> Result<(), Failure> {
+fn fix(
+    flag: &mut Option<String>,
+    configured: SocketAddr,
+    held: &mut Vec<TcpListener>,
+) -> Result<(), Failure> {
     if configured.port() == 0 {
         let listener = TcpListener::bind(configured)?;
         *flag = Some(listener.local_addr()?.to_string());
@@ -149,13 +228,21 @@ fn state_arguments(state: &StateDir) -> Vec<OsString> {
 }
 
 /// The flags that give a child the same view of the world.
-pub fn arguments(globals: &Globals, state: &StateDir, settings: &Settings, section: Section) -> Result<Vec<OsString>, Failure> {
+pub fn arguments(
+    globals: &Globals,
+    state: &StateDir,
+    settings: &Settings,
+    section: Section,
+) -> Result<Vec<OsString>, Failure> {
     let mut arguments = state_arguments(state);
     if let Some(config) = &globals.config {
         arguments.extend(["--config".into(), std::path::absolute(config)?.into()]);
     }
     for (key, value) in settings.overrides(section) {
-        arguments.extend(["--set".into(), format!("{}.{key}={value}", section.name()).into()]);
+        arguments.extend([
+            "--set".into(),
+            format!("{}.{key}={value}", section.name()).into(),
+        ]);
     }
     Ok(arguments)
 }

@@ -37,16 +37,29 @@ struct Team {
 }
 
 /// Ends when a signal asks for it, when a role whose end is the end of all ends cleanly, or when one never becomes ready.
-pub async fn run(roles: Vec<Role>, endpoints: &Endpoints, state: &StateDir, to_stderr: bool) -> Result<ExitCode, Failure> {
+pub async fn run(
+    roles: Vec<Role>,
+    endpoints: &Endpoints,
+    state: &StateDir,
+    to_stderr: bool,
+) -> Result<ExitCode, Failure> {
     let mut stop = Stop::new()?;
-    let mut team = Team { roles: Vec::new(), stops: Vec::new(), ready: Vec::new(), tasks: JoinSet::new() };
+    let mut team = Team {
+        roles: Vec::new(),
+        stops: Vec::new(),
+        ready: Vec::new(),
+        tasks: JoinSet::new(),
+    };
     let deadline = Instant::now() + STARTUP;
     for role in roles {
         let role = Arc::new(role);
         let log = state.log(&format!("{}.log", role.name));
         let (stop_sender, stop) = watch::channel(Stopping::No);
         let (ready_sender, ready) = watch::channel(false);
-        let needs = role.needs.and_then(|name| team.position(name)).map(|index| team.ready[index].clone());
+        let needs = role
+            .needs
+            .and_then(|name| team.position(name))
+            .map(|index| team.ready[index].clone());
         let keeper = Keeper {
             role: Arc::clone(&role),
             state: state.clone(),
@@ -59,7 +72,8 @@ pub async fn run(roles: Vec<Role>, endpoints: &Endpoints, state: &StateDir, to_s
             to_stderr,
         };
         let index = team.roles.len();
-        team.tasks.spawn(async move { (index, keeper.keep().await) });
+        team.tasks
+            .spawn(async move { (index, keeper.keep().await) });
         team.roles.push(role);
         team.stops.push(stop_sender);
         team.ready.push(ready);
@@ -76,7 +90,12 @@ impl Team {
         self.roles.iter().position(|role| role.name == name)
     }
 
-    async fn watch(&mut self, stop: &mut Stop, endpoints: &Endpoints, state: &StateDir) -> Result<ExitCode, Failure> {
+    async fn watch(
+        &mut self,
+        stop: &mut Stop,
+        endpoints: &Endpoints,
+        state: &StateDir,
+    ) -> Result<ExitCode, Failure> {
         let mut all_ready = false;
         let everybody = self.ready.clone();
         let mut becoming = std::pin::pin!(everyone(everybody));
@@ -112,12 +131,17 @@ impl Team {
     /// Those that others need come last.
     async fn drain(&mut self, stop: &mut Stop) {
         for is_needed in [false, true] {
-            let these: Vec<usize> = (0..self.roles.len()).filter(|index| self.is_needed(*index) == is_needed).collect();
+            let these: Vec<usize> = (0..self.roles.len())
+                .filter(|index| self.is_needed(*index) == is_needed)
+                .collect();
             for index in &these {
                 self.stops[*index].send_replace(Stopping::InOrder);
             }
             // A task's end closes its side of the channel.
-            while these.iter().any(|index| self.stops[*index].receiver_count() > 0) {
+            while these
+                .iter()
+                .any(|index| self.stops[*index].receiver_count() > 0)
+            {
                 tokio::select! {
                     ended = self.tasks.join_next() => if ended.is_none() { break },
                     () = stop.asked() => {
@@ -131,7 +155,9 @@ impl Team {
     }
 
     fn is_needed(&self, index: usize) -> bool {
-        self.roles.iter().any(|role| role.needs == Some(self.roles[index].name))
+        self.roles
+            .iter()
+            .any(|role| role.needs == Some(self.roles[index].name))
     }
 }
 
@@ -153,7 +179,11 @@ struct Stop {
 
 impl Stop {
     fn new() -> std::io::Result<Self> {
-        Ok(Self { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())?, hangup: signal(SignalKind::hangup())? })
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hangup: signal(SignalKind::hangup())?,
+        })
     }
 
     async fn asked(&mut self) {

@@ -19,7 +19,10 @@ use sha2::{Digest as _, Sha256};
 use super::{Shared, run::absolute, sessions::Answer};
 
 pub(super) fn routes() -> Router<Arc<Shared>> {
-    Router::new().route("/v1/worker/sessions/{id}/files", get(read).head(read).put(write).delete(delete))
+    Router::new().route(
+        "/v1/worker/sessions/{id}/files",
+        get(read).head(read).put(write).delete(delete),
+    )
 }
 
 #[derive(Debug, Deserialize)]
@@ -40,18 +43,35 @@ fn etag(sha256: &str) -> String {
 
 /// Whether something lies below a path, which then is a directory.
 fn is_directory(files: &BTreeMap<String, (Vec<u8>, u32)>, path: &str) -> bool {
-    files.keys().any(|file| file.strip_prefix(path).is_some_and(|rest| rest.starts_with('/')))
+    files.keys().any(|file| {
+        file.strip_prefix(path)
+            .is_some_and(|rest| rest.starts_with('/'))
+    })
 }
 
-async fn read(State(shared): State<Arc<Shared>>, Path(text): Path<String>, QueryParams(query): QueryParams<FileQuery>) -> Answer<Response> {
+async fn read(
+    State(shared): State<Arc<Shared>>,
+    Path(text): Path<String>,
+    QueryParams(query): QueryParams<FileQuery>,
+) -> Answer<Response> {
     let (_, files) = shared.state().live(&text)?;
     let (path, files) = (absolute(&query.path), files.lock().expect("not poisoned"));
     if is_directory(&files, &path) {
-        return Err(ApiError::new(ErrorCode::NotAFile, format!("{path} is a directory")));
+        return Err(ApiError::new(
+            ErrorCode::NotAFile,
+            format!("{path} is a directory"),
+        ));
     }
-    let (bytes, mode) = files.get(&path).ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("{path} is not there")))?;
+    let (bytes, mode) = files
+        .get(&path)
+        .ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("{path} is not there")))?;
     let sha256 = sha256(bytes);
-    let headers = [("etag", etag(&sha256)), ("x-content-sha256", sha256), ("x-mode", format!("{mode:04o}")), ("x-type", "file".to_owned())];
+    let headers = [
+        ("etag", etag(&sha256)),
+        ("x-content-sha256", sha256),
+        ("x-mode", format!("{mode:04o}")),
+        ("x-type", "file".to_owned()),
+    ];
     Ok((headers, bytes.clone()).into_response())
 }
 
@@ -66,34 +86,72 @@ async fn write(
     let (path, mut files) = (absolute(&query.path), files.lock().expect("not poisoned"));
     let known = files.get(&path).map(|(bytes, mode)| (sha256(bytes), *mode));
     let header = |name: &str| headers.get(name).and_then(|value| value.to_str().ok());
-    let expected = header("if-match").is_none_or(|tag| known.as_ref().is_some_and(|(known, _)| etag(known) == tag));
+    let expected = header("if-match")
+        .is_none_or(|tag| known.as_ref().is_some_and(|(known, _)| etag(known) == tag));
     if !expected || (header("if-none-match").is_some() && known.is_some()) {
-        return Err(ApiError::new(ErrorCode::PreconditionFailed, format!("{path} is not what was expected")));
+        return Err(ApiError::new(
+            ErrorCode::PreconditionFailed,
+            format!("{path} is not what was expected"),
+        ));
     }
     let (sha256_before, old_mode) = known.unzip();
-    let mode = header("x-mode").and_then(|mode| u32::from_str_radix(mode, 8).ok()).or(old_mode).unwrap_or(0o644);
-    let (status, sha256) = (if old_mode.is_some() { StatusCode::OK } else { StatusCode::CREATED }, sha256(&body));
+    let mode = header("x-mode")
+        .and_then(|mode| u32::from_str_radix(mode, 8).ok())
+        .or(old_mode)
+        .unwrap_or(0o644);
+    let (status, sha256) = (
+        if old_mode.is_some() {
+            StatusCode::OK
+        } else {
+            StatusCode::CREATED
+        },
+        sha256(&body),
+    );
     let size = body.len() as u64;
     files.insert(path, (body.to_vec(), mode));
-    let change = FileChange::new(query.path.as_bytes()).before(sha256_before.clone()).after(Some(sha256.clone()));
+    let change = FileChange::new(query.path.as_bytes())
+        .before(sha256_before.clone())
+        .after(Some(sha256.clone()));
     let tag = etag(&sha256);
-    let written = FileWritten { sha256, size, mode: format!("{mode:04o}"), created: old_mode.is_none(), sha256_before, flags: Flags::default() };
-    Ok(told(&FileChanges::from_iter([change]), (status, [("etag", tag)], Json(written))))
+    let written = FileWritten {
+        sha256,
+        size,
+        mode: format!("{mode:04o}"),
+        created: old_mode.is_none(),
+        sha256_before,
+        flags: Flags::default(),
+    };
+    Ok(told(
+        &FileChanges::from_iter([change]),
+        (status, [("etag", tag)], Json(written)),
+    ))
 }
 
-async fn delete(State(shared): State<Arc<Shared>>, Path(text): Path<String>, QueryParams(query): QueryParams<FileQuery>) -> Answer<Response> {
+async fn delete(
+    State(shared): State<Arc<Shared>>,
+    Path(text): Path<String>,
+    QueryParams(query): QueryParams<FileQuery>,
+) -> Answer<Response> {
     let (_, files) = shared.state().live(&text)?;
     let (path, mut files) = (absolute(&query.path), files.lock().expect("not poisoned"));
     let (below, change) = (format!("{path}/"), FileChange::new(query.path.as_bytes()));
     let change = if is_directory(&files, &path) {
         if !query.recursive {
-            return Err(ApiError::new(ErrorCode::NotEmpty, format!("{path} is not empty")));
+            return Err(ApiError::new(
+                ErrorCode::NotEmpty,
+                format!("{path} is not empty"),
+            ));
         }
         files.retain(|file, _| !file.starts_with(&below));
         change.of_kind(FileType::Dir)
     } else {
-        let (bytes, _) = files.remove(&path).ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("{path} is not there")))?;
+        let (bytes, _) = files
+            .remove(&path)
+            .ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("{path} is not there")))?;
         change.before(Some(sha256(&bytes)))
     };
-    Ok(told(&FileChanges::from_iter([change]), StatusCode::NO_CONTENT))
+    Ok(told(
+        &FileChanges::from_iter([change]),
+        StatusCode::NO_CONTENT,
+    ))
 }

@@ -9,7 +9,8 @@ use axum::{
     routing::{get, post},
 };
 use cynode_api::{
-    ErrorCode, Job, JobAck, JobError, JobId, JobOutput, JobRun, JobState, JobStop, OutputPage, Page, SignalName, TaskId,
+    ErrorCode, Job, JobAck, JobError, JobId, JobOutput, JobRun, JobState, JobStop, OutputPage,
+    Page, SignalName, TaskId,
     job_limits::{DEFAULT_TIMEOUT_SECONDS, OBJECT_BYTES},
 };
 use cynode_service::{ApiError, JsonBody, QueryParams};
@@ -41,7 +42,11 @@ fn no_job(id: JobId) -> ApiError {
 
 impl Shared {
     fn job(&self, id: JobId) -> Answer<Job> {
-        self.state().jobs.get(&id).map(|entry| entry.job.clone()).ok_or_else(|| no_job(id))
+        self.state()
+            .jobs
+            .get(&id)
+            .map(|entry| entry.job.clone())
+            .ok_or_else(|| no_job(id))
     }
 
     fn change_job(&self, id: JobId, change: impl FnOnce(&mut JobEntry)) {
@@ -90,8 +95,18 @@ impl Shared {
     fn bar(&self, request: &JobStop) {
         self.state().jobs.entry(request.job_id).or_insert_with(|| {
             let nothing = JobRun::command(request.task_id, request.job_id, "", [""; 0]);
-            let job = Job { state: JobState::Canceled, ended_at: Some(OffsetDateTime::now_utc()), acknowledged: true, ..self.new_job(&nothing) };
-            JobEntry { request: None, job, run: None, stopped: true }
+            let job = Job {
+                state: JobState::Canceled,
+                ended_at: Some(OffsetDateTime::now_utc()),
+                acknowledged: true,
+                ..self.new_job(&nothing)
+            };
+            JobEntry {
+                request: None,
+                job,
+                run: None,
+                stopped: true,
+            }
         });
     }
 
@@ -101,15 +116,41 @@ impl Shared {
         let mut state = self.state();
         if let Some(known) = state.jobs.get(&id) {
             let same = match &known.request {
-                Some(known) => JobRun { version: None, ..known.clone() } == JobRun { version: None, ..request },
+                Some(known) => {
+                    JobRun {
+                        version: None,
+                        ..known.clone()
+                    } == JobRun {
+                        version: None,
+                        ..request
+                    }
+                }
                 None => known.job.task_id == request.task_id,
             };
-            return if same { Ok(id) } else { Err(ApiError::new(ErrorCode::JobIdInUse, format!("job {id} was made by another request"))) };
+            return if same {
+                Ok(id)
+            } else {
+                Err(ApiError::new(
+                    ErrorCode::JobIdInUse,
+                    format!("job {id} was made by another request"),
+                ))
+            };
         }
         let image = self.image(&request.sandbox.image_ref);
-        let job = Job { image_digest: image.as_ref().ok().map(|image| image.digest.clone()), ..self.new_job(&request) };
+        let job = Job {
+            image_digest: image.as_ref().ok().map(|image| image.digest.clone()),
+            ..self.new_job(&request)
+        };
         let (missing, shared) = (image.err(), Arc::clone(self));
-        state.jobs.insert(id, JobEntry { request: Some(request.clone()), job, run: None, stopped: false });
+        state.jobs.insert(
+            id,
+            JobEntry {
+                request: Some(request.clone()),
+                job,
+                run: None,
+                stopped: false,
+            },
+        );
         drop(state);
         match missing {
             // A job's own failure, as everything that is wrong with what it wants to run.
@@ -120,23 +161,51 @@ impl Shared {
     }
 
     fn fail(&self, id: JobId, error: &ApiError) {
-        let errno = error.0.extensions.get("errno").and_then(|errno| errno.as_str());
-        let detail = errno.map_or_else(|| error.0.detail.clone(), |errno| format!("{errno}: {}", error.0.detail));
+        let errno = error
+            .0
+            .extensions
+            .get("errno")
+            .and_then(|errno| errno.as_str());
+        let detail = errno.map_or_else(
+            || error.0.detail.clone(),
+            |errno| format!("{errno}: {}", error.0.detail),
+        );
         self.change_job(id, |entry| {
-            entry.job.state = if entry.stopped { JobState::Canceled } else { JobState::Failed };
-            entry.job.error = (!entry.stopped).then(|| JobError { code: error.0.code.clone(), detail });
+            entry.job.state = if entry.stopped {
+                JobState::Canceled
+            } else {
+                JobState::Failed
+            };
+            entry.job.error = (!entry.stopped).then(|| JobError {
+                code: error.0.code.clone(),
+                detail,
+            });
             entry.job.ended_at = Some(OffsetDateTime::now_utc());
         });
     }
 
     async fn drive(&self, id: JobId, request: JobRun) {
-        let limit = Duration::from_secs(request.sandbox.timeout_seconds.unwrap_or(DEFAULT_TIMEOUT_SECONDS));
+        let limit = Duration::from_secs(
+            request
+                .sandbox
+                .timeout_seconds
+                .unwrap_or(DEFAULT_TIMEOUT_SECONDS),
+        );
         let exec_id = cynode_api::ExecId::from_uuid(*id.as_uuid());
         let stopped = self.state().jobs.get(&id).is_none_or(|entry| entry.stopped);
         let started = if stopped {
-            Err(ApiError::new(ErrorCode::ExecEnded, "it was stopped before it started"))
+            Err(ApiError::new(
+                ErrorCode::ExecEnded,
+                "it was stopped before it started",
+            ))
         } else {
-            Run::start(exec_id, &request.sandbox.command, super::Files::default(), Some(limit), self.awake.subscribe())
+            Run::start(
+                exec_id,
+                &request.sandbox.command,
+                super::Files::default(),
+                Some(limit),
+                self.awake.subscribe(),
+            )
         };
         let run = match started {
             Ok(run) => run,
@@ -144,7 +213,11 @@ impl Shared {
         };
         self.started.lock().expect("not poisoned").push(id);
         self.change_job(id, |entry| {
-            (entry.job.state, entry.job.started_at, entry.run) = (JobState::InProgress, Some(run.started_at), Some(Arc::clone(&run)));
+            (entry.job.state, entry.job.started_at, entry.run) = (
+                JobState::InProgress,
+                Some(run.started_at),
+                Some(Arc::clone(&run)),
+            );
             if entry.stopped {
                 run.kill(SignalName::TERM);
             }
@@ -158,35 +231,64 @@ impl Shared {
                 exit if exit.exit_code == Some(0) => JobState::Completed,
                 _ => JobState::Failed,
             };
-            (job.exit_code, job.signal, job.ended_at) = (result.exit.exit_code, result.exit.signal, Some(OffsetDateTime::now_utc()));
-            job.output = JobOutput { stdout: result.stdout, stderr: result.stderr, encoding: result.encoding, truncated: result.truncated, truncated_by: None };
+            (job.exit_code, job.signal, job.ended_at) = (
+                result.exit.exit_code,
+                result.exit.signal,
+                Some(OffsetDateTime::now_utc()),
+            );
+            job.output = JobOutput {
+                stdout: result.stdout,
+                stderr: result.stderr,
+                encoding: result.encoding,
+                truncated: result.truncated,
+                truncated_by: None,
+            };
         });
     }
 }
 
-async fn run(State(shared): State<Arc<Shared>>, headers: HeaderMap, JsonBody(request): JsonBody<JobRun>) -> Answer<Response> {
+async fn run(
+    State(shared): State<Arc<Shared>>,
+    headers: HeaderMap,
+    JsonBody(request): JsonBody<JobRun>,
+) -> Answer<Response> {
     check_version(request.version)?;
     if request.sandbox.command.is_empty() {
         return Err(ApiError::invalid("sandbox.command: must name a program"));
     }
     check_limits(request.sandbox.limits)?;
     let id = shared.admit(request)?;
-    if headers.get("prefer").is_none_or(|value| value != "respond-async") {
+    if headers
+        .get("prefer")
+        .is_none_or(|value| value != "respond-async")
+    {
         return Ok(Json(shared.ended(id).await?).into_response());
     }
     let job = shared.job(id)?;
-    let status = if job.state.is_final() { StatusCode::OK } else { StatusCode::ACCEPTED };
+    let status = if job.state.is_final() {
+        StatusCode::OK
+    } else {
+        StatusCode::ACCEPTED
+    };
     Ok((status, [("preference-applied", "respond-async")], Json(job)).into_response())
 }
 
-async fn stop(State(shared): State<Arc<Shared>>, JsonBody(request): JsonBody<JobStop>) -> Answer<Json<Job>> {
+async fn stop(
+    State(shared): State<Arc<Shared>>,
+    JsonBody(request): JsonBody<JobStop>,
+) -> Answer<Json<Job>> {
     check_version(request.version)?;
     let id = request.job_id;
     shared.bar(&request);
     if shared.job(id)?.task_id != request.task_id {
         return Err(no_job(id));
     }
-    if let Some(entry) = shared.state().jobs.get_mut(&id).filter(|entry| !entry.job.state.is_final()) {
+    if let Some(entry) = shared
+        .state()
+        .jobs
+        .get_mut(&id)
+        .filter(|entry| !entry.job.state.is_final())
+    {
         entry.stopped = true;
         if let Some(run) = &entry.run {
             run.kill(SignalName::TERM);
@@ -204,15 +306,33 @@ struct ListQuery {
     cursor: Option<JobId>,
 }
 
-async fn list(State(shared): State<Arc<Shared>>, QueryParams(query): QueryParams<ListQuery>) -> Answer<Json<Page<Job>>> {
-    let jobs: Vec<Job> = shared.state().jobs.values().map(|entry| entry.job.clone()).collect();
+async fn list(
+    State(shared): State<Arc<Shared>>,
+    QueryParams(query): QueryParams<ListQuery>,
+) -> Answer<Json<Page<Job>>> {
+    let jobs: Vec<Job> = shared
+        .state()
+        .jobs
+        .values()
+        .map(|entry| entry.job.clone())
+        .collect();
     let fits = |job: &Job| {
-        let is_wanted = query.state.is_none_or(|state| job.state == state) && query.task_id.is_none_or(|task| job.task_id == task);
+        let is_wanted = query.state.is_none_or(|state| job.state == state)
+            && query.task_id.is_none_or(|task| job.task_id == task);
         is_wanted && !job.acknowledged && query.cursor.is_none_or(|cursor| job.job_id > cursor)
     };
-    let bare = |job: Job| Job { output: JobOutput { stdout: String::new(), stderr: String::new(), ..job.output }, ..job };
+    let bare = |job: Job| Job {
+        output: JobOutput {
+            stdout: String::new(),
+            stderr: String::new(),
+            ..job.output
+        },
+        ..job
+    };
     let items = jobs.into_iter().filter(fits).map(bare).collect();
-    Ok(Json(page(items, query.limit, |job| job.job_id.to_string())?))
+    Ok(Json(page(items, query.limit, |job| {
+        job.job_id.to_string()
+    })?))
 }
 
 async fn show(State(shared): State<Arc<Shared>>, Path(text): Path<String>) -> Answer<Json<Job>> {
@@ -228,27 +348,50 @@ async fn output(
     let id = id(&text, ErrorCode::JobNotFound)?;
     let mut changes = shared.changed.subscribe();
     let begun = async {
-        while !shared.state().jobs.get(&id).is_none_or(|entry| entry.run.is_some() || entry.job.state.is_final()) {
+        while !shared
+            .state()
+            .jobs
+            .get(&id)
+            .is_none_or(|entry| entry.run.is_some() || entry.job.state.is_final())
+        {
             drop(changes.changed().await);
         }
     };
     drop(tokio::time::timeout(query.wait(), begun).await);
     if shared.job(id)?.acknowledged {
-        return Err(ApiError::new(ErrorCode::OutputExpired, format!("job {id} was acknowledged, and its output dropped")));
+        return Err(ApiError::new(
+            ErrorCode::OutputExpired,
+            format!("job {id} was acknowledged, and its output dropped"),
+        ));
     }
-    let (run, is_final) = shared.state().jobs.get(&id).map_or((None, false), |entry| (entry.run.clone(), entry.job.state.is_final()));
+    let (run, is_final) = shared.state().jobs.get(&id).map_or((None, false), |entry| {
+        (entry.run.clone(), entry.job.state.is_final())
+    });
     match run {
         Some(run) => query.answer(run, &headers).await,
-        None => Ok(Json(OutputPage { chunks: Vec::new(), next_seq: 0, lost_before_seq: None, exit: is_final.then(never_ran) }).into_response()),
+        None => Ok(Json(OutputPage {
+            chunks: Vec::new(),
+            next_seq: 0,
+            lost_before_seq: None,
+            exit: is_final.then(never_ran),
+        })
+        .into_response()),
     }
 }
 
-async fn acknowledge(State(shared): State<Arc<Shared>>, Path(text): Path<String>, JsonBody(request): JsonBody<JobAck>) -> Answer<StatusCode> {
+async fn acknowledge(
+    State(shared): State<Arc<Shared>>,
+    Path(text): Path<String>,
+    JsonBody(request): JsonBody<JobAck>,
+) -> Answer<StatusCode> {
     check_version(request.version)?;
     let id = id(&text, ErrorCode::JobNotFound)?;
     let job = shared.job(id)?;
     if !job.state.is_final() {
-        return Err(ApiError::new(ErrorCode::JobNotEnded, format!("job {id} is {}", job.state)));
+        return Err(ApiError::new(
+            ErrorCode::JobNotEnded,
+            format!("job {id} is {}", job.state),
+        ));
     }
     if let Some(entry) = shared.state().jobs.get_mut(&id) {
         entry.run = None;

@@ -24,8 +24,9 @@ use axum::{
     routing::{get, post},
 };
 use cynode_api::{
-    API_VERSION, Call, Capability, ErrorCode, ExecRequest, JobId, JobRun, LABEL_AGENT_COMPATIBLE, LargestLimits, LimitsRequest, LocalImage, NodeConfig, NodeId,
-    Session, SessionCreate, SessionId, TaskId, WorkspaceId,
+    API_VERSION, Call, Capability, ErrorCode, ExecRequest, JobId, JobRun, LABEL_AGENT_COMPATIBLE,
+    LargestLimits, LimitsRequest, LocalImage, NodeConfig, NodeId, Session, SessionCreate,
+    SessionId, TaskId, WorkspaceId,
 };
 use cynode_client::WorkerClient;
 use cynode_service::{
@@ -159,10 +160,17 @@ impl SimulatedWorker {
             remembered: Mutex::default(),
             started: Mutex::default(),
             registration: Mutex::default(),
-            config: Mutex::new(NodeConfig { heartbeat_seconds: 1, ..NodeConfig::default() }),
+            config: Mutex::new(NodeConfig {
+                heartbeat_seconds: 1,
+                ..NodeConfig::default()
+            }),
         });
         let serving = tokio::spawn(serve(listener, Arc::clone(&shared)));
-        Ok(Self { shared, news: Mutex::new(Some(heard)), tasks: Mutex::new(vec![serving]) })
+        Ok(Self {
+            shared,
+            news: Mutex::new(Some(heard)),
+            tasks: Mutex::new(vec![serving]),
+        })
     }
 
     #[must_use]
@@ -182,7 +190,13 @@ impl SimulatedWorker {
 
     /// What becomes of the next calls, so many, whose method and path hold this text. What was planned first goes first.
     pub fn plan(&self, call: &str, times: usize, fault: Fault) {
-        self.shared.faults.send_modify(|planned| planned.push(Planned { call: call.to_owned(), times, fault }));
+        self.shared.faults.send_modify(|planned| {
+            planned.push(Planned {
+                call: call.to_owned(),
+                times,
+                fault,
+            })
+        });
     }
 
     /// No fault any more; calls that hang break.
@@ -202,13 +216,21 @@ impl SimulatedWorker {
 
     /// From now on no `sleep` of so many seconds lasts.
     pub fn wake(&self, seconds: u32) {
-        self.shared.awake.send_modify(|awake| awake.extend([seconds.to_string()]));
+        self.shared
+            .awake
+            .send_modify(|awake| awake.extend([seconds.to_string()]));
     }
 
     /// As after the loss of its disk.
     pub fn forget(&self) {
         let state = std::mem::take(&mut *self.shared.state());
-        let runs = state.jobs.into_values().filter_map(|job| job.run).chain(state.sessions.into_values().flat_map(|entry| entry.execs).map(|(_, run)| run));
+        let runs = state.jobs.into_values().filter_map(|job| job.run).chain(
+            state
+                .sessions
+                .into_values()
+                .flat_map(|entry| entry.execs)
+                .map(|(_, run)| run),
+        );
         for run in runs {
             run.kill(cynode_api::SignalName::KILL);
         }
@@ -228,13 +250,24 @@ impl SimulatedWorker {
     /// How often a job's command was started.
     #[must_use]
     pub fn starts(&self, id: JobId) -> usize {
-        self.shared.started.lock().expect("not poisoned").iter().filter(|started| **started == id).count()
+        self.shared
+            .started
+            .lock()
+            .expect("not poisoned")
+            .iter()
+            .filter(|started| **started == id)
+            .count()
     }
 
     /// Every session that it ever had, with those that ended.
     #[must_use]
     pub fn sessions(&self) -> Vec<Session> {
-        self.shared.state().sessions.values().map(SessionEntry::object).collect()
+        self.shared
+            .state()
+            .sessions
+            .values()
+            .map(SessionEntry::object)
+            .collect()
     }
 
     /// Its own token at the control plane, and the one that orchestrators show it.
@@ -260,7 +293,11 @@ impl Drop for SimulatedWorker {
 }
 
 /// What it gives one sandbox at most: a machine with 8 GiB, of which one is reserved.
-pub const LARGEST: LargestLimits = LargestLimits { memory_bytes: 7 << 30, cpus: 2.0, pids: 4_096 };
+pub const LARGEST: LargestLimits = LargestLimits {
+    memory_bytes: 7 << 30,
+    cpus: 2.0,
+    pids: 4_096,
+};
 /// Two hundred default sandboxes.
 pub const PROMISED_MEMORY_BYTES: u64 = 200 * (2 << 30);
 
@@ -269,17 +306,28 @@ fn check_limits(asked: Option<LimitsRequest>) -> Result<(), ApiError> {
     let asked = asked.unwrap_or_default();
     cynode_service::checks::check_limits(&asked)?;
     match LARGEST.excess_of(asked) {
-        Some(excess) => {
-            Err(ApiError::new(ErrorCode::LimitUnenforceable, format!("limits.{}: this node gives a sandbox at most {}", excess.limit, excess.most)))
-        }
+        Some(excess) => Err(ApiError::new(
+            ErrorCode::LimitUnenforceable,
+            format!(
+                "limits.{}: this node gives a sandbox at most {}",
+                excess.limit, excess.most
+            ),
+        )),
         None => Ok(()),
     }
 }
 
 fn image(name: &str) -> LocalImage {
     let marked = !name.contains("unlabelled");
-    let labels = marked.then(|| (LABEL_AGENT_COMPATIBLE.to_owned(), "true".to_owned())).into_iter().collect();
-    LocalImage { reference: name.to_owned(), digest: format!("sha256:{}", crate::hex(&Sha256::digest(name))), labels }
+    let labels = marked
+        .then(|| (LABEL_AGENT_COMPATIBLE.to_owned(), "true".to_owned()))
+        .into_iter()
+        .collect();
+    LocalImage {
+        reference: name.to_owned(),
+        digest: format!("sha256:{}", crate::hex(&Sha256::digest(name))),
+        labels,
+    }
 }
 
 impl Shared {
@@ -303,10 +351,24 @@ impl Shared {
     }
 
     fn image(&self, reference: &str) -> Result<&LocalImage, ApiError> {
-        let default = self.config.lock().expect("not poisoned").default_image.clone();
-        let wanted = if reference == "default" { default.unwrap_or_else(|| crate::IMAGE.to_owned()) } else { reference.to_owned() };
+        let default = self
+            .config
+            .lock()
+            .expect("not poisoned")
+            .default_image
+            .clone();
+        let wanted = if reference == "default" {
+            default.unwrap_or_else(|| crate::IMAGE.to_owned())
+        } else {
+            reference.to_owned()
+        };
         let found = self.images.iter().find(|image| image.reference == wanted);
-        found.ok_or_else(|| ApiError::new(ErrorCode::ImageNotFound, format!("the image {wanted} is not on this node")))
+        found.ok_or_else(|| {
+            ApiError::new(
+                ErrorCode::ImageNotFound,
+                format!("the image {wanted} is not on this node"),
+            )
+        })
     }
 
     fn remembered(&self) -> Arc<Calls> {
@@ -317,7 +379,10 @@ impl Shared {
     fn fault(&self, call: &str) -> Option<Fault> {
         let mut found = None;
         self.faults.send_if_modified(|planned| {
-            if let Some(first) = planned.iter_mut().find(|planned| planned.times > 0 && call.contains(&planned.call)) {
+            if let Some(first) = planned
+                .iter_mut()
+                .find(|planned| planned.times > 0 && call.contains(&planned.call))
+            {
                 found = Some(first.fault);
                 first.times -= 1;
             }
@@ -330,13 +395,17 @@ impl Shared {
 fn check_version(version: Option<u32>) -> Result<(), ApiError> {
     match version {
         None | Some(API_VERSION) => Ok(()),
-        Some(other) => Err(ApiError::new(ErrorCode::UnsupportedVersion, format!("version {other} is unknown here"))),
+        Some(other) => Err(ApiError::new(
+            ErrorCode::UnsupportedVersion,
+            format!("version {other} is unknown here"),
+        )),
     }
 }
 
 /// An id in a path; one that is not a UUID names nothing.
 fn id<T: std::str::FromStr>(text: &str, missing: ErrorCode) -> Result<T, ApiError> {
-    text.parse().map_err(|_| ApiError::new(missing, "this is not an id"))
+    text.parse()
+        .map_err(|_| ApiError::new(missing, "this is not an id"))
 }
 
 fn router(shared: &Arc<Shared>) -> Router {
@@ -345,25 +414,45 @@ fn router(shared: &Arc<Shared>) -> Router {
         .route("/v1/worker/calls/{id}", get(show_call))
         .route("/v1/worker/calls/{id}/bar", post(bar_call))
         .layer(middleware::from_fn_with_state(Arc::clone(shared), remember))
-        .layer(middleware::from_fn_with_state(shared.tokens.clone(), auth::require))
-        .merge(admin::routes(Arc::new(|| Box::pin(std::future::ready(Ok(())))), admin::by_tokens(None, shared.tokens.clone())))
+        .layer(middleware::from_fn_with_state(
+            shared.tokens.clone(),
+            auth::require,
+        ))
+        .merge(admin::routes(
+            Arc::new(|| Box::pin(std::future::ready(Ok(())))),
+            admin::by_tokens(None, shared.tokens.clone()),
+        ))
         .fallback(edge::not_found)
         .method_not_allowed_fallback(edge::method_not_allowed)
         .layer(middleware::from_fn(edge::request_id))
         .with_state(Arc::clone(shared))
 }
 
-async fn remember(FromState(shared): FromState<Arc<Shared>>, request: Request, next: Next) -> Response {
+async fn remember(
+    FromState(shared): FromState<Arc<Shared>>,
+    request: Request,
+    next: Next,
+) -> Response {
     let calls = shared.remembered();
     calls::remember(FromState(calls), request, next).await
 }
 
-async fn show_call(FromState(shared): FromState<Arc<Shared>>, Path(text): Path<String>) -> Result<Json<Call>, ApiError> {
-    Ok(Json(shared.remembered().get(id(&text, ErrorCode::NotFound)?)))
+async fn show_call(
+    FromState(shared): FromState<Arc<Shared>>,
+    Path(text): Path<String>,
+) -> Result<Json<Call>, ApiError> {
+    Ok(Json(
+        shared.remembered().get(id(&text, ErrorCode::NotFound)?),
+    ))
 }
 
-async fn bar_call(FromState(shared): FromState<Arc<Shared>>, Path(text): Path<String>) -> Result<Json<Call>, ApiError> {
-    Ok(Json(shared.remembered().bar(id(&text, ErrorCode::NotFound)?)))
+async fn bar_call(
+    FromState(shared): FromState<Arc<Shared>>,
+    Path(text): Path<String>,
+) -> Result<Json<Call>, ApiError> {
+    Ok(Json(
+        shared.remembered().bar(id(&text, ErrorCode::NotFound)?),
+    ))
 }
 
 async fn serve(listener: TcpListener, shared: Arc<Shared>) {
@@ -384,15 +473,32 @@ async fn attend(stream: TcpStream, router: Router, shared: &Arc<Shared>) {
     // An error here ends the connection without an answer.
     let service = service_fn(|request: http::Request<hyper::body::Incoming>| {
         let (router, shared) = (router.clone(), Arc::clone(shared));
-        async move { answer(&shared, router, request.map(Body::new)).await.ok_or_else(|| std::io::Error::other("the connection breaks")) }
+        async move {
+            answer(&shared, router, request.map(Body::new))
+                .await
+                .ok_or_else(|| std::io::Error::other("the connection breaks"))
+        }
     });
-    drop(http1::Builder::new().serve_connection(TokioIo::new(stream), service).await);
+    drop(
+        http1::Builder::new()
+            .serve_connection(TokioIo::new(stream), service)
+            .await,
+    );
 }
 
 async fn answer(shared: &Shared, router: Router, request: Request) -> Option<Response> {
     let call = format!("{} {}", request.method(), request.uri().path());
-    shared.calls.lock().expect("not poisoned").push(call.clone());
-    let served = async || router.oneshot(request).await.unwrap_or_else(|never| match never {});
+    shared
+        .calls
+        .lock()
+        .expect("not poisoned")
+        .push(call.clone());
+    let served = async || {
+        router
+            .oneshot(request)
+            .await
+            .unwrap_or_else(|never| match never {})
+    };
     match shared.fault(&call) {
         None => Some(served().await),
         Some(Fault::Slow(duration)) => {

@@ -3,7 +3,10 @@
 use std::{sync::Arc, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::{API_VERSION, Heartbeat, HeartbeatAnswer, JobId, NodeConfig, NodeRegister, NodeRegistered, SessionState};
+use cynode_api::{
+    API_VERSION, Heartbeat, HeartbeatAnswer, JobId, NodeConfig, NodeRegister, NodeRegistered,
+    SessionState,
+};
 use cynode_service::auth::Token;
 use http::StatusCode;
 use serde::de::DeserializeOwned;
@@ -14,11 +17,27 @@ use super::{Registration, Shared, SimulatedWorker};
 impl SimulatedWorker {
     /// Registers with a control plane, and from then on says that it is alive.
     pub async fn join(&self, control_url: &str, key: &str) -> Result<()> {
-        let http = reqwest::Client::builder().timeout(Duration::from_secs(20)).no_proxy().build()?;
-        let control = Control { shared: Arc::clone(&self.shared), http, base: control_url.trim_end_matches('/').to_owned(), key: key.trim().to_owned() };
+        let http = reqwest::Client::builder()
+            .timeout(Duration::from_secs(20))
+            .no_proxy()
+            .build()?;
+        let control = Control {
+            shared: Arc::clone(&self.shared),
+            http,
+            base: control_url.trim_end_matches('/').to_owned(),
+            key: key.trim().to_owned(),
+        };
         control.register().await?;
-        let news = self.news.lock().expect("not poisoned").take().context("it has joined a control plane already")?;
-        self.tasks.lock().expect("not poisoned").push(tokio::spawn(control.keep(news)));
+        let news = self
+            .news
+            .lock()
+            .expect("not poisoned")
+            .take()
+            .context("it has joined a control plane already")?;
+        self.tasks
+            .lock()
+            .expect("not poisoned")
+            .push(tokio::spawn(control.keep(news)));
         Ok(())
     }
 }
@@ -41,8 +60,17 @@ impl Control {
             api_url: format!("http://{}", shared.address),
             capability: shared.capability(),
         };
-        let answer: NodeRegistered = read(self.http.post(format!("{}/v1/nodes/register", self.base)).json(&request)).await?;
-        shared.accept(Registration { node_token: answer.node_token, worker_token: answer.worker_token, previous_worker_token: None });
+        let answer: NodeRegistered = read(
+            self.http
+                .post(format!("{}/v1/nodes/register", self.base))
+                .json(&request),
+        )
+        .await?;
+        shared.accept(Registration {
+            node_token: answer.node_token,
+            worker_token: answer.worker_token,
+            previous_worker_token: None,
+        });
         *shared.config.lock().expect("not poisoned") = answer.config;
         Ok(())
     }
@@ -55,11 +83,21 @@ impl Control {
             }
             // Nobody hears it when it does not come through; the next one says it again.
             if let Err(error) = self.beat().await
-                && error.downcast_ref::<reqwest::Error>().is_some_and(|error| error.status() == Some(StatusCode::UNAUTHORIZED))
+                && error
+                    .downcast_ref::<reqwest::Error>()
+                    .is_some_and(|error| error.status() == Some(StatusCode::UNAUTHORIZED))
             {
                 drop(self.register().await);
             }
-            let next = tokio::time::Instant::now() + Duration::from_secs(self.shared.config.lock().expect("not poisoned").heartbeat_seconds.max(1));
+            let next = tokio::time::Instant::now()
+                + Duration::from_secs(
+                    self.shared
+                        .config
+                        .lock()
+                        .expect("not poisoned")
+                        .heartbeat_seconds
+                        .max(1),
+                );
             while let Ok(Some(id)) = tokio::time::timeout_at(next, news.recv()).await {
                 if !*cut_off.borrow() {
                     drop(self.report(id).await);
@@ -73,20 +111,56 @@ impl Control {
         let known = shared.registration.lock().expect("not poisoned").clone();
         let running = {
             let state = shared.state();
-            let sessions = state.sessions.values().filter(|entry| entry.session.state == SessionState::Running).count();
-            sessions + state.jobs.values().filter(|entry| !entry.job.state.is_final()).count()
+            let sessions = state
+                .sessions
+                .values()
+                .filter(|entry| entry.session.state == SessionState::Running)
+                .count();
+            sessions
+                + state
+                    .jobs
+                    .values()
+                    .filter(|entry| !entry.job.state.is_final())
+                    .count()
         };
         let revision = shared.config.lock().expect("not poisoned").revision;
-        let beat = Heartbeat { version: Some(API_VERSION), running_sandboxes: running, config_revision: revision, ..Default::default() };
-        let request = self.http.post(format!("{}/v1/nodes/heartbeat", self.base)).bearer_auth(&known.node_token).json(&beat);
+        let beat = Heartbeat {
+            version: Some(API_VERSION),
+            running_sandboxes: running,
+            config_revision: revision,
+            ..Default::default()
+        };
+        let request = self
+            .http
+            .post(format!("{}/v1/nodes/heartbeat", self.base))
+            .bearer_auth(&known.node_token)
+            .json(&beat);
         let answer: HeartbeatAnswer = read(request).await?;
         if let Some(new) = answer.rotate {
-            let previous = if new.worker_token == known.worker_token { known.previous_worker_token } else { Some(known.worker_token) };
-            shared.accept(Registration { node_token: new.node_token, worker_token: new.worker_token, previous_worker_token: previous });
+            let previous = if new.worker_token == known.worker_token {
+                known.previous_worker_token
+            } else {
+                Some(known.worker_token)
+            };
+            shared.accept(Registration {
+                node_token: new.node_token,
+                worker_token: new.worker_token,
+                previous_worker_token: previous,
+            });
         }
         if answer.config_revision != revision {
-            let token = shared.registration.lock().expect("not poisoned").node_token.clone();
-            let config: NodeConfig = read(self.http.get(format!("{}/v1/nodes/config", self.base)).bearer_auth(token)).await?;
+            let token = shared
+                .registration
+                .lock()
+                .expect("not poisoned")
+                .node_token
+                .clone();
+            let config: NodeConfig = read(
+                self.http
+                    .get(format!("{}/v1/nodes/config", self.base))
+                    .bearer_auth(token),
+            )
+            .await?;
             *shared.config.lock().expect("not poisoned") = config;
         }
         Ok(())
@@ -94,17 +168,38 @@ impl Control {
 
     /// Says that something happened to a job.
     async fn report(&self, id: JobId) -> Result<()> {
-        let token = self.shared.registration.lock().expect("not poisoned").node_token.clone();
+        let token = self
+            .shared
+            .registration
+            .lock()
+            .expect("not poisoned")
+            .node_token
+            .clone();
         let body = serde_json::json!({ "version": API_VERSION });
-        self.http.post(format!("{}/v1/nodes/jobs/{id}/status", self.base)).bearer_auth(token).json(&body).send().await?;
+        self.http
+            .post(format!("{}/v1/nodes/jobs/{id}/status", self.base))
+            .bearer_auth(token)
+            .json(&body)
+            .send()
+            .await?;
         Ok(())
     }
 }
 
 impl Shared {
     fn accept(&self, registration: Registration) {
-        let given = [Some(&self.own_token), Some(&registration.worker_token), registration.previous_worker_token.as_ref()];
-        self.tokens.set(given.into_iter().flatten().map(|token| Token::new(token)).collect());
+        let given = [
+            Some(&self.own_token),
+            Some(&registration.worker_token),
+            registration.previous_worker_token.as_ref(),
+        ];
+        self.tokens.set(
+            given
+                .into_iter()
+                .flatten()
+                .map(|token| Token::new(token))
+                .collect(),
+        );
         *self.registration.lock().expect("not poisoned") = registration;
     }
 }

@@ -10,8 +10,8 @@ use std::{
 };
 
 use cynode_api::{
-    Bytes, Chunk, ErrorCode, ExecExit, ExecId, ExecResult, ExecVia, OutputPage, Problem, SignalName, Stream, StreamHashes, Truncated, encode_streams,
-    exec_limits::KEPT_PER_EXEC,
+    Bytes, Chunk, ErrorCode, ExecExit, ExecId, ExecResult, ExecVia, OutputPage, Problem,
+    SignalName, Stream, StreamHashes, Truncated, encode_streams, exec_limits::KEPT_PER_EXEC,
 };
 use cynode_service::ApiError;
 use sha2::{Digest as _, Sha256};
@@ -26,7 +26,11 @@ pub(super) type Files = Arc<Mutex<BTreeMap<String, (Vec<u8>, u32)>>>;
 
 /// A path as it is kept: relative ones start at the workspace.
 pub(super) fn absolute(path: &str) -> String {
-    if path.starts_with('/') { path.to_owned() } else { format!("/workspace/{path}") }
+    if path.starts_with('/') {
+        path.to_owned()
+    } else {
+        format!("/workspace/{path}")
+    }
 }
 
 #[derive(Debug)]
@@ -41,7 +45,10 @@ enum Statement {
 
 fn statement(text: &str) -> Statement {
     let text = text.trim();
-    if let Some(count) = text.strip_prefix("yes | head -c ").and_then(|count| count.parse().ok()) {
+    if let Some(count) = text
+        .strip_prefix("yes | head -c ")
+        .and_then(|count| count.parse().ok())
+    {
         return Statement::Yes(count);
     }
     let (word, rest) = text.split_once(' ').unwrap_or((text, ""));
@@ -54,7 +61,10 @@ fn statement(text: &str) -> Statement {
         "cat" => Statement::Cat(rest.to_owned()),
         "echo" => match rest.split_once('>') {
             None => Statement::Echo(unquoted(rest), None),
-            Some((said, to)) => Statement::Echo(unquoted(said), Some(to.trim_start_matches('>').trim().to_owned())),
+            Some((said, to)) => Statement::Echo(
+                unquoted(said),
+                Some(to.trim_start_matches('>').trim().to_owned()),
+            ),
         },
         _ => Statement::Unknown(word.to_owned()),
     }
@@ -68,9 +78,12 @@ fn script(argv: &[String]) -> Result<Vec<Statement>, ApiError> {
         words => vec![statement(&words.join(" "))],
     };
     match statements.first() {
-        Some(Statement::Unknown(word)) if argv.len() < 3 || argv[1] != "-c" => {
-            Err(Problem::new(ErrorCode::ExecFailed, format!("{word} can't be started")).with("errno", "ENOENT").into())
-        }
+        Some(Statement::Unknown(word)) if argv.len() < 3 || argv[1] != "-c" => Err(Problem::new(
+            ErrorCode::ExecFailed,
+            format!("{word} can't be started"),
+        )
+        .with("errno", "ENOENT")
+        .into()),
         _ => Ok(statements),
     }
 }
@@ -104,8 +117,17 @@ impl Run {
         mut awake: watch::Receiver<BTreeSet<String>>,
     ) -> Result<Arc<Self>, ApiError> {
         let script = script(argv)?;
-        let (progress, signal) = (watch::Sender::new(Progress::default()), watch::Sender::new(None));
-        let run = Arc::new(Self { id, started_at: OffsetDateTime::now_utc(), begun: Instant::now(), progress, signal });
+        let (progress, signal) = (
+            watch::Sender::new(Progress::default()),
+            watch::Sender::new(None),
+        );
+        let run = Arc::new(Self {
+            id,
+            started_at: OffsetDateTime::now_utc(),
+            begun: Instant::now(),
+            progress,
+            signal,
+        });
         let played = Arc::clone(&run);
         tokio::spawn(async move {
             let deadline = async {
@@ -125,26 +147,50 @@ impl Run {
         Ok(run)
     }
 
-    async fn play(&self, script: Vec<Statement>, files: &Files, awake: &mut watch::Receiver<BTreeSet<String>>) -> i32 {
+    async fn play(
+        &self,
+        script: Vec<Statement>,
+        files: &Files,
+        awake: &mut watch::Receiver<BTreeSet<String>>,
+    ) -> i32 {
         let mut code = 0;
         for statement in script {
             match statement {
                 Statement::Exit(code) => return code,
                 Statement::Echo(text, None) => self.say(Stream::Stdout, text.as_bytes()),
-                Statement::Echo(text, Some(to)) if to == "&2" => self.say(Stream::Stderr, text.as_bytes()),
+                Statement::Echo(text, Some(to)) if to == "&2" => {
+                    self.say(Stream::Stderr, text.as_bytes())
+                }
                 Statement::Echo(text, Some(to)) => {
-                    files.lock().expect("not poisoned").entry(absolute(&to)).or_insert_with(|| (Vec::new(), 0o644)).0.extend(text.into_bytes());
+                    files
+                        .lock()
+                        .expect("not poisoned")
+                        .entry(absolute(&to))
+                        .or_insert_with(|| (Vec::new(), 0o644))
+                        .0
+                        .extend(text.into_bytes());
                 }
                 Statement::Cat(path) => {
-                    let found = files.lock().expect("not poisoned").get(&absolute(&path)).map(|(bytes, _)| bytes.clone());
+                    let found = files
+                        .lock()
+                        .expect("not poisoned")
+                        .get(&absolute(&path))
+                        .map(|(bytes, _)| bytes.clone());
                     code = i32::from(found.is_none());
                     self.say(Stream::Stdout, &found.unwrap_or_default());
                 }
-                Statement::Yes(count) => b"y\n".repeat(count.div_ceil(2))[..count].chunks(PIECE).for_each(|piece| self.say(Stream::Stdout, piece)),
-                Statement::Sleep(seconds) => drop(awake.wait_for(|awake| awake.contains(&seconds)).await),
+                Statement::Yes(count) => b"y\n".repeat(count.div_ceil(2))[..count]
+                    .chunks(PIECE)
+                    .for_each(|piece| self.say(Stream::Stdout, piece)),
+                Statement::Sleep(seconds) => {
+                    drop(awake.wait_for(|awake| awake.contains(&seconds)).await)
+                }
                 Statement::Unknown(word) => {
                     code = 127;
-                    self.say(Stream::Stderr, format!("sh: {word}: not found\n").as_bytes());
+                    self.say(
+                        Stream::Stderr,
+                        format!("sh: {word}: not found\n").as_bytes(),
+                    );
                 }
             }
         }
@@ -159,8 +205,19 @@ impl Run {
             progress.last_seq += 1;
             progress.kept += bytes.len() as u64;
             let data = Some(String::from_utf8_lossy(bytes).into_owned());
-            progress.chunks.push_back(Chunk { seq: progress.last_seq, stream, at: OffsetDateTime::now_utc(), data, data_b64: None });
-            if stream == Stream::Stdout { &mut progress.stdout } else { &mut progress.stderr }.extend_from_slice(bytes);
+            progress.chunks.push_back(Chunk {
+                seq: progress.last_seq,
+                stream,
+                at: OffsetDateTime::now_utc(),
+                data,
+                data_b64: None,
+            });
+            if stream == Stream::Stdout {
+                &mut progress.stdout
+            } else {
+                &mut progress.stderr
+            }
+            .extend_from_slice(bytes);
             while progress.kept > KEPT_PER_EXEC
                 && let Some(oldest) = progress.chunks.pop_front()
             {
@@ -171,11 +228,28 @@ impl Run {
 
     fn finish(&self, exit_code: Option<i32>, signal: Option<String>, timed_out: bool) {
         self.progress.send_modify(|progress| {
-            let bytes = Bytes { stdout: progress.stdout.len() as u64, stderr: progress.stderr.len() as u64 };
+            let bytes = Bytes {
+                stdout: progress.stdout.len() as u64,
+                stderr: progress.stderr.len() as u64,
+            };
             let of = |stream: &[u8]| crate::hex(&Sha256::digest(stream));
-            let sha256 = Some(StreamHashes { stdout: of(&progress.stdout), stderr: of(&progress.stderr) });
+            let sha256 = Some(StreamHashes {
+                stdout: of(&progress.stdout),
+                stderr: of(&progress.stderr),
+            });
             let duration_ms = u64::try_from(self.begun.elapsed().as_millis()).unwrap_or(u64::MAX);
-            progress.end = Some((ExecExit { exit_code, signal, timed_out, bytes, sha256, duration_ms, ..never_ran() }, OffsetDateTime::now_utc()));
+            progress.end = Some((
+                ExecExit {
+                    exit_code,
+                    signal,
+                    timed_out,
+                    bytes,
+                    sha256,
+                    duration_ms,
+                    ..never_ran()
+                },
+                OffsetDateTime::now_utc(),
+            ));
         });
     }
 
@@ -187,7 +261,8 @@ impl Run {
     pub(super) fn kill(&self, signal: SignalName) -> bool {
         let runs = self.end().is_none();
         if runs {
-            self.signal.send_replace(Some(SignalName::name_of(signal.number())));
+            self.signal
+                .send_replace(Some(SignalName::name_of(signal.number())));
         }
         runs
     }
@@ -195,20 +270,43 @@ impl Run {
     /// Waits for the end and gives the whole answer, with so much of each stream.
     pub(super) async fn result(&self, limit: u64) -> ExecResult {
         let mut changes = self.progress.subscribe();
-        let progress = changes.wait_for(|progress| progress.end.is_some()).await.expect("we hold the sender");
+        let progress = changes
+            .wait_for(|progress| progress.end.is_some())
+            .await
+            .expect("we hold the sender");
         let (stdout, stderr) = (cut(&progress.stdout, limit), cut(&progress.stderr, limit));
-        let truncated = Truncated { stdout: stdout.len() < progress.stdout.len(), stderr: stderr.len() < progress.stderr.len() };
+        let truncated = Truncated {
+            stdout: stdout.len() < progress.stdout.len(),
+            stderr: stderr.len() < progress.stderr.len(),
+        };
         let (stdout, stderr, encoding) = encode_streams(stdout, stderr);
         let exit = progress.end.clone().expect("it was waited for").0;
-        ExecResult { exec_id: self.id, exit, stdout, stderr, encoding: encoding.to_owned(), truncated }
+        ExecResult {
+            exec_id: self.id,
+            exit,
+            stdout,
+            stderr,
+            encoding: encoding.to_owned(),
+            truncated,
+        }
     }
 
     /// What comes after a piece; waits for something up to a limit.
     pub(super) async fn page(&self, after_seq: u64, max_bytes: u64, wait: Duration) -> OutputPage {
         let mut changes = self.progress.subscribe();
-        drop(tokio::time::timeout(wait, changes.wait_for(|progress| progress.last_seq > after_seq || progress.end.is_some())).await);
+        drop(
+            tokio::time::timeout(
+                wait,
+                changes
+                    .wait_for(|progress| progress.last_seq > after_seq || progress.end.is_some()),
+            )
+            .await,
+        );
         let progress = self.progress.borrow();
-        let first = progress.chunks.front().map_or(progress.last_seq + 1, |chunk| chunk.seq);
+        let first = progress
+            .chunks
+            .front()
+            .map_or(progress.last_seq + 1, |chunk| chunk.seq);
         let mut bytes = 0;
         let wanted = progress.chunks.iter().filter(|chunk| chunk.seq > after_seq);
         let chunks: Vec<Chunk> = wanted
@@ -220,9 +318,20 @@ impl Run {
             .cloned()
             .collect();
         let lost_before_seq = (after_seq + 1 < first).then_some(first);
-        let next_seq = chunks.last().map_or_else(|| after_seq.min(progress.last_seq), |chunk| chunk.seq);
-        let exit = progress.end.as_ref().filter(|_| next_seq >= progress.last_seq).map(|(exit, _)| exit.clone());
-        OutputPage { chunks, next_seq, lost_before_seq, exit }
+        let next_seq = chunks
+            .last()
+            .map_or_else(|| after_seq.min(progress.last_seq), |chunk| chunk.seq);
+        let exit = progress
+            .end
+            .as_ref()
+            .filter(|_| next_seq >= progress.last_seq)
+            .map(|(exit, _)| exit.clone());
+        OutputPage {
+            chunks,
+            next_seq,
+            lost_before_seq,
+            exit,
+        }
     }
 }
 
@@ -233,7 +342,15 @@ fn size(chunk: &Chunk) -> u64 {
 /// Half from the start and half from the end.
 fn cut(bytes: &[u8], limit: u64) -> Vec<u8> {
     let limit = usize::try_from(limit).unwrap_or(usize::MAX);
-    if bytes.len() <= limit { bytes.to_vec() } else { [&bytes[..limit.div_ceil(2)], &bytes[bytes.len() - limit / 2..]].concat() }
+    if bytes.len() <= limit {
+        bytes.to_vec()
+    } else {
+        [
+            &bytes[..limit.div_ceil(2)],
+            &bytes[bytes.len() - limit / 2..],
+        ]
+        .concat()
+    }
 }
 
 /// The exit of a command that was not started.

@@ -9,7 +9,10 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{ErrorCode, ExecId};
-use cynode_sba_proto::{Decoder, ExecStart, FileOp, Frame, MAX_AGENT_FRAME, MAX_WORKER_FRAME, Reply, Request, Role, encode, encode_message};
+use cynode_sba_proto::{
+    Decoder, ExecStart, FileOp, Frame, MAX_AGENT_FRAME, MAX_WORKER_FRAME, Reply, Request, Role,
+    encode, encode_message,
+};
 use cynode_tests::{Options, RUNNER, World, eventually, exec, repository, session, sh};
 use tokio::{
     io::{AsyncReadExt as _, AsyncWriteExt as _},
@@ -39,17 +42,31 @@ impl Agent {
         let program = directory.join("cynode-sba");
         fs_err::copy(binary(), &program)?;
         let mut command = Command::new(&program);
-        command.args(["agent", "--control"]).arg(&socket).uid(1000).gid(1000).stdin(Stdio::null());
+        command
+            .args(["agent", "--control"])
+            .arg(&socket)
+            .uid(1000)
+            .gid(1000)
+            .stdin(Stdio::null());
         let child = command.spawn()?;
         world.remember(child.id())?;
-        Ok(Self { child, listener, _world: world })
+        Ok(Self {
+            child,
+            listener,
+            _world: world,
+        })
     }
 
     /// The next parked connection, past its hello.
     async fn parked(&self) -> Result<Peer> {
         loop {
-            let (stream, _) = tokio::time::timeout(Duration::from_secs(10), self.listener.accept()).await.context("the agent connects")??;
-            let mut peer = Peer { stream, decoder: Decoder::new(MAX_AGENT_FRAME) };
+            let (stream, _) = tokio::time::timeout(Duration::from_secs(10), self.listener.accept())
+                .await
+                .context("the agent connects")??;
+            let mut peer = Peer {
+                stream,
+                decoder: Decoder::new(MAX_AGENT_FRAME),
+            };
             match peer.reply().await? {
                 Reply::Hello(hello) if hello.role == Role::Request => return Ok(peer),
                 // The watch connection must stay open; keep it for as long as the test runs.
@@ -89,7 +106,10 @@ impl Peer {
             if let Some(frame) = self.decoder.next_frame()? {
                 return Ok(Some(frame));
             }
-            let count = tokio::time::timeout(Duration::from_secs(10), self.stream.read(&mut buffer)).await.context("an answer")??;
+            let count =
+                tokio::time::timeout(Duration::from_secs(10), self.stream.read(&mut buffer))
+                    .await
+                    .context("an answer")??;
             if count == 0 {
                 return Ok(None);
             }
@@ -128,9 +148,15 @@ async fn a_bad_frame_from_the_worker_is_answered_and_hurts_nothing() -> Result<(
     let mut not_json = Vec::new();
     encode(&Frame::Json(b"{\"request\":".to_vec()), &mut not_json);
     let mut wrong_shape = Vec::new();
-    encode(&Frame::Json(br#"{"request":"exec","argv":7}"#.to_vec()), &mut wrong_shape);
+    encode(
+        &Frame::Json(br#"{"request":"exec","argv":7}"#.to_vec()),
+        &mut wrong_shape,
+    );
     let mut unknown = Vec::new();
-    encode(&Frame::Json(br#"{"request":"make_coffee"}"#.to_vec()), &mut unknown);
+    encode(
+        &Frame::Json(br#"{"request":"make_coffee"}"#.to_vec()),
+        &mut unknown,
+    );
     let mut deep = Vec::new();
     encode(&Frame::Json("[".repeat(100_000).into_bytes()), &mut deep);
     for (what, bytes) in [
@@ -173,7 +199,9 @@ async fn a_bad_frame_from_the_worker_is_answered_and_hurts_nothing() -> Result<(
 async fn output_is_sent_again_until_it_is_acknowledged_and_then_forgotten() -> Result<()> {
     let mut agent = Agent::start()?;
     let request = start(&["/bin/sh", "-c", "echo one; echo two >&2; exit 4"]);
-    let Request::Exec(exec_start) = &request else { unreachable!("an exec") };
+    let Request::Exec(exec_start) = &request else {
+        unreachable!("an exec")
+    };
     let exec_id = exec_start.exec_id;
     let mut peer = agent.parked().await?;
     peer.send(&request).await?;
@@ -194,24 +222,39 @@ async fn output_is_sent_again_until_it_is_acknowledged_and_then_forgotten() -> R
     };
     for _ in 0..2 {
         let mut peer = agent.parked().await?;
-        peer.send(&Request::Attach { exec_id, after_seq: 0 }).await?;
+        peer.send(&Request::Attach {
+            exec_id,
+            after_seq: 0,
+        })
+        .await?;
         let (pieces, code) = collect(&mut peer).await?;
         assert_eq!((pieces, code), (vec![1, 2], Some(4)));
     }
     let mut peer = agent.parked().await?;
-    peer.send(&Request::Attach { exec_id, after_seq: 1 }).await?;
+    peer.send(&Request::Attach {
+        exec_id,
+        after_seq: 1,
+    })
+    .await?;
     let (pieces, _) = collect(&mut peer).await?;
     assert_eq!(pieces.len(), 1);
     let mut bytes = Vec::new();
     encode(&Frame::ACK_EXIT, &mut bytes);
     peer.stream.write_all(&bytes).await?;
-    ensure!(peer.frame().await?.is_none(), "the connection ends with the acknowledgement");
+    ensure!(
+        peer.frame().await?.is_none(),
+        "the connection ends with the acknowledgement"
+    );
     // It is forgotten by whoever served the connection, which has ended for us a moment before.
-    eventually("the exec is forgotten", Duration::from_secs(20), async || {
-        let mut peer = agent.parked().await?;
-        peer.send(&Request::Execs).await?;
-        Ok(matches!(peer.reply().await?, Reply::Execs { execs } if execs.is_empty()))
-    })
+    eventually(
+        "the exec is forgotten",
+        Duration::from_secs(20),
+        async || {
+            let mut peer = agent.parked().await?;
+            peer.send(&Request::Execs).await?;
+            Ok(matches!(peer.reply().await?, Reply::Execs { execs } if execs.is_empty()))
+        },
+    )
     .await?;
     assert!(agent.is_alive()?);
     Ok(())
@@ -222,27 +265,60 @@ async fn a_file_operation_that_the_worker_gives_up_on_is_ended() -> Result<()> {
     let agent = Agent::start()?;
     let mut peer = agent.parked().await?;
     let path = cynode_api::Base64Bytes(b"/proc/self/status".to_vec());
-    peer.send(&Request::File { op: FileOp::Write { path: path.clone(), mode: None, if_match: None, if_none_match: false, max_bytes: 10 } }).await?;
-    let children = || -> Result<usize> { Ok(fs_err::read_to_string(format!("/proc/{0}/task/{0}/children", agent.child.id()))?.split_whitespace().count()) };
+    peer.send(&Request::File {
+        op: FileOp::Write {
+            path: path.clone(),
+            mode: None,
+            if_match: None,
+            if_none_match: false,
+            max_bytes: 10,
+        },
+    })
+    .await?;
+    let children = || -> Result<usize> {
+        Ok(
+            fs_err::read_to_string(format!("/proc/{0}/task/{0}/children", agent.child.id()))?
+                .split_whitespace()
+                .count(),
+        )
+    };
     drop(peer);
-    eventually("no child is left", Duration::from_secs(10), async || Ok(children()? == 0)).await?;
+    eventually("no child is left", Duration::from_secs(10), async || {
+        Ok(children()? == 0)
+    })
+    .await?;
     let mut peer = agent.parked().await?;
-    peer.send(&Request::File { op: FileOp::Stat { path, hash: false } }).await?;
-    assert!(matches!(peer.reply().await?, Reply::Stat(_) | Reply::Error(_)));
+    peer.send(&Request::File {
+        op: FileOp::Stat { path, hash: false },
+    })
+    .await?;
+    assert!(matches!(
+        peer.reply().await?,
+        Reply::Stat(_) | Reply::Error(_)
+    ));
     Ok(())
 }
 
 #[test]
 fn the_agent_refuses_root_and_is_small() -> Result<()> {
-    let refused = Command::new(binary()).args(["agent", "--control", "/nonexistent"]).output()?;
+    let refused = Command::new(binary())
+        .args(["agent", "--control", "/nonexistent"])
+        .output()?;
     assert_eq!(refused.status.code(), Some(77));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("uid 0"));
     let usage = Command::new(binary()).arg("nonsense").output()?;
     assert_eq!(usage.status.code(), Some(64));
     assert!(fs_err::metadata(binary())?.len() <= 5 << 20);
     let description = Command::new("ldd").arg(binary()).output()?;
-    let said = format!("{}{}", String::from_utf8_lossy(&description.stdout), String::from_utf8_lossy(&description.stderr));
-    assert!(said.contains("not a dynamic executable") || said.contains("statically linked"), "{said}");
+    let said = format!(
+        "{}{}",
+        String::from_utf8_lossy(&description.stdout),
+        String::from_utf8_lossy(&description.stderr)
+    );
+    assert!(
+        said.contains("not a dynamic executable") || said.contains("statically linked"),
+        "{said}"
+    );
     Ok(())
 }
 
@@ -250,7 +326,10 @@ fn the_agent_refuses_root_and_is_small() -> Result<()> {
 fn agent_pid(world: &World) -> Result<i32> {
     let output = world.podman().args(["ps", "--quiet"]).output()?;
     let id = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-    let output = world.podman().args(["inspect", "--format", "{{.State.Pid}}", &id]).output()?;
+    let output = world
+        .podman()
+        .args(["inspect", "--format", "{{.State.Pid}}", &id])
+        .output()?;
     Ok(String::from_utf8_lossy(&output.stdout).trim().parse()?)
 }
 
@@ -262,18 +341,41 @@ async fn an_idle_agent_takes_little_memory_also_after_work() -> Result<()> {
     let id = client.create_session(&session()).await?.session_id;
     let resident = |pid: i32| -> Result<u64> {
         let status = fs_err::read_to_string(format!("/proc/{pid}/status"))?;
-        status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok()).context("VmRSS")
+        status
+            .lines()
+            .find_map(|line| {
+                line.strip_prefix("VmRSS:")?
+                    .trim()
+                    .strip_suffix(" kB")?
+                    .trim()
+                    .parse::<u64>()
+                    .ok()
+            })
+            .context("VmRSS")
     };
     let pid = agent_pid(&world)?;
-    assert!(resident(pid)? <= 4 << 10, "{} kB when fresh", resident(pid)?);
+    assert!(
+        resident(pid)? <= 4 << 10,
+        "{} kB when fresh",
+        resident(pid)?
+    );
     client.exec(id, &sh("head -c 20000000 /dev/zero")).await?;
     for _ in 0..50 {
         client.exec(id, &exec(["true"])).await?;
     }
-    client.put_file(id, std::path::Path::new("big"), vec![7; 20_000_000], &cynode_client::PutOptions::default()).await?;
-    eventually("it is small again", Duration::from_secs(5), async || Ok(resident(pid)? <= 4 << 10))
-        .await
-        .with_context(|| format!("{} kB", resident(pid).unwrap_or(0)))
+    client
+        .put_file(
+            id,
+            std::path::Path::new("big"),
+            vec![7; 20_000_000],
+            &cynode_client::PutOptions::default(),
+        )
+        .await?;
+    eventually("it is small again", Duration::from_secs(5), async || {
+        Ok(resident(pid)? <= 4 << 10)
+    })
+    .await
+    .with_context(|| format!("{} kB", resident(pid).unwrap_or(0)))
 }
 
 const STRANGER: &str = r#"
@@ -309,10 +411,20 @@ async fn only_process_one_may_speak_for_the_sandbox() -> Result<()> {
     let mut request = session();
     request.image_ref = RUNNER.to_owned();
     let id = client.create_session(&request).await?.session_id;
-    let result = client.exec(id, &exec(["python3", "-c", STRANGER, "500"])).await?;
-    assert_eq!(result.stdout, "500\nclosed environ\nclosed mem\nclosed fd\nclosed maps\nunreadable\nstays\n", "{}", result.stderr);
+    let result = client
+        .exec(id, &exec(["python3", "-c", STRANGER, "500"]))
+        .await?;
+    assert_eq!(
+        result.stdout,
+        "500\nclosed environ\nclosed mem\nclosed fd\nclosed maps\nunreadable\nstays\n",
+        "{}",
+        result.stderr
+    );
     // Signals to process 1 from inside changed nothing either.
-    assert_eq!(client.exec(id, &sh("echo still here")).await?.stdout, "still here\n");
+    assert_eq!(
+        client.exec(id, &sh("echo still here")).await?.stdout,
+        "still here\n"
+    );
     Ok(())
 }
 
@@ -355,13 +467,17 @@ async fn an_exec_id_is_started_once_however_often_it_is_asked_for() -> Result<()
     // It has ended and the worker has said that it knows; the id stays used.
     let mut late = agent.parked().await?;
     late.send(&request).await?;
-    ensure!(matches!(late.reply().await?, Reply::Error(error) if error.code == ErrorCode::ExecIdInUse));
+    ensure!(
+        matches!(late.reply().await?, Reply::Error(error) if error.code == ErrorCode::ExecIdInUse)
+    );
     // What could not be started can be tried again.
     let failing = start(&["/none"]);
     for _ in 0..2 {
         let mut peer = agent.parked().await?;
         peer.send(&failing).await?;
-        ensure!(matches!(peer.reply().await?, Reply::Error(error) if error.code == ErrorCode::ExecFailed));
+        ensure!(
+            matches!(peer.reply().await?, Reply::Error(error) if error.code == ErrorCode::ExecFailed)
+        );
     }
     Ok(())
 }

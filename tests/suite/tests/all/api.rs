@@ -22,9 +22,18 @@ fn routes() -> Result<Vec<(Method, String)>> {
     let mut routes = Vec::new();
     for (path, operations) in paths {
         for method in operations.as_object().context("operations")?.keys() {
-            let address = path.replace("{id}", SOME_ID).replace("{exec_id}", SOME_ID).replace("{job_id}", SOME_ID);
-            assert!(!address.contains('{'), "{address} has a parameter that this test does not know");
-            routes.push((Method::from_bytes(method.to_uppercase().as_bytes())?, address));
+            let address = path
+                .replace("{id}", SOME_ID)
+                .replace("{exec_id}", SOME_ID)
+                .replace("{job_id}", SOME_ID);
+            assert!(
+                !address.contains('{'),
+                "{address} has a parameter that this test does not know"
+            );
+            routes.push((
+                Method::from_bytes(method.to_uppercase().as_bytes())?,
+                address,
+            ));
         }
     }
     Ok(routes)
@@ -32,13 +41,31 @@ fn routes() -> Result<Vec<(Method, String)>> {
 
 /// Checks that an answer is a whole problem document and returns its code.
 pub(crate) fn code_of(answer: &Answer) -> Result<String> {
-    assert_eq!(answer.header("content-type"), "application/problem+json", "{answer:?}");
+    assert_eq!(
+        answer.header("content-type"),
+        "application/problem+json",
+        "{answer:?}"
+    );
     let document: Value = serde_json::from_slice(&answer.body)?;
-    let member = |name: &str| document[name].as_str().filter(|text| !text.is_empty()).with_context(|| format!("no {name} in {document}"));
+    let member = |name: &str| {
+        document[name]
+            .as_str()
+            .filter(|text| !text.is_empty())
+            .with_context(|| format!("no {name} in {document}"))
+    };
     let code = member("code")?;
-    let known = ErrorCode::ALL.iter().find(|known| known.as_str() == code).with_context(|| format!("the code {code} is unknown"))?;
-    assert_eq!((member("type")?, member("title")?), (format!("urn:cynode:error:{code}").as_str(), known.title()));
-    assert_eq!((document["status"].as_u64(), known.status()), (Some(answer.status.into()), answer.status));
+    let known = ErrorCode::ALL
+        .iter()
+        .find(|known| known.as_str() == code)
+        .with_context(|| format!("the code {code} is unknown"))?;
+    assert_eq!(
+        (member("type")?, member("title")?),
+        (format!("urn:cynode:error:{code}").as_str(), known.title())
+    );
+    assert_eq!(
+        (document["status"].as_u64(), known.status()),
+        (Some(answer.status.into()), answer.status)
+    );
     assert!(member("remedy")?.ends_with('.') && !member("detail")?.is_empty());
     assert_eq!(member("request_id")?, answer.header("x-request-id"));
     Ok(code.to_owned())
@@ -66,32 +93,64 @@ async fn every_route_refuses_callers_without_the_token() -> Result<()> {
     for (method, path) in &routes {
         for authorization in &wrong {
             // A body that every route would refuse with another answer, if it were read.
-            let mut request = http.anonymous(method.clone(), path).header(header::CONTENT_TYPE, "application/json").body("{broken");
+            let mut request = http
+                .anonymous(method.clone(), path)
+                .header(header::CONTENT_TYPE, "application/json")
+                .body("{broken");
             if let Some(value) = authorization {
                 request = request.header(header::AUTHORIZATION, value);
             }
             let answer = Answer::of(request).await?;
-            assert_eq!((answer.status, answer.header("www-authenticate")), (401, "Bearer"), "{method} {path} {authorization:?}");
+            assert_eq!(
+                (answer.status, answer.header("www-authenticate")),
+                (401, "Bearer"),
+                "{method} {path} {authorization:?}"
+            );
             if *method != Method::HEAD {
                 assert_eq!(code_of(&answer)?, "unauthorized", "{method} {path}");
             }
         }
         // With the token the address is there: the refusal, if there is one, is about something else.
-        let answer = Answer::of(http.request(method.clone(), path).json(&json!({"version": 2}))).await?;
-        assert!(![401, 405].contains(&answer.status), "{method} {path}: {}", answer.status);
+        let answer = Answer::of(
+            http.request(method.clone(), path)
+                .json(&json!({"version": 2})),
+        )
+        .await?;
         assert!(
-            answer.problem().is_ok_and(|problem| problem.detail != "no such address") || answer.status == 200 || *method == Method::HEAD,
+            ![401, 405].contains(&answer.status),
+            "{method} {path}: {}",
+            answer.status
+        );
+        assert!(
+            answer
+                .problem()
+                .is_ok_and(|problem| problem.detail != "no such address")
+                || answer.status == 200
+                || *method == Method::HEAD,
             "{method} {path}: {answer:?}"
         );
     }
-    let lower = http.anonymous(Method::GET, "/v1/worker/sessions").header(header::AUTHORIZATION, format!("bearer  {token}"));
-    assert_eq!(Answer::of(lower).await?.status, 200, "the scheme's case does not matter");
+    let lower = http
+        .anonymous(Method::GET, "/v1/worker/sessions")
+        .header(header::AUTHORIZATION, format!("bearer  {token}"));
+    assert_eq!(
+        Answer::of(lower).await?.status,
+        200,
+        "the scheme's case does not matter"
+    );
     for (first, second) in [("right", "wrong"), ("wrong", "right"), ("right", "right")] {
-        let value = |which: &str| format!("Bearer {}", if which == "right" { &token } else { which });
-        let doubled =
-            http.anonymous(Method::GET, "/v1/worker/sessions").header(header::AUTHORIZATION, value(first)).header(header::AUTHORIZATION, value(second));
+        let value =
+            |which: &str| format!("Bearer {}", if which == "right" { &token } else { which });
+        let doubled = http
+            .anonymous(Method::GET, "/v1/worker/sessions")
+            .header(header::AUTHORIZATION, value(first))
+            .header(header::AUTHORIZATION, value(second));
         let answer = Answer::of(doubled).await?;
-        assert_eq!((answer.status, code_of(&answer)?.as_str()), (400, "invalid_request"), "{first}, {second}");
+        assert_eq!(
+            (answer.status, code_of(&answer)?.as_str()),
+            (400, "invalid_request"),
+            "{first}, {second}"
+        );
     }
     Ok(())
 }
@@ -104,28 +163,71 @@ async fn health_readiness_metrics_and_description_need_no_token_and_tell_no_secr
     let mut request = session();
     request.env.insert("SECRET".into(), "hidden-in-env".into());
     let made = worker.client()?.create_session(&request).await?;
-    worker.client()?.exec(made.session_id, &exec(["echo", "hidden-in-output"])).await?;
-    let secrets = [worker.token()?, made.session_id.to_string(), made.task_id.to_string(), "hidden-in".to_owned()];
+    worker
+        .client()?
+        .exec(made.session_id, &exec(["echo", "hidden-in-output"]))
+        .await?;
+    let secrets = [
+        worker.token()?,
+        made.session_id.to_string(),
+        made.task_id.to_string(),
+        "hidden-in".to_owned(),
+    ];
     for (path, kind, part) in [
         ("/healthz", "text/plain; charset=utf-8", "ok\n"),
         ("/readyz", "text/plain; charset=utf-8", "ready\n"),
-        ("/metrics", "text/plain; version=0.0.4", "cynode_exec_seconds_count 1"),
+        (
+            "/metrics",
+            "text/plain; version=0.0.4",
+            "cynode_exec_seconds_count 1",
+        ),
         ("/openapi.json", "application/json", "\"openapi\":\"3.1"),
     ] {
         let answer = Answer::of(http.anonymous(Method::GET, path)).await?;
         let text = String::from_utf8_lossy(&answer.body);
-        assert_eq!((answer.status, answer.header("content-type")), (200, kind), "{path}");
-        assert!(text.contains(part) && secrets.iter().all(|secret| !text.contains(secret)), "{path}: {text}");
+        assert_eq!(
+            (answer.status, answer.header("content-type")),
+            (200, kind),
+            "{path}"
+        );
+        assert!(
+            text.contains(part) && secrets.iter().all(|secret| !text.contains(secret)),
+            "{path}: {text}"
+        );
     }
-    let metrics = String::from_utf8(Answer::of(http.anonymous(Method::GET, "/metrics")).await?.body.to_vec())?;
-    for name in ["cynode_session_create_seconds_bucket", "cynode_http_request_seconds_bucket"] {
+    let metrics = String::from_utf8(
+        Answer::of(http.anonymous(Method::GET, "/metrics"))
+            .await?
+            .body
+            .to_vec(),
+    )?;
+    for name in [
+        "cynode_session_create_seconds_bucket",
+        "cynode_http_request_seconds_bucket",
+    ] {
         assert!(metrics.contains(name), "{name} is missing in {metrics}");
     }
     // For somebody elsewhere, as a proxy says, only with the worker's token.
-    let elsewhere = || http.anonymous(Method::GET, "/metrics").header("x-forwarded-for", "192.0.2.1");
-    assert_eq!(Answer::of(elsewhere()).await?.outcome(), (401, "unauthorized".to_owned()));
-    assert_eq!(Answer::of(elsewhere().bearer_auth("cyn_wrong")).await?.status, 401);
-    assert_eq!(Answer::of(elsewhere().bearer_auth(worker.token()?)).await?.status, 200);
+    let elsewhere = || {
+        http.anonymous(Method::GET, "/metrics")
+            .header("x-forwarded-for", "192.0.2.1")
+    };
+    assert_eq!(
+        Answer::of(elsewhere()).await?.outcome(),
+        (401, "unauthorized".to_owned())
+    );
+    assert_eq!(
+        Answer::of(elsewhere().bearer_auth("cyn_wrong"))
+            .await?
+            .status,
+        401
+    );
+    assert_eq!(
+        Answer::of(elsewhere().bearer_auth(worker.token()?))
+            .await?
+            .status,
+        200
+    );
     Ok(())
 }
 
@@ -138,20 +240,32 @@ async fn the_description_that_is_served_is_the_one_that_is_checked_in() -> Resul
         fs_err::write(&path, &current)?;
     }
     let checked_in = fs_err::read_to_string(&path)?;
-    assert!(checked_in == current, "openapi/worker.json is not what the code describes; if the change is meant, run this test with CYNODE_REGENERATE=1");
+    assert!(
+        checked_in == current,
+        "openapi/worker.json is not what the code describes; if the change is meant, run this test with CYNODE_REGENERATE=1"
+    );
 
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let served = Answer::of(Http::new(&worker)?.anonymous(Method::GET, "/openapi.json")).await?;
-    assert_eq!(serde_json::from_slice::<Value>(&served.body)?, serde_json::from_str::<Value>(&checked_in)?);
+    assert_eq!(
+        serde_json::from_slice::<Value>(&served.body)?,
+        serde_json::from_str::<Value>(&checked_in)?
+    );
 
     // Every operation says what it refuses with, and no name is used twice.
     let document: Value = serde_json::from_str(&checked_in)?;
     let mut names = BTreeSet::new();
     for (path, operations) in document["paths"].as_object().context("paths")? {
         for (method, operation) in operations.as_object().context("operations")? {
-            assert!(operation["responses"]["default"].is_object(), "{method} {path} describes no refusal");
-            assert!(names.insert(operation["operationId"].to_string()), "{method} {path} has a name that is taken");
+            assert!(
+                operation["responses"]["default"].is_object(),
+                "{method} {path} describes no refusal"
+            );
+            assert!(
+                names.insert(operation["operationId"].to_string()),
+                "{method} {path} has a name that is taken"
+            );
         }
     }
     Ok(())
@@ -162,7 +276,10 @@ async fn every_refusal_is_a_whole_problem_under_its_requests_id() -> Result<()> 
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let (client, http) = (worker.client()?, Http::new(&worker)?);
-    let (running, ended) = (client.create_session(&session()).await?.session_id, client.create_session(&session()).await?.session_id);
+    let (running, ended) = (
+        client.create_session(&session()).await?.session_id,
+        client.create_session(&session()).await?.session_id,
+    );
     client.end_session(ended, &SessionEnd::default()).await?;
     let sessions = "/v1/worker/sessions";
     let of = |id: &dyn std::fmt::Display, rest: &str| format!("{sessions}/{id}{rest}");
@@ -175,35 +292,108 @@ async fn every_refusal_is_a_whole_problem_under_its_requests_id() -> Result<()> 
         (get("/v1/worker"), "not_found"),
         (get(&of(&running, "/nothing")), "not_found"),
         (http.request(Method::DELETE, sessions), "method_not_allowed"),
-        (http.request(Method::PUT, &of(&running, "/exec")), "method_not_allowed"),
-        (http.request(Method::GET, &of(&running, "/files:list")), "method_not_allowed"),
-        (http.anonymous(Method::POST, "/healthz"), "method_not_allowed"),
-        (http.anonymous(Method::DELETE, "/openapi.json"), "method_not_allowed"),
+        (
+            http.request(Method::PUT, &of(&running, "/exec")),
+            "method_not_allowed",
+        ),
+        (
+            http.request(Method::GET, &of(&running, "/files:list")),
+            "method_not_allowed",
+        ),
+        (
+            http.anonymous(Method::POST, "/healthz"),
+            "method_not_allowed",
+        ),
+        (
+            http.anonymous(Method::DELETE, "/openapi.json"),
+            "method_not_allowed",
+        ),
         (get(&of(&SOME_ID, "")), "session_not_found"),
         (get("/v1/worker/jobs/nonsense"), "job_not_found"),
-        (get(&format!("/v1/worker/jobs/{SOME_ID}/output")), "job_not_found"),
-        (post(&format!("/v1/worker/jobs/{SOME_ID}/ack"), json!({})), "job_not_found"),
-        (post("/v1/worker/jobs:run", json!({"task_id": SOME_ID, "job_id": SOME_ID, "sandbox": {"image_ref": "default"}})), "invalid_request"),
-        (post("/v1/worker/jobs:run", json!({"task_id": SOME_ID, "job_id": SOME_ID, "sandbox": {"image_ref": "default"}, "job": {}})), "job_kind_unsupported"),
+        (
+            get(&format!("/v1/worker/jobs/{SOME_ID}/output")),
+            "job_not_found",
+        ),
+        (
+            post(&format!("/v1/worker/jobs/{SOME_ID}/ack"), json!({})),
+            "job_not_found",
+        ),
+        (
+            post(
+                "/v1/worker/jobs:run",
+                json!({"task_id": SOME_ID, "job_id": SOME_ID, "sandbox": {"image_ref": "default"}}),
+            ),
+            "invalid_request",
+        ),
+        (
+            post(
+                "/v1/worker/jobs:run",
+                json!({"task_id": SOME_ID, "job_id": SOME_ID, "sandbox": {"image_ref": "default"}, "job": {}}),
+            ),
+            "job_kind_unsupported",
+        ),
         (get("/v1/worker/jobs:run"), "method_not_allowed"),
         (get("/v1/worker/calls/nonsense"), "not_found"),
-        (post(&format!("/v1/worker/calls/{SOME_ID}"), json!({})), "method_not_allowed"),
-        (get(sessions).header("X-Cynode-Call", "nonsense"), "invalid_request"),
-        (get(sessions).header("X-Cynode-Call", SOME_ID).header("X-Cynode-Call", SOME_ID), "invalid_request"),
+        (
+            post(&format!("/v1/worker/calls/{SOME_ID}"), json!({})),
+            "method_not_allowed",
+        ),
+        (
+            get(sessions).header("X-Cynode-Call", "nonsense"),
+            "invalid_request",
+        ),
+        (
+            get(sessions)
+                .header("X-Cynode-Call", SOME_ID)
+                .header("X-Cynode-Call", SOME_ID),
+            "invalid_request",
+        ),
         (get("/v1/worker/jobs?state=odd"), "invalid_request"),
-        (get(&of(&running, &format!("/execs/{SOME_ID}"))), "exec_not_found"),
-        (get(&of(&running, "/execs/nonsense/output")), "exec_not_found"),
+        (
+            get(&of(&running, &format!("/execs/{SOME_ID}"))),
+            "exec_not_found",
+        ),
+        (
+            get(&of(&running, "/execs/nonsense/output")),
+            "exec_not_found",
+        ),
         (get(&of(&ended, "/execs")), "session_ended"),
         (get(&of(&running, "/pty")), "pty_not_allowed"),
         (get(&of(&running, "/files?path=missing")), "not_found"),
         (get(&of(&running, "/files?path=/workspace")), "not_a_file"),
         (get(&of(&running, "/files")), "invalid_request"),
         (get(&format!("{sessions}?limit=0")), "invalid_request"),
-        (post(&of(&running, "/exec"), json!({"argv": ["/none"], "timeout_ms": 1000})), "exec_failed"),
-        (post(&of(&running, "/exec"), json!({"argv": ["true"], "timeout_ms": 1000, "version": 2})), "unsupported_version"),
-        (post(&of(&running, "/files:patch"), json!({"diff": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"})), "patch_rejected"),
-        (post(&of(&running, "/export"), json!({"format": "patch"})), "exec_failed"),
-        (http.request(Method::POST, sessions).body("x").header("content-type", "text/plain"), "unsupported_media_type"),
+        (
+            post(
+                &of(&running, "/exec"),
+                json!({"argv": ["/none"], "timeout_ms": 1000}),
+            ),
+            "exec_failed",
+        ),
+        (
+            post(
+                &of(&running, "/exec"),
+                json!({"argv": ["true"], "timeout_ms": 1000, "version": 2}),
+            ),
+            "unsupported_version",
+        ),
+        (
+            post(
+                &of(&running, "/files:patch"),
+                json!({"diff": "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n"}),
+            ),
+            "patch_rejected",
+        ),
+        (
+            post(&of(&running, "/export"), json!({"format": "patch"})),
+            "exec_failed",
+        ),
+        (
+            http.request(Method::POST, sessions)
+                .body("x")
+                .header("content-type", "text/plain"),
+            "unsupported_media_type",
+        ),
     ] {
         let described = format!("{request:?}");
         let answer = Answer::of(request).await?;
@@ -211,15 +401,32 @@ async fn every_refusal_is_a_whole_problem_under_its_requests_id() -> Result<()> 
     }
     // A caller's own id comes back, unless it could do harm in a log.
     let long = "x".repeat(65);
-    for (given, kept) in [("abc-123", true), (long.as_str(), false), ("two words", false), ("", false)] {
+    for (given, kept) in [
+        ("abc-123", true),
+        (long.as_str(), false),
+        ("two words", false),
+        ("", false),
+    ] {
         let answer = Answer::of(get("/v2/nothing").header("X-Request-Id", given)).await?;
         assert_eq!(answer.header("x-request-id") == given, kept, "{given:?}");
         assert_eq!(code_of(&answer)?, "not_found");
     }
-    assert!(!Answer::of(get(sessions)).await?.header("x-request-id").is_empty());
+    assert!(
+        !Answer::of(get(sessions))
+            .await?
+            .header("x-request-id")
+            .is_empty()
+    );
     // An answer without a body still names its request.
     let stat = Answer::of(http.request(Method::HEAD, &of(&running, "/files?path=missing"))).await?;
-    assert_eq!((stat.status, stat.body.len(), stat.header("x-request-id").is_empty()), (404, 0, false));
+    assert_eq!(
+        (
+            stat.status,
+            stat.body.len(),
+            stat.header("x-request-id").is_empty()
+        ),
+        (404, 0, false)
+    );
     Ok(())
 }
 
@@ -230,14 +437,25 @@ async fn lists_come_in_pages() -> Result<()> {
     let (client, http) = (worker.client()?, Http::new(&worker)?);
     let mut ids = Vec::new();
     for _ in 0..3 {
-        ids.push(client.create_session(&session()).await?.session_id.to_string());
+        ids.push(
+            client
+                .create_session(&session())
+                .await?
+                .session_id
+                .to_string(),
+        );
     }
     let page = async |query: &str| {
-        let answer = Answer::of(http.request(Method::GET, &format!("/v1/worker/sessions{query}"))).await?;
+        let answer =
+            Answer::of(http.request(Method::GET, &format!("/v1/worker/sessions{query}"))).await?;
         assert_eq!(answer.status, 200, "{query}: {answer:?}");
         let page: Value = serde_json::from_slice(&answer.body)?;
-        let found: Vec<String> =
-            page["items"].as_array().context("items")?.iter().map(|item| item["session_id"].as_str().unwrap_or_default().to_owned()).collect();
+        let found: Vec<String> = page["items"]
+            .as_array()
+            .context("items")?
+            .iter()
+            .map(|item| item["session_id"].as_str().unwrap_or_default().to_owned())
+            .collect();
         Ok::<_, anyhow::Error>((found, page["next_cursor"].as_str().map(str::to_owned)))
     };
     let (first, cursor) = page("?limit=2").await?;
@@ -246,12 +464,32 @@ async fn lists_come_in_pages() -> Result<()> {
     assert_eq!((second, end), (ids[2..].to_vec(), None));
     assert_eq!(page("").await?, (ids.clone(), None));
     assert_eq!(page("?limit=3").await?, (ids, None));
-    for query in ["?limit=0", "?limit=1001", "?limit=x", "?cursor=x", "?state=odd", "?task_id=x", "?colour=blue", "?limit=1&limit=2"] {
-        let answer = Answer::of(http.request(Method::GET, &format!("/v1/worker/sessions{query}"))).await?;
+    for query in [
+        "?limit=0",
+        "?limit=1001",
+        "?limit=x",
+        "?cursor=x",
+        "?state=odd",
+        "?task_id=x",
+        "?colour=blue",
+        "?limit=1&limit=2",
+    ] {
+        let answer =
+            Answer::of(http.request(Method::GET, &format!("/v1/worker/sessions{query}"))).await?;
         let problem = answer.problem()?;
-        let named = query.trim_start_matches('?').split('=').next().unwrap_or_default();
-        assert!(answer.status == 400 && problem.detail.contains(named), "{query}: {problem:?}");
+        let named = query
+            .trim_start_matches('?')
+            .split('=')
+            .next()
+            .unwrap_or_default();
+        assert!(
+            answer.status == 400 && problem.detail.contains(named),
+            "{query}: {problem:?}"
+        );
     }
-    assert_eq!(client.list_sessions(&SessionFilter::default()).await?.len(), 3);
+    assert_eq!(
+        client.list_sessions(&SessionFilter::default()).await?.len(),
+        3
+    );
     Ok(())
 }

@@ -19,15 +19,25 @@ use sha2::{Digest as _, Sha256};
 const OWN: usize = 8 * 1024;
 
 fn cost(request: &ExecRequest) -> usize {
-    let argv = request.argv.iter().map(|word| word.len() + 1 + POINTER_BYTES).sum::<usize>();
-    argv + request.env.iter().map(|(name, value)| name.len() + value.len() + 2 + POINTER_BYTES).sum::<usize>()
+    let argv = request
+        .argv
+        .iter()
+        .map(|word| word.len() + 1 + POINTER_BYTES)
+        .sum::<usize>();
+    argv + request
+        .env
+        .iter()
+        .map(|(name, value)| name.len() + value.len() + 2 + POINTER_BYTES)
+        .sum::<usize>()
 }
 
 /// A command that counts its words and their bytes, filled up to a cost with words of one letter.
 fn counting(total: usize, length: usize, letter: &str) -> ExecRequest {
     let mut request = exec(["/bin/sh", "-c", "echo $#; printf %s \"$*\" | wc -c", "sh"]);
     let each = length + 1 + POINTER_BYTES;
-    request.argv.extend(vec![letter.repeat(length); (total - cost(&request)) / each]);
+    request
+        .argv
+        .extend(vec![letter.repeat(length); (total - cost(&request)) / each]);
     let left = total - cost(&request);
     match left.checked_sub(1 + POINTER_BYTES) {
         Some(last) => request.argv.push(letter.repeat(last)),
@@ -48,7 +58,14 @@ fn problem(result: Result<ExecResult, Error>) -> Result<Box<cynode_api::Problem>
 async fn counts(client: &WorkerClient, id: SessionId, request: &ExecRequest) -> Result<()> {
     let words: Vec<usize> = request.argv[4..].iter().map(String::len).collect();
     let counted = client.exec(id, request).await?.stdout;
-    assert_eq!(counted, format!("{}\n{}\n", words.len(), words.iter().sum::<usize>() + words.len() - 1));
+    assert_eq!(
+        counted,
+        format!(
+            "{}\n{}\n",
+            words.len(),
+            words.iter().sum::<usize>() + words.len() - 1
+        )
+    );
     Ok(())
 }
 
@@ -61,37 +78,91 @@ async fn a_command_is_as_long_as_a_process_takes_and_no_longer() -> Result<()> {
     let longest = MAX_ARGUMENT_LENGTH - 1;
 
     // Long words, very many words, and letters that JSON writes with six.
-    counts(&client, id, &counting(MAX_ARGUMENT_BYTES - OWN, longest, "x")).await?;
+    counts(
+        &client,
+        id,
+        &counting(MAX_ARGUMENT_BYTES - OWN, longest, "x"),
+    )
+    .await?;
     let many = counting(MAX_ARGUMENT_BYTES - OWN, 1, "x");
     ensure!(many.argv.len() > 200_000, "{}", many.argv.len());
     counts(&client, id, &many).await?;
-    counts(&client, id, &counting(MAX_ARGUMENT_BYTES - OWN, longest, "\u{1}")).await?;
+    counts(
+        &client,
+        id,
+        &counting(MAX_ARGUMENT_BYTES - OWN, longest, "\u{1}"),
+    )
+    .await?;
     // Lists repeat no more of them than before.
     let shown = client.list_execs(id).await?.items;
-    ensure!(shown.iter().all(|exec| exec.argv_truncated && exec.argv.len() <= 4_096), "{}", shown.len());
+    ensure!(
+        shown
+            .iter()
+            .all(|exec| exec.argv_truncated && exec.argv.len() <= 4_096),
+        "{}",
+        shown.len()
+    );
 
     // What fits by our count and not by the kernel's, which counts the sandbox's own variables.
-    let refused = problem(client.exec(id, &counting(MAX_ARGUMENT_BYTES, longest, "x")).await)?;
-    assert_eq!((refused.code.as_str(), &refused.extensions["errno"]), ("exec_failed", &json!("E2BIG")), "{refused:?}");
-    let refused = problem(client.exec(id, &counting(MAX_ARGUMENT_BYTES + 1, longest, "x")).await)?;
-    ensure!(refused.is(ErrorCode::TooLarge) && refused.detail.contains("argv and env"), "{refused:?}");
+    let refused = problem(
+        client
+            .exec(id, &counting(MAX_ARGUMENT_BYTES, longest, "x"))
+            .await,
+    )?;
+    assert_eq!(
+        (refused.code.as_str(), &refused.extensions["errno"]),
+        ("exec_failed", &json!("E2BIG")),
+        "{refused:?}"
+    );
+    let refused = problem(
+        client
+            .exec(id, &counting(MAX_ARGUMENT_BYTES + 1, longest, "x"))
+            .await,
+    )?;
+    ensure!(
+        refused.is(ErrorCode::TooLarge) && refused.detail.contains("argv and env"),
+        "{refused:?}"
+    );
 
     // One word, one variable.
     let mut request = sh("printf %s \"$LONG\" | wc -c");
-    request.env.insert("LONG".to_owned(), "v".repeat(longest - "LONG=".len()));
-    assert_eq!(client.exec(id, &request).await?.stdout, format!("{}\n", longest - 5));
-    request.env.insert("LONG".to_owned(), "v".repeat(longest - 4));
+    request
+        .env
+        .insert("LONG".to_owned(), "v".repeat(longest - "LONG=".len()));
+    assert_eq!(
+        client.exec(id, &request).await?.stdout,
+        format!("{}\n", longest - 5)
+    );
+    request
+        .env
+        .insert("LONG".to_owned(), "v".repeat(longest - 4));
     let refused = problem(client.exec(id, &request).await)?;
-    ensure!(refused.is(ErrorCode::TooLarge) && refused.detail.starts_with("env.LONG: "), "{refused:?}");
-    let refused = problem(client.exec(id, &exec(["echo".to_owned(), "w".repeat(longest + 1)])).await)?;
-    ensure!(refused.is(ErrorCode::TooLarge) && refused.detail.starts_with("argv[1]: "), "{refused:?}");
+    ensure!(
+        refused.is(ErrorCode::TooLarge) && refused.detail.starts_with("env.LONG: "),
+        "{refused:?}"
+    );
+    let refused = problem(
+        client
+            .exec(id, &exec(["echo".to_owned(), "w".repeat(longest + 1)]))
+            .await,
+    )?;
+    ensure!(
+        refused.is(ErrorCode::TooLarge) && refused.detail.starts_with("argv[1]: "),
+        "{refused:?}"
+    );
     Ok(())
 }
 
 /// So many bytes, the same in every run, and their hash.
 fn input(size: usize) -> (Vec<Bytes>, String) {
-    let block = Bytes::from((0_u32..262_144).flat_map(|number| (number.wrapping_mul(2_654_435_761)).to_be_bytes()).collect::<Vec<u8>>());
-    let pieces: Vec<Bytes> = (0..size.div_ceil(block.len())).map(|number| block.slice(..block.len().min(size - number * block.len()))).collect();
+    let block = Bytes::from(
+        (0_u32..262_144)
+            .flat_map(|number| (number.wrapping_mul(2_654_435_761)).to_be_bytes())
+            .collect::<Vec<u8>>(),
+    );
+    let pieces: Vec<Bytes> = (0..size.div_ceil(block.len()))
+        .map(|number| block.slice(..block.len().min(size - number * block.len())))
+        .collect();
     let mut hash = Sha256::new();
     for piece in &pieces {
         hash.update(piece);
@@ -107,26 +178,52 @@ async fn input_of_any_length_up_to_a_limit_is_one_call() -> Result<()> {
     let id = client.create_session(&session()).await?.session_id;
     let send = async |size: usize, request: &ExecRequest| {
         let (pieces, sha256) = input(size);
-        (client.exec_with_input(id, request, stream::iter(pieces.into_iter().map(Ok))).await, sha256)
+        (
+            client
+                .exec_with_input(id, request, stream::iter(pieces.into_iter().map(Ok)))
+                .await,
+            sha256,
+        )
     };
     for size in [0, 1, 300_000, usize::try_from(MAX_FORM_STDIN_BYTES)?] {
-        let (result, sha256) = send(size, &ExecRequest { timeout_ms: 120_000, ..sh("sha256sum; echo end") }).await;
+        let (result, sha256) = send(
+            size,
+            &ExecRequest {
+                timeout_ms: 120_000,
+                ..sh("sha256sum; echo end")
+            },
+        )
+        .await;
         assert_eq!(result?.stdout, format!("{sha256}  -\nend\n"), "{size}");
     }
     let marked = sh("touch started; cat > /dev/null");
-    let refused = problem(send(usize::try_from(MAX_FORM_STDIN_BYTES)? + 1, &marked).await.0)?;
-    ensure!(refused.is(ErrorCode::TooLarge) && refused.detail.starts_with("stdin: "), "{refused:?}");
+    let refused = problem(
+        send(usize::try_from(MAX_FORM_STDIN_BYTES)? + 1, &marked)
+            .await
+            .0,
+    )?;
+    ensure!(
+        refused.is(ErrorCode::TooLarge) && refused.detail.starts_with("stdin: "),
+        "{refused:?}"
+    );
 
     // Whoever breaks off has started nothing.
     let http = Http::new(&worker)?;
     let path = format!("/v1/worker/sessions/{id}/exec");
-    let post = |body: &'static str| http.request(Method::POST, &path).header("content-type", "multipart/form-data; boundary=B").body(body);
+    let post = |body: &'static str| {
+        http.request(Method::POST, &path)
+            .header("content-type", "multipart/form-data; boundary=B")
+            .body(body)
+    };
     for (body, said) in [
         (
             "--B\r\nContent-Disposition: form-data; name=\"request\"\r\n\r\n{\"argv\":[\"touch\",\"started\"],\"timeout_ms\":1000}\r\n--B\r\nContent-Disposition: form-data; name=\"stdin\"\r\n\r\nhalf",
             "ends before its last boundary",
         ),
-        ("--B\r\nContent-Disposition: form-data; name=\"stdin\"\r\n\r\nx\r\n--B--", "'request' must come first"),
+        (
+            "--B\r\nContent-Disposition: form-data; name=\"stdin\"\r\n\r\nx\r\n--B--",
+            "'request' must come first",
+        ),
         (
             "--B\r\nContent-Disposition: form-data; name=\"request\"\r\n\r\n{\"argv\":[\"touch\",\"started\"],\"timeout_ms\":1000}\r\n--B--",
             "'stdin' is missing",
@@ -141,12 +238,19 @@ async fn input_of_any_length_up_to_a_limit_is_one_call() -> Result<()> {
         ),
     ] {
         let answer = Answer::of(post(body)).await?;
-        ensure!(answer.status == 400 && answer.problem()?.detail.contains(said), "{said}: {}", String::from_utf8_lossy(&answer.body));
+        ensure!(
+            answer.status == 400 && answer.problem()?.detail.contains(said),
+            "{said}: {}",
+            String::from_utf8_lossy(&answer.body)
+        );
     }
     assert_eq!(client.exec(id, &sh("ls -A")).await?.stdout, "");
 
     // The same request again is the same command; with other input it is another.
-    let once = ExecRequest { exec_id: Some(cynode_api::ExecId::generate()), ..sh("cat >> twice") };
+    let once = ExecRequest {
+        exec_id: Some(cynode_api::ExecId::generate()),
+        ..sh("cat >> twice")
+    };
     send(10, &once).await.0?;
     send(10, &once).await.0?;
     assert_eq!(client.exec(id, &sh("wc -c < twice")).await?.stdout, "10\n");
@@ -154,10 +258,22 @@ async fn input_of_any_length_up_to_a_limit_is_one_call() -> Result<()> {
     ensure!(refused.is(ErrorCode::ExecIdInUse), "{refused:?}");
 
     // A command that reads nothing ends as it would; its input is let go.
-    let (result, _) = send(50 << 20, &ExecRequest { timeout_ms: 30_000, ..sh("exit 7") }).await;
+    let (result, _) = send(
+        50 << 20,
+        &ExecRequest {
+            timeout_ms: 30_000,
+            ..sh("exit 7")
+        },
+    )
+    .await;
     assert_eq!(result?.exit.exit_code, Some(7));
     cynode_tests::eventually("no input is kept", Duration::from_secs(30), async || {
-        let open = std::process::Command::new("sh").args(["-c", &format!("ls -l /proc/{}/fd | grep -c deleted", worker.pid())]).output()?;
+        let open = std::process::Command::new("sh")
+            .args([
+                "-c",
+                &format!("ls -l /proc/{}/fd | grep -c deleted", worker.pid()),
+            ])
+            .output()?;
         Ok(String::from_utf8_lossy(&open.stdout).trim() == "0")
     })
     .await

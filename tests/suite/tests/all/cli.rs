@@ -44,9 +44,22 @@ impl Ran {
 
     /// Exit code and the code in `cynode: error[…]`, of which there is one line.
     pub(crate) fn failure(&self) -> (i32, String) {
-        let mut codes = self.stderr.lines().filter_map(|line| line.strip_prefix("cynode: error[")?.split_once("]: "));
-        let code = codes.next().map_or_else(String::new, |(code, message)| if message.is_empty() { String::new() } else { code.to_owned() });
-        assert!(codes.next().is_none(), "more than one error: {}", self.stderr);
+        let mut codes = self
+            .stderr
+            .lines()
+            .filter_map(|line| line.strip_prefix("cynode: error[")?.split_once("]: "));
+        let code = codes.next().map_or_else(String::new, |(code, message)| {
+            if message.is_empty() {
+                String::new()
+            } else {
+                code.to_owned()
+            }
+        });
+        assert!(
+            codes.next().is_none(),
+            "more than one error: {}",
+            self.stderr
+        );
         (self.code.unwrap_or(-1), code)
     }
 }
@@ -54,10 +67,19 @@ impl Ran {
 /// `cynode` in an environment of its own.
 pub(crate) fn cynode(world: &World) -> Result<Command> {
     let mut command = Command::new(World::cynode()?);
-    for name in ["CYNODE_URL", "CYNODE_TOKEN", "CYNODE_CONFIG", "CYNODE_CA_FILE", "DATABASE_URL", "PG_BIN"] {
+    for name in [
+        "CYNODE_URL",
+        "CYNODE_TOKEN",
+        "CYNODE_CONFIG",
+        "CYNODE_CA_FILE",
+        "DATABASE_URL",
+        "PG_BIN",
+    ] {
         command.env_remove(name);
     }
-    command.env("CYNODE_STATE_DIR", world.state_dir()).current_dir(world.directory());
+    command
+        .env("CYNODE_STATE_DIR", world.state_dir())
+        .current_dir(world.directory());
     Ok(command)
 }
 
@@ -65,9 +87,20 @@ pub(crate) fn cynode(world: &World) -> Result<Command> {
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Starts `session exec` of a script that first says `begun`, and returns once it has.
-fn begin_exec(mut command: Command, id: &str, script: &str) -> Result<(std::process::Child, std::io::BufReader<std::process::ChildStdout>)> {
+fn begin_exec(
+    mut command: Command,
+    id: &str,
+    script: &str,
+) -> Result<(
+    std::process::Child,
+    std::io::BufReader<std::process::ChildStdout>,
+)> {
     use std::io::BufRead as _;
-    command.args(["session", "exec", id, "--", "sh", "-c", script]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+        .args(["session", "exec", id, "--", "sh", "-c", script])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     let mut child = command.spawn()?;
     let mut stdout = std::io::BufReader::new(child.stdout.take().context("stdout")?);
     let mut line = String::new();
@@ -77,7 +110,11 @@ fn begin_exec(mut command: Command, id: &str, script: &str) -> Result<(std::proc
 }
 
 pub(crate) fn run(command: &mut Command, stdin: &[u8]) -> Result<Ran> {
-    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
     let mut input = child.stdin.take().context("stdin")?;
     let pid = Pid::from_raw(child.id().cast_signed()).context("a pid")?;
     let output = std::thread::scope(|scope| {
@@ -94,8 +131,15 @@ pub(crate) fn run(command: &mut Command, stdin: &[u8]) -> Result<Ran> {
         drop(ended);
         output
     })?;
-    ensure!(output.status.signal() != Some(9), "{command:?} did not end within {PATIENCE:?}: {output:?}");
-    Ok(Ran { code: output.status.code(), stdout: output.stdout, stderr: String::from_utf8_lossy(&output.stderr).into_owned() })
+    ensure!(
+        output.status.signal() != Some(9),
+        "{command:?} did not end within {PATIENCE:?}: {output:?}"
+    );
+    Ok(Ran {
+        code: output.status.code(),
+        stdout: output.stdout,
+        stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+    })
 }
 
 /// A worker and the command line that talks to it.
@@ -113,7 +157,9 @@ impl Cli {
 
     fn command(&self) -> Result<Command> {
         let mut command = cynode(&self.world)?;
-        command.env("CYNODE_URL", self.worker.url()?).env("CYNODE_TOKEN", self.worker.token()?);
+        command
+            .env("CYNODE_URL", self.worker.url()?)
+            .env("CYNODE_TOKEN", self.worker.token()?);
         Ok(command)
     }
 
@@ -128,24 +174,41 @@ impl Cli {
     /// Exit and code of a failure as `--output json` tells it: a problem document on stderr, in one line.
     fn problem(&self, arguments: &[&str]) -> Result<(i32, String)> {
         let ran = self.run(&[&["--output", "json"], arguments].concat())?;
-        ensure!(ran.stdout.is_empty() && ran.stderr.lines().count() == 1, "{ran:?}");
+        ensure!(
+            ran.stdout.is_empty() && ran.stderr.lines().count() == 1,
+            "{ran:?}"
+        );
         let problem: Value = serde_json::from_str(&ran.stderr)?;
-        ensure!(problem["exit"] == ran.code.context("an exit code")?, "{ran:?}");
+        ensure!(
+            problem["exit"] == ran.code.context("an exit code")?,
+            "{ran:?}"
+        );
         for member in ["type", "title", "detail", "remedy"] {
-            ensure!(problem[member].as_str().is_some_and(|text| !text.is_empty()), "{member} is missing: {ran:?}");
+            ensure!(
+                problem[member]
+                    .as_str()
+                    .is_some_and(|text| !text.is_empty()),
+                "{member} is missing: {ran:?}"
+            );
         }
-        Ok((ran.code.unwrap_or(-1), problem["code"].as_str().unwrap_or_default().to_owned()))
+        Ok((
+            ran.code.unwrap_or(-1),
+            problem["code"].as_str().unwrap_or_default().to_owned(),
+        ))
     }
 
     /// A new session's id.
     fn create(&self, arguments: &[&str]) -> Result<String> {
-        let printed = self.run(&[&["session", "create", "--memory", "256m"], arguments].concat())?.good()?;
+        let printed = self
+            .run(&[&["session", "create", "--memory", "256m"], arguments].concat())?
+            .good()?;
         Ok(printed.trim_end().to_owned())
     }
 
     /// What a script in the session prints, which must end well.
     fn sh(&self, id: &str, script: &str) -> Result<String> {
-        self.run(&["session", "exec", id, "--", "/bin/sh", "-c", script])?.good()
+        self.run(&["session", "exec", id, "--", "/bin/sh", "-c", script])?
+            .good()
     }
 }
 
@@ -171,39 +234,105 @@ async fn sessions_are_made_listed_shown_ended_and_resumed() -> Result<()> {
         "10m",
     ])?;
     let id = made.text().trim_end().to_owned();
-    assert_eq!((made.code, made.text()), (Some(0), format!("{id}\n")), "stdout is the id and nothing else: {made:?}");
-    assert!(id.parse::<cynode_api::SessionId>().is_ok() && made.stderr.contains("running"), "{made:?}");
-    let as_json = cli.run(&["session", "create", "--output", "json", "--memory", "256m", "--image", IMAGE])?.json()?;
+    assert_eq!(
+        (made.code, made.text()),
+        (Some(0), format!("{id}\n")),
+        "stdout is the id and nothing else: {made:?}"
+    );
+    assert!(
+        id.parse::<cynode_api::SessionId>().is_ok() && made.stderr.contains("running"),
+        "{made:?}"
+    );
+    let as_json = cli
+        .run(&[
+            "session", "create", "--output", "json", "--memory", "256m", "--image", IMAGE,
+        ])?
+        .json()?;
     let other = as_json["session_id"].as_str().context("an id")?.to_owned();
-    assert_eq!((&as_json["state"], &as_json["pty_allowed"]), (&"running".into(), &false.into()));
+    assert_eq!(
+        (&as_json["state"], &as_json["pty_allowed"]),
+        (&"running".into(), &false.into())
+    );
 
-    let shown = cli.run(&["session", "show", &id, "--output", "json"])?.json()?;
-    assert_eq!((&shown["limits"]["cpus"], &shown["limits"]["pids"], &shown["labels"]["team"]), (&0.5.into(), &64.into(), &"red".into()));
+    let shown = cli
+        .run(&["session", "show", &id, "--output", "json"])?
+        .json()?;
+    assert_eq!(
+        (
+            &shown["limits"]["cpus"],
+            &shown["limits"]["pids"],
+            &shown["labels"]["team"]
+        ),
+        (&0.5.into(), &64.into(), &"red".into())
+    );
     assert_eq!(cli.sh(&id, "echo $COLOUR")?, "blue\n");
     let task = shown["task_id"].as_str().context("a task")?;
-    let same = cli.run(&["session", "create", "--memory", "256m", "--id", &other, "--task", task])?;
+    let same = cli.run(&[
+        "session", "create", "--memory", "256m", "--id", &other, "--task", task,
+    ])?;
     assert_eq!(same.failure(), (64, "session_id_in_use".to_owned()));
     let table = cli.run(&["session", "show", &id])?.good()?;
-    for part in [id.as_str(), "state       running", "memory 256 MiB, cpus 0.5, pids 64", "terminal    not allowed", "team=red"] {
+    for part in [
+        id.as_str(),
+        "state       running",
+        "memory 256 MiB, cpus 0.5, pids 64",
+        "terminal    not allowed",
+        "team=red",
+    ] {
         assert!(table.contains(part), "{part} is missing in {table}");
     }
 
     let ids = |arguments: &[&str]| -> Result<Vec<String>> {
-        let list = cli.run(&[&["session", "list", "--output", "json"], arguments].concat())?.json()?;
-        Ok(list["items"].as_array().context("items")?.iter().map(|item| item["session_id"].as_str().unwrap_or_default().to_owned()).collect())
+        let list = cli
+            .run(&[&["session", "list", "--output", "json"], arguments].concat())?
+            .json()?;
+        Ok(list["items"]
+            .as_array()
+            .context("items")?
+            .iter()
+            .map(|item| item["session_id"].as_str().unwrap_or_default().to_owned())
+            .collect())
     };
     assert_eq!(ids(&[])?, [id.clone(), other.clone()]);
-    assert_eq!((ids(&["--label", "team=red"])?, ids(&["--task", task])?, ids(&["--state", "lost"])?), (vec![id.clone()], vec![id.clone()], vec![]));
+    assert_eq!(
+        (
+            ids(&["--label", "team=red"])?,
+            ids(&["--task", task])?,
+            ids(&["--state", "lost"])?
+        ),
+        (vec![id.clone()], vec![id.clone()], vec![])
+    );
     let table = cli.run(&["session", "list"])?.good()?;
-    assert!(table.starts_with("SESSION") && table.lines().count() == 3 && table.contains("team=red"), "{table}");
+    assert!(
+        table.starts_with("SESSION") && table.lines().count() == 3 && table.contains("team=red"),
+        "{table}"
+    );
 
-    let ended = cli.run(&["session", "end", &id, "--keep-workspace", "--reason", "a break"])?;
+    let ended = cli.run(&[
+        "session",
+        "end",
+        &id,
+        "--keep-workspace",
+        "--reason",
+        "a break",
+    ])?;
     assert_eq!((ended.code, ended.text().as_str()), (Some(0), ""));
     assert!(ended.stderr.contains("has ended; workspace"), "{ended:?}");
-    assert_eq!(cli.run(&["session", "exec", &id, "true"])?.failure(), (64, "session_ended".to_owned()));
-    let all = cli.run(&["session", "end", "--all", "--output", "json"])?.json()?;
+    assert_eq!(
+        cli.run(&["session", "exec", &id, "true"])?.failure(),
+        (64, "session_ended".to_owned())
+    );
+    let all = cli
+        .run(&["session", "end", "--all", "--output", "json"])?
+        .json()?;
     assert_eq!(all["items"][0]["session_id"], other);
-    assert_eq!(cli.run(&["session", "end", "--all", "--output", "json"])?.json()?["items"].as_array().map(Vec::len), Some(0));
+    assert_eq!(
+        cli.run(&["session", "end", "--all", "--output", "json"])?
+            .json()?["items"]
+            .as_array()
+            .map(Vec::len),
+        Some(0)
+    );
     assert!(cli.world.containers()?.is_empty());
     Ok(())
 }
@@ -214,17 +343,34 @@ async fn a_session_that_has_ended_can_be_resumed_with_its_files() -> Result<()> 
     let id = cli.create(&[])?;
     cli.sh(&id, "echo kept > file")?;
     for _ in 0..2 {
-        cli.run(&["session", "end", &id, "--keep-workspace"])?.good()?;
+        cli.run(&["session", "end", &id, "--keep-workspace"])?
+            .good()?;
         let ended = cli.run(&["session", "exec", &id, "true"])?;
-        assert!(ended.failure() == (64, "session_ended".to_owned()) && ended.stderr.contains(&format!("cynode session resume {id}")), "{ended:?}");
-        assert_eq!(cli.run(&["session", "resume", &id])?.good()?, format!("{id}\n"));
+        assert!(
+            ended.failure() == (64, "session_ended".to_owned())
+                && ended
+                    .stderr
+                    .contains(&format!("cynode session resume {id}")),
+            "{ended:?}"
+        );
+        assert_eq!(
+            cli.run(&["session", "resume", &id])?.good()?,
+            format!("{id}\n")
+        );
         assert_eq!(cli.sh(&id, "cat file")?, "kept\n");
     }
     // Without its files there is nothing to go on with.
     cli.run(&["session", "end", &id])?.good()?;
     let ended = cli.run(&["session", "exec", &id, "true"])?;
-    assert!(ended.failure() == (64, "session_ended".to_owned()) && ended.stderr.contains("It can't be resumed"), "{ended:?}");
-    assert_eq!(cli.run(&["session", "resume", &id])?.failure(), (64, "not_resumable".to_owned()));
+    assert!(
+        ended.failure() == (64, "session_ended".to_owned())
+            && ended.stderr.contains("It can't be resumed"),
+        "{ended:?}"
+    );
+    assert_eq!(
+        cli.run(&["session", "resume", &id])?.failure(),
+        (64, "not_resumable".to_owned())
+    );
     Ok(())
 }
 
@@ -241,9 +387,16 @@ async fn failures_have_one_line_and_the_exit_codes_of_the_contract() -> Result<(
         vec!["session", "cp", "-", &format!("{ID}:x")],
     ] {
         let ran = cli.run(&arguments)?;
-        assert_eq!((ran.failure(), ran.text().as_str()), ((64, "session_not_found".to_owned()), ""), "{arguments:?}: {ran:?}");
+        assert_eq!(
+            (ran.failure(), ran.text().as_str()),
+            ((64, "session_not_found".to_owned()), ""),
+            "{arguments:?}: {ran:?}"
+        );
         assert!(ran.stderr.contains("\n  remedy: "), "{ran:?}");
-        assert_eq!(cli.problem(&arguments)?, (64, "session_not_found".to_owned()));
+        assert_eq!(
+            cli.problem(&arguments)?,
+            (64, "session_not_found".to_owned())
+        );
     }
     for arguments in [
         vec![],
@@ -264,39 +417,92 @@ async fn failures_have_one_line_and_the_exit_codes_of_the_contract() -> Result<(
         vec!["completions", "tcl"],
     ] {
         let ran = cli.run(&arguments)?;
-        assert_eq!((ran.failure(), ran.text().as_str()), ((64, "usage".to_owned()), ""), "{arguments:?}: {ran:?}");
+        assert_eq!(
+            (ran.failure(), ran.text().as_str()),
+            ((64, "usage".to_owned()), ""),
+            "{arguments:?}: {ran:?}"
+        );
         if !arguments.contains(&"--output") {
             assert_eq!(cli.problem(&arguments)?, (64, "usage".to_owned()));
         }
     }
-    let refused = cli.run(&["session", "create", "--image", "localhost/cynode/none:latest"])?;
+    let refused = cli.run(&[
+        "session",
+        "create",
+        "--image",
+        "localhost/cynode/none:latest",
+    ])?;
     assert_eq!(refused.failure(), (64, "image_not_found".to_owned()));
 
     // Somebody else's token, nobody there, nothing running.
-    let wrong = run(cli.command()?.env("CYNODE_TOKEN", "wrong").args(["session", "list"]), b"")?;
+    let wrong = run(
+        cli.command()?
+            .env("CYNODE_TOKEN", "wrong")
+            .args(["session", "list"]),
+        b"",
+    )?;
     assert_eq!(wrong.failure(), (77, "unauthorized".to_owned()));
-    assert!(wrong.stderr.contains("is a worker, and this is not its token"), "{wrong:?}");
+    assert!(
+        wrong
+            .stderr
+            .contains("is a worker, and this is not its token"),
+        "{wrong:?}"
+    );
     let elsewhere = cli.run(&["task", "list"])?;
-    assert!(elsewhere.failure() == (64, "not_found".to_owned()) && elsewhere.stderr.contains("is a worker, which has sessions"), "{elsewhere:?}");
+    assert!(
+        elsewhere.failure() == (64, "not_found".to_owned())
+            && elsewhere.stderr.contains("is a worker, which has sessions"),
+        "{elsewhere:?}"
+    );
     let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
-    let nobody = run(cli.command()?.env("CYNODE_URL", format!("http://{free}")).args(["session", "list"]), b"")?;
+    let nobody = run(
+        cli.command()?
+            .env("CYNODE_URL", format!("http://{free}"))
+            .args(["session", "list"]),
+        b"",
+    )?;
     assert_eq!(nobody.failure(), (69, "unreachable".to_owned()));
-    let status = run(cli.command()?.env("CYNODE_URL", format!("http://{free}")).arg("status"), b"")?;
-    assert!(status.code == Some(69) && status.text().contains("not ready"), "{status:?}");
+    let status = run(
+        cli.command()?
+            .env("CYNODE_URL", format!("http://{free}"))
+            .arg("status"),
+        b"",
+    )?;
+    assert!(
+        status.code == Some(69) && status.text().contains("not ready"),
+        "{status:?}"
+    );
     let nothing = run(cynode(&cli.world)?.args(["session", "list"]), b"")?;
     assert_eq!(nothing.failure(), (69, "unreachable".to_owned()));
     assert!(nothing.stderr.contains("cynode up"), "{nothing:?}");
-    let half = run(cynode(&cli.world)?.env("CYNODE_URL", cli.worker.url()?).args(["session", "list"]), b"")?;
+    let half = run(
+        cynode(&cli.world)?
+            .env("CYNODE_URL", cli.worker.url()?)
+            .args(["session", "list"]),
+        b"",
+    )?;
     assert_eq!(half.failure(), (64, "usage".to_owned()));
-    for url in ["nonsense", "ftp://127.0.0.1", "http://user:secret@127.0.0.1:1"] {
-        let ran = run(cli.command()?.env("CYNODE_URL", url).args(["session", "list"]), b"")?;
+    for url in [
+        "nonsense",
+        "ftp://127.0.0.1",
+        "http://user:secret@127.0.0.1:1",
+    ] {
+        let ran = run(
+            cli.command()?
+                .env("CYNODE_URL", url)
+                .args(["session", "list"]),
+            b"",
+        )?;
         assert_eq!(ran.failure(), (64, "usage".to_owned()), "{url}");
         assert!(!ran.stderr.contains("secret"), "{ran:?}");
     }
 
     for arguments in [["--help"], ["--version"]] {
         let ran = cli.run(&arguments)?;
-        assert!(ran.code == Some(0) && ran.text().contains("cynode") && ran.stderr.is_empty(), "{ran:?}");
+        assert!(
+            ran.code == Some(0) && ran.text().contains("cynode") && ran.stderr.is_empty(),
+            "{ran:?}"
+        );
     }
     Ok(())
 }
@@ -306,7 +512,14 @@ async fn completions_are_a_script_that_bash_takes() -> Result<()> {
     let world = World::new()?;
     let script = run(cynode(&world)?.args(["completions", "bash"]), b"")?.good()?;
     let check = r#"source /dev/stdin && complete -p cynode && COMP_WORDS=(cynode session sh) COMP_CWORD=2 && _cynode cynode sh session && printf '%s\n' "${COMPREPLY[@]}""#;
-    let ran = run(Command::new("bash").args(["--norc", "-c", check]), script.as_bytes())?.good()?;
-    assert!(ran.contains("cynode") && ran.contains("\nshell\n") && ran.contains("show"), "{ran}");
+    let ran = run(
+        Command::new("bash").args(["--norc", "-c", check]),
+        script.as_bytes(),
+    )?
+    .good()?;
+    assert!(
+        ran.contains("cynode") && ran.contains("\nshell\n") && ran.contains("show"),
+        "{ran}"
+    );
     Ok(())
 }

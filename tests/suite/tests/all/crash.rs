@@ -10,7 +10,11 @@ use cynode_client::{OutputQuery, SessionFilter, WorkerClient};
 use cynode_tests::{Options, World, eventually, exec, session, sh};
 
 fn background(script: &str) -> ExecRequest {
-    ExecRequest { background: true, timeout_ms: 0, ..sh(script) }
+    ExecRequest {
+        background: true,
+        timeout_ms: 0,
+        ..sh(script)
+    }
 }
 
 /// Reads pages of a counter's output until it has passed `until`; checks that no line is missing or doubled.
@@ -25,15 +29,37 @@ impl Counter {
     async fn read_past(&mut self, client: &WorkerClient, until: u64) -> Result<()> {
         let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
         while self.last() <= until {
-            let page =
-                client.exec_output(self.session, self.exec, &OutputQuery { after_seq: Some(self.seq), wait_ms: Some(5_000), ..Default::default() }).await?;
-            ensure!(page.lost_before_seq.is_none() && page.exit.is_none(), "{page:?}");
+            let page = client
+                .exec_output(
+                    self.session,
+                    self.exec,
+                    &OutputQuery {
+                        after_seq: Some(self.seq),
+                        wait_ms: Some(5_000),
+                        ..Default::default()
+                    },
+                )
+                .await?;
+            ensure!(
+                page.lost_before_seq.is_none() && page.exit.is_none(),
+                "{page:?}"
+            );
             for chunk in page.chunks {
-                ensure!(chunk.seq == self.seq + 1, "piece {} after {}", chunk.seq, self.seq);
+                ensure!(
+                    chunk.seq == self.seq + 1,
+                    "piece {} after {}",
+                    chunk.seq,
+                    self.seq
+                );
                 self.seq = chunk.seq;
                 self.text.push_str(chunk.data.as_deref().context("text")?);
             }
-            ensure!(tokio::time::Instant::now() < deadline, "the counter of {} stopped at {}", self.session, self.last());
+            ensure!(
+                tokio::time::Instant::now() < deadline,
+                "the counter of {} stopped at {}",
+                self.session,
+                self.last()
+            );
         }
         Ok(())
     }
@@ -54,15 +80,24 @@ const COUNT: &str = "i=0; while :; do i=$((i+1)); echo $i; sleep 0.02; done";
 
 // proves: REQ-SANDBX-0121
 #[tokio::test]
-async fn twenty_sessions_survive_the_death_of_the_worker_without_a_gap_in_their_output() -> Result<()> {
+async fn twenty_sessions_survive_the_death_of_the_worker_without_a_gap_in_their_output()
+-> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let mut counters = Vec::new();
     for _ in 0..20 {
         let session = client.create_session(&session()).await?.session_id;
-        let exec = client.exec_background(session, &background(COUNT)).await?.exec_id;
-        counters.push(Counter { session, exec, seq: 0, text: String::new() });
+        let exec = client
+            .exec_background(session, &background(COUNT))
+            .await?
+            .exec_id;
+        counters.push(Counter {
+            session,
+            exec,
+            seq: 0,
+            text: String::new(),
+        });
     }
     for counter in &mut counters {
         counter.read_past(&client, 3).await?;
@@ -72,14 +107,33 @@ async fn twenty_sessions_survive_the_death_of_the_worker_without_a_gap_in_their_
         worker = world.worker(&Options::default()).await?;
         let client = worker.client()?;
         for counter in &mut counters {
-            assert_eq!(client.get_exec(counter.session, counter.exec).await?.state, ExecState::Running);
+            assert_eq!(
+                client.get_exec(counter.session, counter.exec).await?.state,
+                ExecState::Running
+            );
             let reached = counter.last();
             counter.read_past(&client, reached + 5).await?;
             let lines: Vec<u64> = counter.lines().collect();
-            assert_eq!(lines, (1..=lines.len() as u64).collect::<Vec<_>>(), "round {round}");
-            assert_eq!(client.exec(counter.session, &sh("echo here")).await?.stdout, "here\n");
+            assert_eq!(
+                lines,
+                (1..=lines.len() as u64).collect::<Vec<_>>(),
+                "round {round}"
+            );
+            assert_eq!(
+                client.exec(counter.session, &sh("echo here")).await?.stdout,
+                "here\n"
+            );
         }
-        assert_eq!(client.list_sessions(&SessionFilter { state: Some(SessionState::Running), ..Default::default() }).await?.len(), 20);
+        assert_eq!(
+            client
+                .list_sessions(&SessionFilter {
+                    state: Some(SessionState::Running),
+                    ..Default::default()
+                })
+                .await?
+                .len(),
+            20
+        );
     }
     worker.shut_down().await?;
     world.assert_clean().await
@@ -91,19 +145,49 @@ async fn output_written_while_the_worker_is_away_is_kept_and_the_exit_too() -> R
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let session = client.create_session(&session()).await?.session_id;
-    let request =
-        ExecRequest { background: true, timeout_ms: 60_000, ..sh("read go < fifo; head -c 300000 /dev/zero | tr '\\0' x; echo end; echo done > done; exit 9") };
+    let request = ExecRequest {
+        background: true,
+        timeout_ms: 60_000,
+        ..sh(
+            "read go < fifo; head -c 300000 /dev/zero | tr '\\0' x; echo end; echo done > done; exit 9",
+        )
+    };
     client.exec(session, &exec(["mkfifo", "fifo"])).await?;
     let exec_id = client.exec_background(session, &request).await?.exec_id;
     // Answered by a second command, which the agent runs on while the worker is dead.
-    client.exec_background(session, &background("while [ ! -e /workspace/.go ]; do sleep 0.02; done; sleep 0.3; echo go > fifo")).await?;
-    client.exec(session, &exec(["touch", "/workspace/.go"])).await?;
+    client
+        .exec_background(
+            session,
+            &background(
+                "while [ ! -e /workspace/.go ]; do sleep 0.02; done; sleep 0.3; echo go > fifo",
+            ),
+        )
+        .await?;
+    client
+        .exec(session, &exec(["touch", "/workspace/.go"]))
+        .await?;
     worker.kill()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
-    eventually("it exits", Duration::from_secs(30), async || Ok(client.get_exec(session, exec_id).await?.state == ExecState::Exited)).await?;
-    let page = client.exec_output(session, exec_id, &OutputQuery { max_bytes: Some(1 << 20), ..Default::default() }).await?;
-    let text: String = page.chunks.iter().filter_map(|chunk| chunk.data.as_deref()).collect();
+    eventually("it exits", Duration::from_secs(30), async || {
+        Ok(client.get_exec(session, exec_id).await?.state == ExecState::Exited)
+    })
+    .await?;
+    let page = client
+        .exec_output(
+            session,
+            exec_id,
+            &OutputQuery {
+                max_bytes: Some(1 << 20),
+                ..Default::default()
+            },
+        )
+        .await?;
+    let text: String = page
+        .chunks
+        .iter()
+        .filter_map(|chunk| chunk.data.as_deref())
+        .collect();
     assert_eq!((text.len(), text.ends_with("xend\n")), (300_004, true));
     assert_eq!(page.exit.and_then(|exit| exit.exit_code), Some(9));
     Ok(())
@@ -115,14 +199,20 @@ async fn an_answered_exec_is_still_there_after_the_worker_died() -> Result<()> {
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let session = client.create_session(&session()).await?.session_id;
-    let request = ExecRequest { exec_id: Some(ExecId::generate()), ..sh("echo run >> runs; echo out; echo err >&2; exit 3") };
+    let request = ExecRequest {
+        exec_id: Some(ExecId::generate()),
+        ..sh("echo run >> runs; echo out; echo err >&2; exit 3")
+    };
     let before = client.exec(session, &request).await?;
     worker.kill()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let after = client.exec(session, &request).await?;
     assert_eq!(before, after);
-    assert_eq!(client.exec(session, &exec(["cat", "runs"])).await?.stdout, "run\n");
+    assert_eq!(
+        client.exec(session, &exec(["cat", "runs"])).await?.stdout,
+        "run\n"
+    );
     Ok(())
 }
 
@@ -152,15 +242,20 @@ async fn a_hundred_sessions_at_once_answer_and_leave_nothing() -> Result<()> {
     }
     let workspaces: HashSet<_> = tasks.join_all().await.into_iter().collect::<Result<_>>()?;
     assert_eq!(workspaces.len(), 100);
-    eventually("every workspace is gone", Duration::from_secs(30), async || Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0))
-        .await?;
+    eventually(
+        "every workspace is gone",
+        Duration::from_secs(30),
+        async || Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0),
+    )
+    .await?;
     assert!(world.containers()?.is_empty());
     worker.shut_down().await?;
     world.assert_clean().await
 }
 
 #[tokio::test]
-async fn a_worker_killed_while_it_creates_and_ends_leaves_no_stray_and_loses_no_session() -> Result<()> {
+async fn a_worker_killed_while_it_creates_and_ends_leaves_no_stray_and_loses_no_session()
+-> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let kept = worker.client()?.create_session(&session()).await?;
@@ -175,27 +270,47 @@ async fn a_worker_killed_while_it_creates_and_ends_leaves_no_stray_and_loses_no_
             let client = client.clone();
             calls.spawn(async move {
                 if let Ok(session) = client.create_session(&request).await {
-                    drop(client.end_session(session.session_id, &SessionEnd::default()).await);
+                    drop(
+                        client
+                            .end_session(session.session_id, &SessionEnd::default())
+                            .await,
+                    );
                 }
             });
         }
         // A moment that differs from round to round: after so many of them are known.
-        eventually("some are under way", Duration::from_secs(30), async || Ok(client.list_sessions(&SessionFilter::default()).await?.len() > before + round))
-            .await?;
+        eventually("some are under way", Duration::from_secs(30), async || {
+            Ok(client.list_sessions(&SessionFilter::default()).await?.len() > before + round)
+        })
+        .await?;
         worker.kill()?;
         calls.join_all().await;
         worker = world.worker(&Options::default()).await?;
     }
     let client = worker.client()?;
-    assert_eq!(client.exec(kept.session_id, &sh("echo alive")).await?.stdout, "alive\n");
+    assert_eq!(
+        client
+            .exec(kept.session_id, &sh("echo alive"))
+            .await?
+            .stdout,
+        "alive\n"
+    );
     // Every request repeated gives its session, none of them twice, and only live ones have a container.
     for request in &asked {
         match client.create_session(request).await {
-            Ok(session) => ensure!(matches!(session.state, SessionState::Running | SessionState::Ended), "{session:?}"),
+            Ok(session) => ensure!(
+                matches!(session.state, SessionState::Running | SessionState::Ended),
+                "{session:?}"
+            ),
             Err(error) => ensure!(error.is(ErrorCode::SessionEnded), "{error}"),
         }
     }
-    let running = client.list_sessions(&SessionFilter { state: Some(SessionState::Running), ..Default::default() }).await?;
+    let running = client
+        .list_sessions(&SessionFilter {
+            state: Some(SessionState::Running),
+            ..Default::default()
+        })
+        .await?;
     assert_eq!(world.containers()?.len(), running.len());
     worker.shut_down().await?;
     world.assert_clean().await
@@ -218,20 +333,40 @@ async fn containers_that_vanished_with_a_reboot_leave_sessions_that_can_be_resum
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let made = client.create_session(&session()).await?;
-    client.exec(made.session_id, &sh("echo kept > file")).await?;
-    let running = client.exec_background(made.session_id, &background("exec sleep 999")).await?.exec_id;
+    client
+        .exec(made.session_id, &sh("echo kept > file"))
+        .await?;
+    let running = client
+        .exec_background(made.session_id, &background("exec sleep 999"))
+        .await?
+        .exec_id;
     worker.kill()?;
     // As after a reboot: the containers are there, none of them runs.
     let stopped = world.podman().args(["kill", "--all"]).output()?;
     ensure!(stopped.status.success(), "{stopped:?}");
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
-    assert_eq!(client.get_session(made.session_id).await?.state, SessionState::Lost);
+    assert_eq!(
+        client.get_session(made.session_id).await?.state,
+        SessionState::Lost
+    );
     let lost = client.get_exec(made.session_id, running).await?;
-    assert_eq!((lost.state, lost.exit.map(|exit| exit.lost)), (ExecState::Lost, Some(true)));
+    assert_eq!(
+        (lost.state, lost.exit.map(|exit| exit.lost)),
+        (ExecState::Lost, Some(true))
+    );
     let resumed = client.resume_session(made.session_id).await?;
-    assert_eq!((resumed.state, resumed.workspace_id), (SessionState::Running, made.workspace_id));
-    assert_eq!(client.exec(made.session_id, &exec(["cat", "file"])).await?.stdout, "kept\n");
+    assert_eq!(
+        (resumed.state, resumed.workspace_id),
+        (SessionState::Running, made.workspace_id)
+    );
+    assert_eq!(
+        client
+            .exec(made.session_id, &exec(["cat", "file"]))
+            .await?
+            .stdout,
+        "kept\n"
+    );
     worker.shut_down().await?;
     world.assert_clean().await
 }
@@ -242,21 +377,33 @@ async fn stopping_the_worker_keeps_the_sandboxes_and_the_next_one_takes_them_up(
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let made = client.create_session(&session()).await?;
-    let exec_id = client.exec_background(made.session_id, &background(COUNT)).await?.exec_id;
+    let exec_id = client
+        .exec_background(made.session_id, &background(COUNT))
+        .await?
+        .exec_id;
     worker.signal(rustix::process::Signal::TERM)?;
     assert!(worker.wait(Duration::from_secs(30)).await?.success());
     let worker = world.worker(&Options::default()).await?;
-    let mut counter = Counter { session: made.session_id, exec: exec_id, seq: 0, text: String::new() };
+    let mut counter = Counter {
+        session: made.session_id,
+        exec: exec_id,
+        seq: 0,
+        text: String::new(),
+    };
     counter.read_past(&worker.client()?, 10).await
 }
 
 #[tokio::test]
 async fn a_podman_service_that_hangs_or_dies_is_replaced() -> Result<()> {
     let world = World::new()?;
-    let worker = world.worker(&Options::default().set("runtime_timeout_seconds", "5")).await?;
+    let worker = world
+        .worker(&Options::default().set("runtime_timeout_seconds", "5"))
+        .await?;
     let client = worker.client()?;
     let service = || -> Result<i32> {
-        let recorded: serde_json::Value = serde_json::from_slice(&fs_err::read(world.state_dir().join("worker/podman/service.json"))?)?;
+        let recorded: serde_json::Value = serde_json::from_slice(&fs_err::read(
+            world.state_dir().join("worker/podman/service.json"),
+        )?)?;
         i32::try_from(recorded["pid"].as_i64().context("a process id")?).context("a process id")
     };
     let first = client.create_session(&session()).await?;

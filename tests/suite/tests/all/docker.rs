@@ -10,20 +10,38 @@ use serde_json::Value;
 /// What `cynode doctor` says of one thing, and whether it is content with all of them.
 fn doctor(world: &World, options: &Options) -> Result<(Value, bool)> {
     let mut command = Command::new(World::cynode()?);
-    command.args(["doctor", "--output", "json", "--state-dir"]).arg(world.state_dir()).arg("--config").arg(world.config(options)?);
+    command
+        .args(["doctor", "--output", "json", "--state-dir"])
+        .arg(world.state_dir())
+        .arg("--config")
+        .arg(world.config(options)?);
     let output = command.output()?;
-    Ok((serde_json::from_slice(&output.stdout).with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?, output.status.success()))
+    Ok((
+        serde_json::from_slice(&output.stdout)
+            .with_context(|| String::from_utf8_lossy(&output.stderr).into_owned())?,
+        output.status.success(),
+    ))
 }
 
 fn check<'a>(report: &'a Value, name: &str) -> Result<&'a Value> {
-    report["checks"].as_array().into_iter().flatten().find(|check| check["name"] == name).with_context(|| format!("no check '{name}' in {report}"))
+    report["checks"]
+        .as_array()
+        .into_iter()
+        .flatten()
+        .find(|check| check["name"] == name)
+        .with_context(|| format!("no check '{name}' in {report}"))
 }
 
 /// A worker that must not start, and what it says.
 async fn refusal(world: &World, options: &Options) -> Result<String> {
     let mut worker = world.start_worker(options)?;
-    ensure!(!worker.wait(Duration::from_secs(60)).await?.success(), "the worker ended well");
-    Ok(fs_err::read_to_string(world.directory().join("worker.log"))?)
+    ensure!(
+        !worker.wait(Duration::from_secs(60)).await?.success(),
+        "the worker ended well"
+    );
+    Ok(fs_err::read_to_string(
+        world.directory().join("worker.log"),
+    )?)
 }
 
 #[tokio::test]
@@ -31,27 +49,55 @@ async fn ids_that_sandboxes_share_must_be_allowed_by_name() -> Result<()> {
     let world = World::on(Engine::Docker).await?;
     let strict = Options::default().set("allow_unenforced", "[\"disk\"]");
     let said = refusal(&world, &strict).await?;
-    assert!(said.contains(r#"worker.allow_unenforced = ["disk","id_range"]"#), "{said}");
+    assert!(
+        said.contains(r#"worker.allow_unenforced = ["disk","id_range"]"#),
+        "{said}"
+    );
     assert!(world.containers()?.is_empty());
     let (report, well) = doctor(&world, &strict)?;
     let ids = check(&report, "user namespace")?;
-    assert!(!well && ids["status"] == "problem" && ids["fix"].as_str().is_some_and(|fix| fix.contains("id_range")), "{ids}");
+    assert!(
+        !well
+            && ids["status"] == "problem"
+            && ids["fix"]
+                .as_str()
+                .is_some_and(|fix| fix.contains("id_range")),
+        "{ids}"
+    );
     Ok(())
 }
 
 #[tokio::test]
 async fn without_a_map_of_ids_docker_must_be_allowed_by_name() -> Result<()> {
     let world = World::on(Engine::DockerUnmapped).await?;
-    let said = refusal(&world, &Options::default().set("allow_unenforced", "[\"id_range\"]")).await?;
-    assert!(said.contains("apart from the host's") && said.contains(r#"["userns","id_range"]"#), "{said}");
+    let said = refusal(
+        &world,
+        &Options::default().set("allow_unenforced", "[\"id_range\"]"),
+    )
+    .await?;
+    assert!(
+        said.contains("apart from the host's") && said.contains(r#"["userns","id_range"]"#),
+        "{said}"
+    );
 
     // The world's own setting allows both.
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let made = client.create_session(&session()).await?;
-    assert!(made.unenforced.contains(&Unenforced::Userns) && made.unenforced.contains(&Unenforced::IdRange), "{:?}", made.unenforced);
+    assert!(
+        made.unenforced.contains(&Unenforced::Userns)
+            && made.unenforced.contains(&Unenforced::IdRange),
+        "{:?}",
+        made.unenforced
+    );
     assert_eq!(
-        client.exec(made.session_id, &sh("echo here > file; cat file; id -u; awk '{ print $1, $2 }' /proc/self/uid_map")).await?.stdout,
+        client
+            .exec(
+                made.session_id,
+                &sh("echo here > file; cat file; id -u; awk '{ print $1, $2 }' /proc/self/uid_map")
+            )
+            .await?
+            .stdout,
         "here\n1000\n0 0\n"
     );
     Ok(())
@@ -72,31 +118,62 @@ async fn doctor_says_what_docker_is_like_and_whether_the_oci_runtime_is_there() 
         ("default image", IMAGE),
     ] {
         let found = check(&report, name)?;
-        assert!(found["status"] != "problem" && found["detail"].as_str().is_some_and(|detail| detail.contains(words)), "{name}: {found}");
+        assert!(
+            found["status"] != "problem"
+                && found["detail"]
+                    .as_str()
+                    .is_some_and(|detail| detail.contains(words)),
+            "{name}: {found}"
+        );
     }
-    assert!(world.containers()?.is_empty(), "the trial's container is left");
+    assert!(
+        world.containers()?.is_empty(),
+        "the trial's container is left"
+    );
 
     let (report, well) = doctor(&world, &Options::default().set("oci_runtime", "\"runsc\""))?;
     let runtime = check(&report, "OCI runtime")?;
-    assert!(!well && runtime["status"] == "problem" && runtime["detail"].as_str().is_some_and(|detail| detail.contains("runsc")), "{runtime}");
+    assert!(
+        !well
+            && runtime["status"] == "problem"
+            && runtime["detail"]
+                .as_str()
+                .is_some_and(|detail| detail.contains("runsc")),
+        "{runtime}"
+    );
     let said = refusal(&world, &Options::default().set("oci_runtime", "\"runsc\"")).await?;
     assert!(said.contains("'runsc'"), "{said}");
 
-    let (report, well) = doctor(&world, &Options::default().set("docker_socket", "\"/nowhere/sock\""))?;
-    assert!(!well && check(&report, "container engine")?["status"] == "problem", "{report}");
+    let (report, well) = doctor(
+        &world,
+        &Options::default().set("docker_socket", "\"/nowhere/sock\""),
+    )?;
+    assert!(
+        !well && check(&report, "container engine")?["status"] == "problem",
+        "{report}"
+    );
     Ok(())
 }
 
 #[tokio::test]
 async fn an_oci_runtime_by_name_is_what_runs_the_sandboxes() -> Result<()> {
     let world = World::on(Engine::Docker).await?;
-    let worker = world.worker(&Options::default().set("oci_runtime", &format!("{OTHER_RUNTIME:?}"))).await?;
+    let worker = world
+        .worker(&Options::default().set("oci_runtime", &format!("{OTHER_RUNTIME:?}")))
+        .await?;
     let client = worker.client()?;
     let id = client.create_session(&session()).await?.session_id;
     assert_eq!(client.exec(id, &sh("echo here")).await?.stdout, "here\n");
     let container = world.containers()?.pop().context("a container")?;
-    let docker = reqwest::Client::builder().unix_socket(world.docker_socket()).build()?;
-    let found: Value = docker.get(format!("http://docker/containers/{container}/json")).send().await?.json().await?;
+    let docker = reqwest::Client::builder()
+        .unix_socket(world.docker_socket())
+        .build()?;
+    let found: Value = docker
+        .get(format!("http://docker/containers/{container}/json"))
+        .send()
+        .await?
+        .json()
+        .await?;
     assert_eq!(found["HostConfig"]["Runtime"], OTHER_RUNTIME);
     Ok(())
 }
@@ -106,23 +183,36 @@ async fn an_oci_runtime_named_to_podman_is_looked_for() -> Result<()> {
     let world = World::new()?;
     let (report, well) = doctor(&world, &Options::default().set("oci_runtime", "\"runsc\""))?;
     let runtime = check(&report, "OCI runtime")?;
-    assert!(!well && runtime["status"] == "problem" && runtime["detail"].as_str().is_some_and(|detail| detail.contains("runsc")), "{runtime}");
+    assert!(
+        !well
+            && runtime["status"] == "problem"
+            && runtime["detail"]
+                .as_str()
+                .is_some_and(|detail| detail.contains("runsc")),
+        "{runtime}"
+    );
     Ok(())
 }
 
 #[tokio::test]
 async fn a_name_that_no_limit_has_can_not_be_allowed() -> Result<()> {
     let world = World::new()?;
-    let mut worker = world.start_worker(&Options::default().set("allow_unenforced", "[\"everything\"]"))?;
+    let mut worker =
+        world.start_worker(&Options::default().set("allow_unenforced", "[\"everything\"]"))?;
     assert_eq!(worker.wait(Duration::from_secs(60)).await?.code(), Some(64));
     let said = fs_err::read_to_string(world.directory().join("worker.log"))?;
-    assert!(said.contains("worker.allow_unenforced") && said.contains("id_range"), "{said}");
+    assert!(
+        said.contains("worker.allow_unenforced") && said.contains("id_range"),
+        "{said}"
+    );
     Ok(())
 }
 
 /// Makes an image that declares a volume.
 async fn image_with_volume(world: &World, name: &str, path: &str) -> Result<()> {
-    let client = reqwest::Client::builder().unix_socket(world.docker_socket()).build()?;
+    let client = reqwest::Client::builder()
+        .unix_socket(world.docker_socket())
+        .build()?;
     let call = async |request: reqwest::RequestBuilder| -> Result<()> {
         let answer = request.send().await?;
         let status = answer.status();
@@ -130,9 +220,25 @@ async fn image_with_volume(world: &World, name: &str, path: &str) -> Result<()> 
         Ok(())
     };
     let body = serde_json::json!({ "Image": IMAGE, "HostConfig": { "NetworkMode": "none" } });
-    call(client.post("http://docker/containers/create?name=base").json(&body)).await?;
-    let commit = [("container", "base"), ("repo", name), ("tag", "latest"), ("changes", &format!("VOLUME {path}"))];
-    call(client.post("http://docker/commit").query(&commit).json(&serde_json::json!({}))).await?;
+    call(
+        client
+            .post("http://docker/containers/create?name=base")
+            .json(&body),
+    )
+    .await?;
+    let commit = [
+        ("container", "base"),
+        ("repo", name),
+        ("tag", "latest"),
+        ("changes", &format!("VOLUME {path}")),
+    ];
+    call(
+        client
+            .post("http://docker/commit")
+            .query(&commit)
+            .json(&serde_json::json!({})),
+    )
+    .await?;
     call(client.delete("http://docker/containers/base")).await
 }
 
@@ -145,7 +251,12 @@ async fn a_volume_that_an_image_declares_is_no_place_to_write() -> Result<()> {
     let mut request = session();
     "localhost/cynode/volume:latest".clone_into(&mut request.image_ref);
     let id = client.create_session(&request).await?.session_id;
-    let looked = client.exec(id, &sh("stat -f -c %T /srv/data; touch /srv/data/x 2>/dev/null || echo closed")).await?;
+    let looked = client
+        .exec(
+            id,
+            &sh("stat -f -c %T /srv/data; touch /srv/data/x 2>/dev/null || echo closed"),
+        )
+        .await?;
     assert_eq!(looked.stdout, "tmpfs\nclosed\n", "{looked:?}");
 
     // One within what is mounted would be made within the caller's files.
@@ -153,6 +264,9 @@ async fn a_volume_that_an_image_declares_is_no_place_to_write() -> Result<()> {
     let mut request = session();
     "localhost/cynode/within:latest".clone_into(&mut request.image_ref);
     let refused = client.create_session(&request).await.expect_err("refused");
-    assert!(refused.is(ErrorCode::Internal) && refused.to_string().contains("/workspace/within"), "{refused}");
+    assert!(
+        refused.is(ErrorCode::Internal) && refused.to_string().contains("/workspace/within"),
+        "{refused}"
+    );
     Ok(())
 }

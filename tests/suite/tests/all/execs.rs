@@ -3,12 +3,17 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
-use cynode_api::{Base64Bytes, ErrorCode, ExecId, ExecRequest, ExecState, SessionEnd, SessionId, SignalName, SignalScope, Stream};
+use cynode_api::{
+    Base64Bytes, ErrorCode, ExecId, ExecRequest, ExecState, SessionEnd, SessionId, SignalName,
+    SignalScope, Stream,
+};
 use cynode_client::{Error, ExecEvent, OutputQuery, WorkerClient};
 use cynode_tests::{Options, World, eventually, exec, session, sh};
 use sha2::{Digest as _, Sha256};
 
-async fn one_session(world: &World) -> Result<(cynode_tests::RunningWorker, WorkerClient, SessionId)> {
+async fn one_session(
+    world: &World,
+) -> Result<(cynode_tests::RunningWorker, WorkerClient, SessionId)> {
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let id = client.create_session(&session()).await?.session_id;
@@ -16,7 +21,11 @@ async fn one_session(world: &World) -> Result<(cynode_tests::RunningWorker, Work
 }
 
 fn background(script: &str) -> ExecRequest {
-    ExecRequest { background: true, timeout_ms: 0, ..sh(script) }
+    ExecRequest {
+        background: true,
+        timeout_ms: 0,
+        ..sh(script)
+    }
 }
 
 /// The processes inside, by their command lines, without the one that looks.
@@ -29,18 +38,39 @@ async fn inside(client: &WorkerClient, id: SessionId) -> Result<String> {
 async fn streams_are_separate_and_the_middle_of_long_output_is_cut() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let mut request = sh("i=0; while [ $i -lt 1000 ]; do echo line-$i; i=$((i+1)); done; echo problem >&2");
+    let mut request =
+        sh("i=0; while [ $i -lt 1000 ]; do echo line-$i; i=$((i+1)); done; echo problem >&2");
     request.max_output_bytes = Some(100);
     let result = client.exec(id, &request).await?;
     assert!(result.truncated.stdout && !result.truncated.stderr);
     assert_eq!(result.stdout.len(), 100);
-    assert!(result.stdout.starts_with("line-0\nline-1\n") && result.stdout.ends_with("line-998\nline-999\n"), "{}", result.stdout);
-    assert_eq!((result.stderr.as_str(), result.exit.bytes.stdout, result.exit.bytes.stderr), ("problem\n", 8_890, 8));
+    assert!(
+        result.stdout.starts_with("line-0\nline-1\n")
+            && result.stdout.ends_with("line-998\nline-999\n"),
+        "{}",
+        result.stdout
+    );
+    assert_eq!(
+        (
+            result.stderr.as_str(),
+            result.exit.bytes.stdout,
+            result.exit.bytes.stderr
+        ),
+        ("problem\n", 8_890, 8)
+    );
 
-    let binary = client.exec(id, &sh("printf '\\377\\000ok'; echo text >&2")).await?;
+    let binary = client
+        .exec(id, &sh("printf '\\377\\000ok'; echo text >&2"))
+        .await?;
     assert_eq!(binary.encoding, "base64");
-    assert_eq!(serde_json::from_value::<Base64Bytes>(binary.stdout.into())?.0, b"\xff\x00ok");
-    assert_eq!(serde_json::from_value::<Base64Bytes>(binary.stderr.into())?.0, b"text\n");
+    assert_eq!(
+        serde_json::from_value::<Base64Bytes>(binary.stdout.into())?.0,
+        b"\xff\x00ok"
+    );
+    assert_eq!(
+        serde_json::from_value::<Base64Bytes>(binary.stderr.into())?.0,
+        b"text\n"
+    );
     Ok(())
 }
 
@@ -48,25 +78,53 @@ async fn streams_are_separate_and_the_middle_of_long_output_is_cut() -> Result<(
 async fn what_can_not_be_started_is_said_with_its_errno() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    client.exec(id, &sh("echo '#!/nonexistent/interpreter' > script; chmod +x script; echo x > plain")).await?;
+    client
+        .exec(
+            id,
+            &sh("echo '#!/nonexistent/interpreter' > script; chmod +x script; echo x > plain"),
+        )
+        .await?;
     let cases = [
         (exec(["no-such-command"]), "ENOENT"),
         (exec(["/workspace"]), "EACCES"),
         (exec(["/workspace/plain"]), "EACCES"),
         (exec(["/workspace/script"]), "ENOENT"),
-        (ExecRequest { cwd: Some("/nowhere".into()), ..exec(["true"]) }, "ENOENT"),
-        (ExecRequest { cwd: Some("/workspace/plain".into()), ..exec(["true"]) }, "ENOTDIR"),
+        (
+            ExecRequest {
+                cwd: Some("/nowhere".into()),
+                ..exec(["true"])
+            },
+            "ENOENT",
+        ),
+        (
+            ExecRequest {
+                cwd: Some("/workspace/plain".into()),
+                ..exec(["true"])
+            },
+            "ENOTDIR",
+        ),
     ];
     for (request, errno) in cases {
         match client.exec(id, &request).await {
             Err(Error::Problem(problem)) => {
-                assert!(problem.is(ErrorCode::ExecFailed) && problem.status == 422, "{problem:?}");
+                assert!(
+                    problem.is(ErrorCode::ExecFailed) && problem.status == 422,
+                    "{problem:?}"
+                );
                 assert_eq!(problem.extensions["errno"], errno, "{:?}", request.argv);
             }
             other => panic!("{:?}: {other:?}", request.argv),
         }
     }
-    assert!(client.list_execs(id).await?.items.iter().all(|exec| exec.argv[0] == "/bin/sh"), "what never ran is not remembered");
+    assert!(
+        client
+            .list_execs(id)
+            .await?
+            .items
+            .iter()
+            .all(|exec| exec.argv[0] == "/bin/sh"),
+        "what never ran is not remembered"
+    );
     Ok(())
 }
 
@@ -76,21 +134,40 @@ async fn a_deadline_ends_everything_that_the_command_started() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
     // Ignores TERM, daemonises twice, holds the pipes; a witness of another exec must live on.
-    client.exec_background(id, &background("exec sleep 4321")).await?;
+    client
+        .exec_background(id, &background("exec sleep 4321"))
+        .await?;
     let mut stubborn = sh(
         "trap '' TERM HUP INT; echo begun; (trap '' TERM; setsid sh -c '(trap \"\" TERM; exec sleep 1234) & exec sleep 1234' &) ; while :; do sleep 1234; done",
     );
     stubborn.timeout_ms = 700;
     let result = client.exec(id, &stubborn).await?;
-    assert!(result.exit.timed_out && !result.exit.oom_killed, "{result:?}");
-    assert_eq!((result.stdout.as_str(), result.exit.signal.as_deref(), result.exit.exit_code), ("begun\n", Some("KILL"), None));
+    assert!(
+        result.exit.timed_out && !result.exit.oom_killed,
+        "{result:?}"
+    );
+    assert_eq!(
+        (
+            result.stdout.as_str(),
+            result.exit.signal.as_deref(),
+            result.exit.exit_code
+        ),
+        ("begun\n", Some("KILL"), None)
+    );
     let left = inside(&client, id).await?;
     assert!(!left.contains("1234") && left.contains("4321"), "{left}");
 
     let mut polite = sh("trap 'echo bye; exit 5' TERM; while :; do sleep 0.05; done");
     polite.timeout_ms = 300;
     let result = client.exec(id, &polite).await?;
-    assert_eq!((result.exit.timed_out, result.exit.exit_code, result.stdout.as_str()), (true, Some(5), "bye\n"));
+    assert_eq!(
+        (
+            result.exit.timed_out,
+            result.exit.exit_code,
+            result.stdout.as_str()
+        ),
+        (true, Some(5), "bye\n")
+    );
     Ok(())
 }
 
@@ -98,11 +175,16 @@ async fn a_deadline_ends_everything_that_the_command_started() -> Result<()> {
 async fn a_prompt_that_waits_for_input_reads_its_end_at_once() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let result = client.exec(id, &sh("read answer; echo \"got:$answer:$?\"")).await?;
+    let result = client
+        .exec(id, &sh("read answer; echo \"got:$answer:$?\""))
+        .await?;
     assert_eq!(result.stdout, "got::1\n");
     let mut request = sh("cat; echo; wc -c < /dev/null");
     request.stdin = Some("from the request".into());
-    assert_eq!(client.exec(id, &request).await?.stdout, "from the request\n0\n");
+    assert_eq!(
+        client.exec(id, &request).await?.stdout,
+        "from the request\n0\n"
+    );
     Ok(())
 }
 
@@ -110,7 +192,11 @@ async fn a_prompt_that_waits_for_input_reads_its_end_at_once() -> Result<()> {
 async fn standard_input_can_be_fed_while_the_command_runs() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let request = ExecRequest { stdin_open: true, background: true, ..exec(["sha256sum"]) };
+    let request = ExecRequest {
+        stdin_open: true,
+        background: true,
+        ..exec(["sha256sum"])
+    };
     let exec_id = client.exec_background(id, &request).await?.exec_id;
     let mut hash = Sha256::new();
     for piece in 0..5_u8 {
@@ -119,11 +205,33 @@ async fn standard_input_can_be_fed_while_the_command_runs() -> Result<()> {
         client.write_stdin(id, exec_id, data, false).await?;
     }
     client.write_stdin(id, exec_id, Vec::new(), true).await?;
-    let page = client.exec_output(id, exec_id, &OutputQuery { wait_ms: Some(20_000), ..Default::default() }).await?;
+    let page = client
+        .exec_output(
+            id,
+            exec_id,
+            &OutputQuery {
+                wait_ms: Some(20_000),
+                ..Default::default()
+            },
+        )
+        .await?;
     let expected = cynode_tests::hex(&hash.finalize());
-    assert!(page.chunks[0].data.as_deref().unwrap_or_default().starts_with(&expected), "{page:?}");
-    eventually("it exits", Duration::from_secs(10), async || Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)).await?;
-    let error = client.write_stdin(id, exec_id, b"late".to_vec(), false).await.expect_err("ended");
+    assert!(
+        page.chunks[0]
+            .data
+            .as_deref()
+            .unwrap_or_default()
+            .starts_with(&expected),
+        "{page:?}"
+    );
+    eventually("it exits", Duration::from_secs(10), async || {
+        Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)
+    })
+    .await?;
+    let error = client
+        .write_stdin(id, exec_id, b"late".to_vec(), false)
+        .await
+        .expect_err("ended");
     assert!(error.is(ErrorCode::StdinClosed), "{error}");
     Ok(())
 }
@@ -132,15 +240,26 @@ async fn standard_input_can_be_fed_while_the_command_runs() -> Result<()> {
 async fn input_that_waits_for_a_command_ends_with_its_session() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let request = ExecRequest { stdin_open: true, background: true, timeout_ms: 0, ..exec(["sleep", "1000"]) };
+    let request = ExecRequest {
+        stdin_open: true,
+        background: true,
+        timeout_ms: 0,
+        ..exec(["sleep", "1000"])
+    };
     let exec_id = client.exec_background(id, &request).await?.exec_id;
     // As much as the pipe holds; whatever comes after it waits.
-    client.write_stdin(id, exec_id, vec![0; 65_536], false).await?;
+    client
+        .write_stdin(id, exec_id, vec![0; 65_536], false)
+        .await?;
     let waiting: Vec<_> = (0..3)
         .map(|_| {
             tokio::spawn({
                 let client = client.clone();
-                async move { client.write_stdin(id, exec_id, vec![0; 300_000], false).await }
+                async move {
+                    client
+                        .write_stdin(id, exec_id, vec![0; 300_000], false)
+                        .await
+                }
             })
         })
         .collect();
@@ -162,7 +281,10 @@ async fn few_open_files_are_enough_for_commands_and_too_few_are_said() -> Result
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let mut request = session();
-    request.limits = Some(cynode_api::LimitsRequest { nofile: Some(64), ..request.limits.unwrap_or_default() });
+    request.limits = Some(cynode_api::LimitsRequest {
+        nofile: Some(64),
+        ..request.limits.unwrap_or_default()
+    });
     let id = client.create_session(&request).await?.session_id;
     let mut fed = sh("ulimit -n; cat");
     fed.stdin = Some("fed".into());
@@ -170,29 +292,57 @@ async fn few_open_files_are_enough_for_commands_and_too_few_are_said() -> Result
 
     let mut running = Vec::new();
     let refused = loop {
-        match client.exec_background(id, &background("exec sleep 4321")).await {
+        match client
+            .exec_background(id, &background("exec sleep 4321"))
+            .await
+        {
             Ok(accepted) => running.push(accepted.exec_id),
             Err(Error::Problem(problem)) => break problem,
             Err(error) => return Err(error.into()),
         }
-        assert!(running.len() < 64, "each takes some of the agent's 64 files");
+        assert!(
+            running.len() < 64,
+            "each takes some of the agent's 64 files"
+        );
     };
-    assert!(refused.is(ErrorCode::ExecFailed) && refused.extensions["errno"] == "EMFILE" && refused.detail.contains("nofile"), "{refused:?}");
+    assert!(
+        refused.is(ErrorCode::ExecFailed)
+            && refused.extensions["errno"] == "EMFILE"
+            && refused.detail.contains("nofile"),
+        "{refused:?}"
+    );
     assert!(running.len() > 4, "{running:?}");
-    client.signal_exec(id, running[0], SignalName::KILL, SignalScope::Tree).await?;
-    client.signal_exec(id, running[1], SignalName::KILL, SignalScope::Tree).await?;
-    eventually("there is room again", Duration::from_secs(20), async || Ok(client.exec(id, &exec(["true"])).await.is_ok())).await
+    client
+        .signal_exec(id, running[0], SignalName::KILL, SignalScope::Tree)
+        .await?;
+    client
+        .signal_exec(id, running[1], SignalName::KILL, SignalScope::Tree)
+        .await?;
+    eventually("there is room again", Duration::from_secs(20), async || {
+        Ok(client.exec(id, &exec(["true"])).await.is_ok())
+    })
+    .await
 }
 
 #[tokio::test]
 async fn the_answer_comes_with_the_commands_own_end_and_what_it_left_lives_on() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let result = client.exec(id, &sh("echo first; (sleep 3456; echo never) & exit 4")).await?;
-    assert_eq!((result.exit.exit_code, result.stdout.as_str()), (Some(4), "first\n"));
+    let result = client
+        .exec(id, &sh("echo first; (sleep 3456; echo never) & exit 4"))
+        .await?;
+    assert_eq!(
+        (result.exit.exit_code, result.stdout.as_str()),
+        (Some(4), "first\n")
+    );
     assert!(inside(&client, id).await?.contains("3456"));
-    client.signal_exec(id, result.exec_id, SignalName::KILL, SignalScope::Tree).await?;
-    eventually("it is gone", Duration::from_secs(10), async || Ok(!inside(&client, id).await?.contains("3456"))).await?;
+    client
+        .signal_exec(id, result.exec_id, SignalName::KILL, SignalScope::Tree)
+        .await?;
+    eventually("it is gone", Duration::from_secs(10), async || {
+        Ok(!inside(&client, id).await?.contains("3456"))
+    })
+    .await?;
     Ok(())
 }
 
@@ -200,26 +350,77 @@ async fn the_answer_comes_with_the_commands_own_end_and_what_it_left_lives_on() 
 async fn signals_reach_the_group_the_tree_or_everything() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let exec_id = client.exec_background(id, &background("trap 'echo hup; exit 9' HUP; echo ready; while :; do sleep 0.05; done")).await?.exec_id;
+    let exec_id = client
+        .exec_background(
+            id,
+            &background("trap 'echo hup; exit 9' HUP; echo ready; while :; do sleep 0.05; done"),
+        )
+        .await?
+        .exec_id;
     let ready = async |exec_id: ExecId| -> Result<()> {
-        let page = client.exec_output(id, exec_id, &OutputQuery { wait_ms: Some(20_000), ..Default::default() }).await?;
+        let page = client
+            .exec_output(
+                id,
+                exec_id,
+                &OutputQuery {
+                    wait_ms: Some(20_000),
+                    ..Default::default()
+                },
+            )
+            .await?;
         assert_eq!(page.chunks[0].data.as_deref(), Some("ready\n"));
         Ok(())
     };
     ready(exec_id).await?;
-    client.signal_exec(id, exec_id, "HUP".parse().map_err(anyhow::Error::msg)?, SignalScope::Group).await?;
-    eventually("it exits", Duration::from_secs(10), async || Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)).await?;
-    assert_eq!(client.get_exec(id, exec_id).await?.exit.and_then(|exit| exit.exit_code), Some(9));
-    assert!(client.signal_exec(id, exec_id, SignalName::TERM, SignalScope::Group).await.expect_err("ended").is(ErrorCode::ExecEnded));
+    client
+        .signal_exec(
+            id,
+            exec_id,
+            "HUP".parse().map_err(anyhow::Error::msg)?,
+            SignalScope::Group,
+        )
+        .await?;
+    eventually("it exits", Duration::from_secs(10), async || {
+        Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)
+    })
+    .await?;
+    assert_eq!(
+        client
+            .get_exec(id, exec_id)
+            .await?
+            .exit
+            .and_then(|exit| exit.exit_code),
+        Some(9)
+    );
+    assert!(
+        client
+            .signal_exec(id, exec_id, SignalName::TERM, SignalScope::Group)
+            .await
+            .expect_err("ended")
+            .is(ErrorCode::ExecEnded)
+    );
 
-    let one = client.exec_background(id, &background("echo ready; exec sleep 5001")).await?.exec_id;
-    let two = client.exec_background(id, &background("setsid sleep 5002 & echo ready; wait")).await?.exec_id;
+    let one = client
+        .exec_background(id, &background("echo ready; exec sleep 5001"))
+        .await?
+        .exec_id;
+    let two = client
+        .exec_background(id, &background("setsid sleep 5002 & echo ready; wait"))
+        .await?
+        .exec_id;
     ready(one).await?;
     ready(two).await?;
     client.signal_session(id, SignalName::KILL).await?;
     for exec_id in [one, two] {
-        eventually("both end", Duration::from_secs(10), async || Ok(client.get_exec(id, exec_id).await?.state != ExecState::Running)).await?;
-        let exit = client.get_exec(id, exec_id).await?.exit.context("an exit")?;
+        eventually("both end", Duration::from_secs(10), async || {
+            Ok(client.get_exec(id, exec_id).await?.state != ExecState::Running)
+        })
+        .await?;
+        let exit = client
+            .get_exec(id, exec_id)
+            .await?
+            .exit
+            .context("an exit")?;
         assert_eq!((exit.signal.as_deref(), exit.lost), (Some("KILL"), false));
     }
     let left = inside(&client, id).await?;
@@ -231,16 +432,41 @@ async fn signals_reach_the_group_the_tree_or_everything() -> Result<()> {
 async fn hostile_code_that_kills_its_supervisor_leaves_nothing_behind() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let result = client.exec(id, &sh("(setsid sleep 6789 &); sleep 0.3; kill -9 $PPID; sleep 6789")).await?;
-    assert!(result.exit.lost && result.exit.exit_code.is_none(), "{result:?}");
+    let result = client
+        .exec(
+            id,
+            &sh("(setsid sleep 6789 &); sleep 0.3; kill -9 $PPID; sleep 6789"),
+        )
+        .await?;
+    assert!(
+        result.exit.lost && result.exit.exit_code.is_none(),
+        "{result:?}"
+    );
     let left = inside(&client, id).await?;
     assert!(!left.contains("6789"), "{left}");
-    let stopped = client.exec(id, &ExecRequest { timeout_ms: 900, ..sh("sleep 0.3; kill -STOP $PPID; sleep 6789") }).await?;
+    let stopped = client
+        .exec(
+            id,
+            &ExecRequest {
+                timeout_ms: 900,
+                ..sh("sleep 0.3; kill -STOP $PPID; sleep 6789")
+            },
+        )
+        .await?;
     assert!(stopped.exit.timed_out);
     assert!(!inside(&client, id).await?.contains("6789"));
     // In the moment before the start is reported, an answer comes all the same: lost, timed out or failed.
     for script in ["kill -9 $PPID; sleep 6789", "kill -STOP $PPID; sleep 6789"] {
-        match client.exec(id, &ExecRequest { timeout_ms: 500, ..sh(script) }).await {
+        match client
+            .exec(
+                id,
+                &ExecRequest {
+                    timeout_ms: 500,
+                    ..sh(script)
+                },
+            )
+            .await
+        {
             Ok(result) => assert!(result.exit.lost || result.exit.timed_out, "{result:?}"),
             Err(error) => assert!(error.is(ErrorCode::ExecFailed), "{error}"),
         }
@@ -259,7 +485,10 @@ async fn a_full_process_table_is_said_and_cleared_without_a_fork() -> Result<()>
     let id = client.create_session(&request).await?.session_id;
     let mut started = 0;
     let error = loop {
-        match client.exec_background(id, &background("exec sleep 777")).await {
+        match client
+            .exec_background(id, &background("exec sleep 777"))
+            .await
+        {
             Ok(_) => started += 1,
             Err(error) => break error,
         }
@@ -267,7 +496,10 @@ async fn a_full_process_table_is_said_and_cleared_without_a_fork() -> Result<()>
     };
     assert!(error.is(ErrorCode::PidsExhausted), "{error}");
     client.signal_session(id, SignalName::KILL).await?;
-    eventually("there is room again", Duration::from_secs(20), async || Ok(client.exec(id, &exec(["true"])).await.is_ok())).await
+    eventually("there is room again", Duration::from_secs(20), async || {
+        Ok(client.exec(id, &exec(["true"])).await.is_ok())
+    })
+    .await
 }
 
 #[tokio::test]
@@ -278,7 +510,9 @@ async fn memory_beyond_the_limit_kills_the_command_and_not_the_sandbox() -> Resu
     let mut request = session();
     request.limits.get_or_insert_default().memory_bytes = Some(48 << 20);
     let id = client.create_session(&request).await?.session_id;
-    let result = client.exec(id, &exec(["tail", "-c", "200000000", "/dev/zero"])).await?;
+    let result = client
+        .exec(id, &exec(["tail", "-c", "200000000", "/dev/zero"]))
+        .await?;
     assert!(result.exit.oom_killed, "{result:?}");
     assert_eq!(result.exit.signal.as_deref(), Some("KILL"));
     assert_eq!(client.exec(id, &sh("echo alive")).await?.stdout, "alive\n");
@@ -290,13 +524,46 @@ async fn memory_beyond_the_limit_kills_the_command_and_not_the_sandbox() -> Resu
 async fn output_is_read_in_pages_by_tail_and_as_a_stream_during_and_after_the_run() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let request = ExecRequest { background: true, stdin_open: true, ..sh("echo one; read x; echo two >&2; read x; echo three") };
+    let request = ExecRequest {
+        background: true,
+        stdin_open: true,
+        ..sh("echo one; read x; echo two >&2; read x; echo three")
+    };
     let exec_id = client.exec_background(id, &request).await?.exec_id;
-    let page = client.exec_output(id, exec_id, &OutputQuery { wait_ms: Some(20_000), ..Default::default() }).await?;
-    assert_eq!((page.chunks.len(), page.chunks[0].seq, page.next_seq, page.exit.is_none()), (1, 1, 1, true));
-    let nothing = client.exec_output(id, exec_id, &OutputQuery { after_seq: Some(1), wait_ms: Some(50), ..Default::default() }).await?;
+    let page = client
+        .exec_output(
+            id,
+            exec_id,
+            &OutputQuery {
+                wait_ms: Some(20_000),
+                ..Default::default()
+            },
+        )
+        .await?;
+    assert_eq!(
+        (
+            page.chunks.len(),
+            page.chunks[0].seq,
+            page.next_seq,
+            page.exit.is_none()
+        ),
+        (1, 1, 1, true)
+    );
+    let nothing = client
+        .exec_output(
+            id,
+            exec_id,
+            &OutputQuery {
+                after_seq: Some(1),
+                wait_ms: Some(50),
+                ..Default::default()
+            },
+        )
+        .await?;
     assert!(nothing.chunks.is_empty() && nothing.next_seq == 1);
-    client.write_stdin(id, exec_id, b"\n\n".to_vec(), true).await?;
+    client
+        .write_stdin(id, exec_id, b"\n\n".to_vec(), true)
+        .await?;
     let mut events = client.exec_output_stream(id, exec_id, 0).await?;
     let (mut text, mut exit) = (Vec::new(), None);
     while let Some(event) = events.next().await? {
@@ -306,11 +573,41 @@ async fn output_is_read_in_pages_by_tail_and_as_a_stream_during_and_after_the_ru
             ExecEvent::Start { .. } => {}
         }
     }
-    assert_eq!((String::from_utf8_lossy(&text).as_ref(), exit.and_then(|exit| exit.exit_code)), ("one\ntwo\nthree\n", Some(0)));
-    let beyond = client.exec_output(id, exec_id, &OutputQuery { after_seq: Some(u64::MAX), ..Default::default() }).await?;
+    assert_eq!(
+        (
+            String::from_utf8_lossy(&text).as_ref(),
+            exit.and_then(|exit| exit.exit_code)
+        ),
+        ("one\ntwo\nthree\n", Some(0))
+    );
+    let beyond = client
+        .exec_output(
+            id,
+            exec_id,
+            &OutputQuery {
+                after_seq: Some(u64::MAX),
+                ..Default::default()
+            },
+        )
+        .await?;
     assert!(beyond.chunks.is_empty() && beyond.exit.is_some());
-    let tail = client.exec_output(id, exec_id, &OutputQuery { tail_bytes: Some(3), ..Default::default() }).await?;
-    assert_eq!(tail.chunks.iter().filter_map(|chunk| chunk.data.as_deref()).collect::<String>(), "three\n");
+    let tail = client
+        .exec_output(
+            id,
+            exec_id,
+            &OutputQuery {
+                tail_bytes: Some(3),
+                ..Default::default()
+            },
+        )
+        .await?;
+    assert_eq!(
+        tail.chunks
+            .iter()
+            .filter_map(|chunk| chunk.data.as_deref())
+            .collect::<String>(),
+        "three\n"
+    );
     assert!(tail.exit.is_some());
     Ok(())
 }
@@ -319,14 +616,32 @@ async fn output_is_read_in_pages_by_tail_and_as_a_stream_during_and_after_the_ru
 async fn the_same_exec_id_attaches_and_another_request_is_refused() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let request = ExecRequest { exec_id: Some(ExecId::generate()), ..sh("echo once >> runs; cat runs; sleep 0.3") };
+    let request = ExecRequest {
+        exec_id: Some(ExecId::generate()),
+        ..sh("echo once >> runs; cat runs; sleep 0.3")
+    };
     let (one, two) = tokio::join!(client.exec(id, &request), client.exec(id, &request));
     assert_eq!(one?.stdout, "once\n");
     assert_eq!(two?.stdout, "once\n");
     assert_eq!(client.exec(id, &request).await?.stdout, "once\n");
-    let other = ExecRequest { argv: vec!["true".into()], ..request };
-    assert!(client.exec(id, &other).await.expect_err("another request").is(ErrorCode::ExecIdInUse));
-    assert!(client.get_exec(id, ExecId::generate()).await.expect_err("unknown").is(ErrorCode::ExecNotFound));
+    let other = ExecRequest {
+        argv: vec!["true".into()],
+        ..request
+    };
+    assert!(
+        client
+            .exec(id, &other)
+            .await
+            .expect_err("another request")
+            .is(ErrorCode::ExecIdInUse)
+    );
+    assert!(
+        client
+            .get_exec(id, ExecId::generate())
+            .await
+            .expect_err("unknown")
+            .is(ErrorCode::ExecNotFound)
+    );
     Ok(())
 }
 
@@ -337,12 +652,24 @@ async fn a_gibibyte_of_output_arrives_whole_through_a_small_worker() -> Result<(
     let (worker, client, id) = one_session(&world).await?;
     let size: u64 = 1 << 30;
     // A pattern whose every place is different enough that a lost, doubled or swapped piece changes the hash.
-    let request = ExecRequest { timeout_ms: 600_000, ..sh("yes 0123456789abcdefghijklmnopqrstuvwxyz | head -c 1073741824") };
+    let request = ExecRequest {
+        timeout_ms: 600_000,
+        ..sh("yes 0123456789abcdefghijklmnopqrstuvwxyz | head -c 1073741824")
+    };
     let mut events = client.exec_stream(id, &request).await?;
     let (mut hash, mut bytes, mut seq) = (Sha256::new(), 0_u64, 0);
     loop {
-        match events.next().await?.context("the stream ended without an exit")? {
-            ExecEvent::Output { data, seq: now, stream: Stream::Stdout, .. } => {
+        match events
+            .next()
+            .await?
+            .context("the stream ended without an exit")?
+        {
+            ExecEvent::Output {
+                data,
+                seq: now,
+                stream: Stream::Stdout,
+                ..
+            } => {
                 assert_eq!(now, seq + 1);
                 seq = now;
                 bytes += data.len() as u64;
@@ -357,7 +684,12 @@ async fn a_gibibyte_of_output_arrives_whole_through_a_small_worker() -> Result<(
     }
     let line = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
     let mut expected = Sha256::new();
-    let block: Vec<u8> = line.iter().copied().cycle().take(line.len() * 4_096).collect();
+    let block: Vec<u8> = line
+        .iter()
+        .copied()
+        .cycle()
+        .take(line.len() * 4_096)
+        .collect();
     let mut left = size;
     while left > 0 {
         let part = &block[..block.len().min(usize::try_from(left)?)];
@@ -374,22 +706,55 @@ async fn a_gibibyte_of_output_arrives_whole_through_a_small_worker() -> Result<(
 async fn a_slow_reader_holds_up_its_own_program_and_nobody_else() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let request = ExecRequest { timeout_ms: 600_000, background: true, ..sh("head -c 60000000 /dev/zero; echo done > finished") };
+    let request = ExecRequest {
+        timeout_ms: 600_000,
+        background: true,
+        ..sh("head -c 60000000 /dev/zero; echo done > finished")
+    };
     let exec_id = client
-        .exec_background(id, &ExecRequest { argv: ["sh".into(), "-c".into(), format!("read go; {}", request.argv[2])].into(), stdin_open: true, ..request })
+        .exec_background(
+            id,
+            &ExecRequest {
+                argv: [
+                    "sh".into(),
+                    "-c".into(),
+                    format!("read go; {}", request.argv[2]),
+                ]
+                .into(),
+                stdin_open: true,
+                ..request
+            },
+        )
         .await?
         .exec_id;
     let mut events = client.exec_output_stream(id, exec_id, 0).await?;
-    client.write_stdin(id, exec_id, b"go\n".to_vec(), true).await?;
+    client
+        .write_stdin(id, exec_id, b"go\n".to_vec(), true)
+        .await?;
     let mut bytes = 0;
     // Not reading: the program must stop well before its end, while others go on.
     eventually("output has begun", Duration::from_secs(20), async || {
-        let page = client.exec_output(id, exec_id, &OutputQuery { after_seq: Some(100), ..Default::default() }).await?;
+        let page = client
+            .exec_output(
+                id,
+                exec_id,
+                &OutputQuery {
+                    after_seq: Some(100),
+                    ..Default::default()
+                },
+            )
+            .await?;
         Ok(!page.chunks.is_empty())
     })
     .await?;
     for _ in 0..20 {
-        assert_eq!(client.exec(id, &sh("test ! -e finished && echo waiting")).await?.stdout, "waiting\n");
+        assert_eq!(
+            client
+                .exec(id, &sh("test ! -e finished && echo waiting"))
+                .await?
+                .stdout,
+            "waiting\n"
+        );
     }
     while let Some(event) = events.next().await? {
         match event {
@@ -407,14 +772,24 @@ async fn a_reader_may_stall_past_the_commands_deadline_and_costs_nothing_but_tim
     let world = World::new()?;
     let (worker, client, id) = one_session(&world).await?;
     // More than the node keeps, then silence until the deadline: the exit waits behind the output.
-    let request = ExecRequest { timeout_ms: 3_000, ..sh("head -c 60000000 /dev/zero; exec sleep 1000") };
+    let request = ExecRequest {
+        timeout_ms: 3_000,
+        ..sh("head -c 60000000 /dev/zero; exec sleep 1000")
+    };
     let mut events = client.exec_stream(id, &request).await?;
-    client.exec_background(id, &background("exec sleep 4321")).await?;
+    client
+        .exec_background(id, &background("exec sleep 4321"))
+        .await?;
     let log = worker.log();
-    eventually("the worker has looked at the late exit", Duration::from_secs(60), async || {
-        let log = fs_err::read_to_string(&log)?;
-        Ok(log.contains("a reader holds up its output") || log.contains("missed an exec's deadline"))
-    })
+    eventually(
+        "the worker has looked at the late exit",
+        Duration::from_secs(60),
+        async || {
+            let log = fs_err::read_to_string(&log)?;
+            Ok(log.contains("a reader holds up its output")
+                || log.contains("missed an exec's deadline"))
+        },
+    )
     .await?;
     let mut exit = None;
     while let Some(event) = events.next().await? {
@@ -423,7 +798,10 @@ async fn a_reader_may_stall_past_the_commands_deadline_and_costs_nothing_but_tim
         }
     }
     assert!(exit.is_some_and(|exit| exit.timed_out && !exit.lost));
-    assert!(inside(&client, id).await?.contains("4321"), "nothing else in the sandbox was touched");
+    assert!(
+        inside(&client, id).await?.contains("4321"),
+        "nothing else in the sandbox was touched"
+    );
     Ok(())
 }
 
@@ -431,14 +809,44 @@ async fn a_reader_may_stall_past_the_commands_deadline_and_costs_nothing_but_tim
 async fn only_the_newest_output_is_kept_when_nobody_reads() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let request = ExecRequest { background: true, timeout_ms: 120_000, ..sh("head -c 40000000 /dev/zero; echo end") };
+    let request = ExecRequest {
+        background: true,
+        timeout_ms: 120_000,
+        ..sh("head -c 40000000 /dev/zero; echo end")
+    };
     let exec_id = client.exec_background(id, &request).await?.exec_id;
-    eventually("it exits", Duration::from_secs(60), async || Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)).await?;
-    let page = client.exec_output(id, exec_id, &OutputQuery { max_bytes: Some(16 << 20), ..Default::default() }).await?;
+    eventually("it exits", Duration::from_secs(60), async || {
+        Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)
+    })
+    .await?;
+    let page = client
+        .exec_output(
+            id,
+            exec_id,
+            &OutputQuery {
+                max_bytes: Some(16 << 20),
+                ..Default::default()
+            },
+        )
+        .await?;
     let lost = page.lost_before_seq.context("the start is lost")?;
     assert_eq!(page.chunks[0].seq, lost);
-    let tail = client.exec_output(id, exec_id, &OutputQuery { tail_bytes: Some(4), ..Default::default() }).await?;
-    assert!(tail.chunks.last().and_then(|chunk| chunk.data.as_deref()).is_some_and(|data| data.ends_with("end\n")));
+    let tail = client
+        .exec_output(
+            id,
+            exec_id,
+            &OutputQuery {
+                tail_bytes: Some(4),
+                ..Default::default()
+            },
+        )
+        .await?;
+    assert!(
+        tail.chunks
+            .last()
+            .and_then(|chunk| chunk.data.as_deref())
+            .is_some_and(|data| data.ends_with("end\n"))
+    );
     Ok(())
 }
 
@@ -450,7 +858,12 @@ async fn a_sandbox_has_loopback_and_no_other_way_out() -> Result<()> {
     let result = client
         .exec(id, &sh("tail -n +3 /proc/net/dev | cut -d: -f1; cat /proc/net/route | tail -n +2; wget -T 2 -q -O - http://192.0.2.1/ 2>&1 || echo refused"))
         .await?;
-    let interfaces: Vec<&str> = result.stdout.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    let interfaces: Vec<&str> = result
+        .stdout
+        .lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .collect();
     assert_eq!(interfaces.first(), Some(&"lo"), "{}", result.stdout);
     assert_eq!(interfaces.last(), Some(&"refused"), "{}", result.stdout);
     assert_eq!(interfaces.iter().filter(|line| **line == "lo").count(), 1);
@@ -461,18 +874,44 @@ async fn a_sandbox_has_loopback_and_no_other_way_out() -> Result<()> {
 async fn a_foreground_exec_whose_caller_is_gone_is_ended_unless_somebody_attached() -> Result<()> {
     let world = World::new()?;
     let (_worker, client, id) = one_session(&world).await?;
-    let command = |seconds: &str| ExecRequest { exec_id: Some(ExecId::generate()), timeout_ms: 600_000, ..exec(["sleep", seconds]) };
+    let command = |seconds: &str| ExecRequest {
+        exec_id: Some(ExecId::generate()),
+        timeout_ms: 600_000,
+        ..exec(["sleep", seconds])
+    };
     let (left, attended) = (command("7001"), command("7002"));
     for request in [&left, &attended] {
         // A caller who goes away right after the start.
         let mut events = client.exec_stream(id, request).await?;
-        assert!(matches!(events.next().await?, Some(ExecEvent::Start { .. })));
+        assert!(matches!(
+            events.next().await?,
+            Some(ExecEvent::Start { .. })
+        ));
     }
-    let (left, attended) = (left.exec_id.context("an id")?, attended.exec_id.context("an id")?);
+    let (left, attended) = (
+        left.exec_id.context("an id")?,
+        attended.exec_id.context("an id")?,
+    );
     let _reader = client.exec_output_stream(id, attended, 0).await?;
-    eventually("nobody waits for it, so it ends", Duration::from_secs(60), async || Ok(client.get_exec(id, left).await?.state == ExecState::Exited)).await?;
-    assert_eq!(client.get_exec(id, left).await?.exit.and_then(|exit| exit.signal).as_deref(), Some("KILL"));
-    assert_eq!(client.get_exec(id, attended).await?.state, ExecState::Running);
+    eventually(
+        "nobody waits for it, so it ends",
+        Duration::from_secs(60),
+        async || Ok(client.get_exec(id, left).await?.state == ExecState::Exited),
+    )
+    .await?;
+    assert_eq!(
+        client
+            .get_exec(id, left)
+            .await?
+            .exit
+            .and_then(|exit| exit.signal)
+            .as_deref(),
+        Some("KILL")
+    );
+    assert_eq!(
+        client.get_exec(id, attended).await?.state,
+        ExecState::Running
+    );
     Ok(())
 }
 
@@ -480,13 +919,34 @@ async fn a_foreground_exec_whose_caller_is_gone_is_ended_unless_somebody_attache
 async fn a_program_that_writes_byte_by_byte_costs_no_more_than_its_output() -> Result<()> {
     let world = World::new()?;
     let (worker, client, id) = one_session(&world).await?;
-    let request = ExecRequest { background: true, timeout_ms: 120_000, ..exec(["dd", "if=/dev/zero", "bs=1", "count=200000"]) };
+    let request = ExecRequest {
+        background: true,
+        timeout_ms: 120_000,
+        ..exec(["dd", "if=/dev/zero", "bs=1", "count=200000"])
+    };
     let exec_id = client.exec_background(id, &request).await?.exec_id;
-    eventually("it exits", Duration::from_secs(100), async || Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)).await?;
+    eventually("it exits", Duration::from_secs(100), async || {
+        Ok(client.get_exec(id, exec_id).await?.state == ExecState::Exited)
+    })
+    .await?;
     let (mut bytes, mut after) = (0, 0);
     loop {
-        let page = client.exec_output(id, exec_id, &OutputQuery { after_seq: Some(after), ..Default::default() }).await?;
-        bytes += page.chunks.iter().filter(|chunk| chunk.stream == Stream::Stdout).map(|chunk| chunk.data.as_ref().map_or(0, String::len)).sum::<usize>();
+        let page = client
+            .exec_output(
+                id,
+                exec_id,
+                &OutputQuery {
+                    after_seq: Some(after),
+                    ..Default::default()
+                },
+            )
+            .await?;
+        bytes += page
+            .chunks
+            .iter()
+            .filter(|chunk| chunk.stream == Stream::Stdout)
+            .map(|chunk| chunk.data.as_ref().map_or(0, String::len))
+            .sum::<usize>();
         after = page.next_seq;
         if page.exit.is_some() {
             break;

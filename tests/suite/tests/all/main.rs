@@ -1,5 +1,8 @@
 //! Every end-to-end test in one program: linked once, and each test still runs in a process of its own.
-#![allow(clippy::disallowed_methods, reason = "tests start programs and look at files as people do")]
+#![allow(
+    clippy::disallowed_methods,
+    reason = "tests start programs and look at files as people do"
+)]
 
 mod agent;
 mod api;

@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::{ErrorCode, LimitsRequest, Session, SessionCreate, SessionEnd, SessionId, TaskId, WorkspaceDisposal, WorkspaceRef};
+use cynode_api::{
+    ErrorCode, LimitsRequest, Session, SessionCreate, SessionEnd, SessionId, TaskId,
+    WorkspaceDisposal, WorkspaceRef,
+};
 use cynode_client::WorkerClient;
 use cynode_tests::{IMAGE, Options, RunningWorker, World, eventually, sh};
 use serde_json::Value;
@@ -15,16 +18,31 @@ fn usual() -> SessionCreate {
 
 /// What no pool is made for.
 fn unusual() -> SessionCreate {
-    SessionCreate { limits: Some(LimitsRequest { pids: Some(100), ..Default::default() }), ..usual() }
+    SessionCreate {
+        limits: Some(LimitsRequest {
+            pids: Some(100),
+            ..Default::default()
+        }),
+        ..usual()
+    }
 }
 
 async fn metric(worker: &RunningWorker, line: &str) -> Result<u64> {
-    let text = reqwest::get(format!("{}/metrics", worker.url()?)).await?.text().await?;
-    Ok(text.lines().find_map(|found| found.strip_prefix(line)?.trim().parse().ok()).unwrap_or(0))
+    let text = reqwest::get(format!("{}/metrics", worker.url()?))
+        .await?
+        .text()
+        .await?;
+    Ok(text
+        .lines()
+        .find_map(|found| found.strip_prefix(line)?.trim().parse().ok())
+        .unwrap_or(0))
 }
 
 async fn wait_for_spares(worker: &RunningWorker, count: u64) -> Result<()> {
-    eventually("the pool is full", Duration::from_secs(60), async || Ok(metric(worker, "cynode_pool_ready").await? == count)).await
+    eventually("the pool is full", Duration::from_secs(60), async || {
+        Ok(metric(worker, "cynode_pool_ready").await? == count)
+    })
+    .await
 }
 
 async fn out(client: &WorkerClient, made: &Session, script: &str) -> Result<String> {
@@ -34,10 +52,15 @@ async fn out(client: &WorkerClient, made: &Session, script: &str) -> Result<Stri
 #[tokio::test]
 async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
     let world = World::new()?;
-    let mut worker = world.worker(&Options::default().set("pool_size", "2")).await?;
+    let mut worker = world
+        .worker(&Options::default().set("pool_size", "2"))
+        .await?;
     let client = worker.client()?;
     wait_for_spares(&worker, 2).await?;
-    let (one, two) = (client.create_session(&usual()).await?, client.create_session(&usual()).await?);
+    let (one, two) = (
+        client.create_session(&usual()).await?,
+        client.create_session(&usual()).await?,
+    );
     assert!(one.warm && two.warm && one.unenforced.is_empty(), "{one:?}");
     assert_eq!(
         out(
@@ -53,19 +76,33 @@ async fn a_claimed_sandbox_is_new_to_its_task_and_used_once() -> Result<()> {
         "1000\nworks\n"
     );
     // Whoever comes next gets a fresh one, and the pool is filled again.
-    client.end_session(one.session_id, &SessionEnd::default()).await?;
+    client
+        .end_session(one.session_id, &SessionEnd::default())
+        .await?;
     wait_for_spares(&worker, 2).await?;
     let three = client.create_session(&usual()).await?;
     assert!(three.warm && three.workspace_id != one.workspace_id);
     assert_eq!(out(&client, &three, "ls -A; ls -A /tmp").await?, "");
-    assert_eq!(metric(&worker, "cynode_pool_claims_total{result=\"hit\"}").await?, 3);
+    assert_eq!(
+        metric(&worker, "cynode_pool_claims_total{result=\"hit\"}").await?,
+        3
+    );
 
     // Other limits and kept workspaces take the cold way.
     let cold = client.create_session(&unusual()).await?;
     assert!(!cold.warm);
-    client.end_session(two.session_id, &SessionEnd { workspace: Some(WorkspaceDisposal::Keep), ..Default::default() }).await?;
+    client
+        .end_session(
+            two.session_id,
+            &SessionEnd {
+                workspace: Some(WorkspaceDisposal::Keep),
+                ..Default::default()
+            },
+        )
+        .await?;
     let mut again = usual();
-    (again.task_id, again.workspace_ref) = (two.task_id, Some(WorkspaceRef::Workspace(two.workspace_id)));
+    (again.task_id, again.workspace_ref) =
+        (two.task_id, Some(WorkspaceRef::Workspace(two.workspace_id)));
     let again = client.create_session(&again).await?;
     assert!(!again.warm);
     assert_eq!(out(&client, &again, "ls").await?, "big\n");
@@ -88,8 +125,15 @@ async fn a_claimed_sandbox_survives_the_worker_and_spares_do_not_leak() -> Resul
     wait_for_spares(&worker, 2).await?;
     assert_eq!(world.containers()?.len(), 3, "the old spares are gone");
     worker.signal(rustix::process::Signal::TERM)?;
-    ensure!(worker.wait(Duration::from_secs(30)).await?.success(), "the worker did not end well");
-    assert_eq!(world.containers()?.len(), 1, "a worker that stops keeps sessions, not spares");
+    ensure!(
+        worker.wait(Duration::from_secs(30)).await?.success(),
+        "the worker did not end well"
+    );
+    assert_eq!(
+        world.containers()?.len(),
+        1,
+        "a worker that stops keeps sessions, not spares"
+    );
     let mut worker = world.worker(&Options::default()).await?;
     worker.shut_down().await?;
     world.assert_clean().await
@@ -98,7 +142,9 @@ async fn a_claimed_sandbox_survives_the_worker_and_spares_do_not_leak() -> Resul
 #[tokio::test]
 async fn a_resume_that_meets_a_claim_of_the_same_session_stops_nobody() -> Result<()> {
     let world = World::new()?;
-    let worker = world.worker(&Options::default().set("pool_size", "2")).await?;
+    let worker = world
+        .worker(&Options::default().set("pool_size", "2"))
+        .await?;
     let client = worker.client()?;
     for _ in 0..8 {
         wait_for_spares(&worker, 2).await?;
@@ -112,9 +158,12 @@ async fn a_resume_that_meets_a_claim_of_the_same_session_stops_nobody() -> Resul
                 }
             });
         }
-        let made = tokio::time::timeout(Duration::from_secs(20), client.create_session(&request)).await??;
+        let made = tokio::time::timeout(Duration::from_secs(20), client.create_session(&request))
+            .await??;
         resuming.shutdown().await;
-        client.end_session(made.session_id, &SessionEnd::default()).await?;
+        client
+            .end_session(made.session_id, &SessionEnd::default())
+            .await?;
     }
     Ok(())
 }
@@ -134,44 +183,90 @@ async fn a_new_image_under_the_same_name_drains_the_pool() -> Result<()> {
     podman(&["rm", "tree"])?;
     let import = |version: &str| {
         let label = format!("LABEL {}=true", cynode_api::LABEL_AGENT_COMPATIBLE);
-        podman(&["import", "--change", &label, "--change", &format!("ENV VERSION={version}"), &tree.to_string_lossy(), "localhost/current:latest"])
+        podman(&[
+            "import",
+            "--change",
+            &label,
+            "--change",
+            &format!("ENV VERSION={version}"),
+            &tree.to_string_lossy(),
+            "localhost/current:latest",
+        ])
     };
     import("one")?;
-    let worker = world.worker(&Options::default().set("pool_size", "1").set("default_image", "\"localhost/current:latest\"")).await?;
+    let worker = world
+        .worker(
+            &Options::default()
+                .set("pool_size", "1")
+                .set("default_image", "\"localhost/current:latest\""),
+        )
+        .await?;
     let client = worker.client()?;
     wait_for_spares(&worker, 1).await?;
     let before = client.create_session(&usual()).await?;
     wait_for_spares(&worker, 1).await?;
     import("two")?;
     let after = client.create_session(&usual()).await?;
-    assert_eq!((out(&client, &before, "echo $VERSION").await?, out(&client, &after, "echo $VERSION").await?), ("one\n".to_owned(), "two\n".to_owned()));
-    assert!(!after.warm && after.image_digest != before.image_digest, "{after:?}");
-    eventually("spares of the new image", Duration::from_secs(60), async || {
-        let made = client.create_session(&usual()).await?;
-        client.end_session(made.session_id, &SessionEnd::default()).await?;
-        Ok(made.warm && made.image_digest == after.image_digest)
-    })
+    assert_eq!(
+        (
+            out(&client, &before, "echo $VERSION").await?,
+            out(&client, &after, "echo $VERSION").await?
+        ),
+        ("one\n".to_owned(), "two\n".to_owned())
+    );
+    assert!(
+        !after.warm && after.image_digest != before.image_digest,
+        "{after:?}"
+    );
+    eventually(
+        "spares of the new image",
+        Duration::from_secs(60),
+        async || {
+            let made = client.create_session(&usual()).await?;
+            client
+                .end_session(made.session_id, &SessionEnd::default())
+                .await?;
+            Ok(made.warm && made.image_digest == after.image_digest)
+        },
+    )
     .await
 }
 
 #[tokio::test]
 async fn spares_give_way_when_a_node_is_full() -> Result<()> {
     let world = World::new()?;
-    let worker = world.worker(&Options::default().set("pool_size", "1").set("max_sandboxes", "1")).await?;
+    let worker = world
+        .worker(
+            &Options::default()
+                .set("pool_size", "1")
+                .set("max_sandboxes", "1"),
+        )
+        .await?;
     let client = worker.client()?;
     wait_for_spares(&worker, 1).await?;
     let made = client.create_session(&unusual()).await?;
-    eventually("only the session is left", Duration::from_secs(20), async || Ok(world.containers()?.len() == 1)).await?;
+    eventually(
+        "only the session is left",
+        Duration::from_secs(20),
+        async || Ok(world.containers()?.len() == 1),
+    )
+    .await?;
     assert_eq!(out(&client, &made, "echo here").await?, "here\n");
     Ok(())
 }
 
 /// An OCI runtime that starts nothing while the file `hold` is there.
 fn holding(world: &World) -> Result<Options> {
-    let (path, hold) = (world.directory().join("holding-runc"), world.directory().join("hold"));
+    let (path, hold) = (
+        world.directory().join("holding-runc"),
+        world.directory().join("hold"),
+    );
     fs_err::write(
         &path,
-        format!("#!/bin/sh\ncase \" $* \" in *' create '*) while [ -e '{}' ]; do sleep 0.02; done;; esac\nexec runc \"$@\"\n", hold.display()),
+        format!(
+            "#!/bin/sh\ncase \" $* \" in *' create '*) while [ -e '{}' ]; do sleep 0.02; done;; esac\nexec runc \"$@\"\n",
+            hold.display()
+        ),
     )?;
     fs_err::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
     Ok(Options::default().set("oci_runtime", &format!("{:?}", path.display().to_string())))
@@ -184,24 +279,45 @@ async fn a_spare_that_is_still_being_made_gives_way_too() -> Result<()> {
     // What this host can do is found out before anything is held up.
     world.worker(&options).await?.shut_down().await?;
     fs_err::write(world.directory().join("hold"), "")?;
-    let mut worker = world.start_worker(&options.set("pool_size", "1").set("max_sandboxes", "1"))?;
+    let mut worker =
+        world.start_worker(&options.set("pool_size", "1").set("max_sandboxes", "1"))?;
     let log = worker.log();
     let says = |text: &str| -> Result<bool> { Ok(fs_err::read_to_string(&log)?.contains(text)) };
-    eventually("a spare is being made", Duration::from_secs(30), async || says("Making a spare sandbox.")).await?;
+    eventually(
+        "a spare is being made",
+        Duration::from_secs(30),
+        async || says("Making a spare sandbox."),
+    )
+    .await?;
     let client = worker.client()?;
     let request = unusual();
     let admitted = async {
-        eventually("the session is admitted", Duration::from_secs(30), async || Ok(client.get_session(request.session_id).await.is_ok())).await?;
+        eventually(
+            "the session is admitted",
+            Duration::from_secs(30),
+            async || Ok(client.get_session(request.session_id).await.is_ok()),
+        )
+        .await?;
         Ok(fs_err::remove_file(world.directory().join("hold"))?)
     };
     let (made, admitted): (_, Result<()>) = tokio::join!(client.create_session(&request), admitted);
     admitted?;
     let made = made?;
-    eventually("it is made", Duration::from_secs(30), async || Ok(says("A spare sandbox is ready.")? || says("A spare sandbox is no longer wanted.")?)).await?;
-    eventually("only the session is left", Duration::from_secs(20), async || Ok(world.containers()?.len() == 1)).await?;
+    eventually("it is made", Duration::from_secs(30), async || {
+        Ok(says("A spare sandbox is ready.")? || says("A spare sandbox is no longer wanted.")?)
+    })
+    .await?;
+    eventually(
+        "only the session is left",
+        Duration::from_secs(20),
+        async || Ok(world.containers()?.len() == 1),
+    )
+    .await?;
     assert_eq!(out(&client, &made, "echo here").await?, "here\n");
     // Once there is room, there is a spare again.
-    client.end_session(made.session_id, &SessionEnd::default()).await?;
+    client
+        .end_session(made.session_id, &SessionEnd::default())
+        .await?;
     wait_for_spares(&worker, 1).await?;
     worker.shut_down().await?;
     world.assert_clean().await
@@ -213,19 +329,37 @@ async fn spares_give_their_ids_to_who_needs_them() -> Result<()> {
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let kept = client.create_session(&usual()).await?;
-    client.end_session(kept.session_id, &SessionEnd { workspace: Some(WorkspaceDisposal::Keep), ..Default::default() }).await?;
+    client
+        .end_session(
+            kept.session_id,
+            &SessionEnd {
+                workspace: Some(WorkspaceDisposal::Keep),
+                ..Default::default()
+            },
+        )
+        .await?;
     worker.shut_down().await?;
     // As if all blocks of ids but the last were those of kept workspaces.
     let workspaces = world.state_dir().join("worker/workspaces");
-    let mut record: Value = serde_json::from_slice(&fs_err::read(workspaces.join(kept.workspace_id.to_string()).join("workspace.json"))?)?;
+    let mut record: Value = serde_json::from_slice(&fs_err::read(
+        workspaces
+            .join(kept.workspace_id.to_string())
+            .join("workspace.json"),
+    )?)?;
     let first = record["id_block"].as_u64().context("a block")?;
     for number in 1..511 {
         let id = cynode_api::WorkspaceId::generate().to_string();
         fs_err::create_dir_all(workspaces.join(&id).join("data"))?;
-        (record["id_block"], record["workspace_id"]) = ((first + number * 65_536).into(), id.clone().into());
-        fs_err::write(workspaces.join(id).join("workspace.json"), record.to_string())?;
+        (record["id_block"], record["workspace_id"]) =
+            ((first + number * 65_536).into(), id.clone().into());
+        fs_err::write(
+            workspaces.join(id).join("workspace.json"),
+            record.to_string(),
+        )?;
     }
-    let mut worker = world.worker(&Options::default().set("pool_size", "1")).await?;
+    let mut worker = world
+        .worker(&Options::default().set("pool_size", "1"))
+        .await?;
     let client = worker.client()?;
     wait_for_spares(&worker, 1).await?;
     let last = client.create_session(&unusual()).await?;
@@ -235,7 +369,9 @@ async fn spares_give_their_ids_to_who_needs_them() -> Result<()> {
     let error = client.create_session(&unusual()).await.expect_err("no ids");
     assert!(error.is(ErrorCode::NoCapacity), "{error}");
     // Whoever needs them gets them before the pool does.
-    client.end_session(last.session_id, &SessionEnd::default()).await?;
+    client
+        .end_session(last.session_id, &SessionEnd::default())
+        .await?;
     client.create_session(&unusual()).await?;
     worker.shut_down().await?;
     world.assert_clean().await

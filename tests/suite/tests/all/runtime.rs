@@ -6,7 +6,8 @@ use anyhow::Result;
 use cynode_api::{LABEL_AGENT_COMPATIBLE, Limits, Stream};
 use cynode_tests::{Engine, IMAGE, UNLABELLED, World, eventually, on_every_runtime};
 use cynode_worker::runtime::{
-    Docker, DockerOptions, Error, ExecSpec, Fake, FakeImage, Fault, IdMap, IdSpace, Podman, PodmanOptions, Runtime, ServiceOptions, Spec,
+    Docker, DockerOptions, Error, ExecSpec, Fake, FakeImage, Fault, IdMap, IdSpace, Podman,
+    PodmanOptions, Runtime, ServiceOptions, Spec,
 };
 use futures_util::StreamExt as _;
 use tokio::io::AsyncWriteExt as _;
@@ -15,7 +16,10 @@ const LABEL: &str = "io.cynodeai.test";
 
 fn podman(world: &World) -> Arc<dyn Runtime> {
     let command = world.podman();
-    let command = std::iter::once(command.get_program()).chain(command.get_args()).map(|part| part.to_string_lossy().into_owned()).collect();
+    let command = std::iter::once(command.get_program())
+        .chain(command.get_args())
+        .map(|part| part.to_string_lossy().into_owned())
+        .collect();
     // Where the world's cleanup looks for it.
     let directory = world.state_dir().join("worker/podman");
     Arc::new(Podman::new(PodmanOptions {
@@ -43,8 +47,14 @@ fn runtime(world: &World) -> Arc<dyn Runtime> {
 }
 
 fn fake() -> Arc<dyn Runtime> {
-    let marked = FakeImage { labels: BTreeMap::from([(LABEL_AGENT_COMPATIBLE.to_owned(), "true".to_owned())]), env: Vec::new() };
-    Arc::new(Fake::new([(IMAGE.to_owned(), marked), (UNLABELLED.to_owned(), FakeImage::default())]))
+    let marked = FakeImage {
+        labels: BTreeMap::from([(LABEL_AGENT_COMPATIBLE.to_owned(), "true".to_owned())]),
+        env: Vec::new(),
+    };
+    Arc::new(Fake::new([
+        (IMAGE.to_owned(), marked),
+        (UNLABELLED.to_owned(), FakeImage::default()),
+    ]))
 }
 
 async fn spec(runtime: &dyn Runtime, name: &str, script: &str) -> Result<Spec> {
@@ -55,13 +65,26 @@ async fn spec(runtime: &dyn Runtime, name: &str, script: &str) -> Result<Spec> {
         argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(),
         env: vec![("PATH".to_owned(), "/bin:/usr/bin".to_owned())],
         ids: match runtime.ids().await? {
-            IdSpace::Own => IdMap { first: 0x7f00_0000, count: 65_536 },
-            IdSpace::Within(map) => IdMap { first: map.first + 2_048, count: 2_048 },
+            IdSpace::Own => IdMap {
+                first: 0x7f00_0000,
+                count: 65_536,
+            },
+            IdSpace::Within(map) => IdMap {
+                first: map.first + 2_048,
+                count: 2_048,
+            },
             IdSpace::Shared(map) => map,
-            IdSpace::Host => IdMap { first: 0, count: 65_536 },
+            IdSpace::Host => IdMap {
+                first: 0,
+                count: 65_536,
+            },
         },
         mounts: Vec::new(),
-        limits: Limits { memory_bytes: 64 << 20, pids: 64, ..Limits::default() },
+        limits: Limits {
+            memory_bytes: 64 << 20,
+            pids: 64,
+            ..Limits::default()
+        },
         cgroup_parent: None,
     })
 }
@@ -78,10 +101,18 @@ struct Ran {
     code: Option<i64>,
 }
 
-async fn exec(runtime: &dyn Runtime, name: &str, script: &str, stdin: Option<&[u8]>) -> Result<Ran> {
+async fn exec(
+    runtime: &dyn Runtime,
+    name: &str,
+    script: &str,
+    stdin: Option<&[u8]>,
+) -> Result<Ran> {
     let spec = ExecSpec {
         argv: ["/bin/sh", "-c", script].map(str::to_owned).to_vec(),
-        env: vec![("PATH".to_owned(), "/bin:/usr/bin".to_owned()), ("COLOUR".to_owned(), "blue".to_owned())],
+        env: vec![
+            ("PATH".to_owned(), "/bin:/usr/bin".to_owned()),
+            ("COLOUR".to_owned(), "blue".to_owned()),
+        ],
         cwd: "/tmp".to_owned(),
         stdin: stdin.is_some(),
         tty: None,
@@ -91,14 +122,21 @@ async fn exec(runtime: &dyn Runtime, name: &str, script: &str, stdin: Option<&[u
         started.input.write_all(bytes).await?;
         started.input.shutdown().await?;
     }
-    let mut ran = Ran { stdout: Vec::new(), stderr: Vec::new(), code: None };
+    let mut ran = Ran {
+        stdout: Vec::new(),
+        stderr: Vec::new(),
+        code: None,
+    };
     while let Some(piece) = started.output.next().await {
         match piece? {
             (Stream::Stdout, data) => ran.stdout.extend_from_slice(&data),
             (Stream::Stderr, data) => ran.stderr.extend_from_slice(&data),
         }
     }
-    eventually("the exec has ended", Duration::from_secs(10), async || Ok(!runtime.exec_state(&started.id).await?.running)).await?;
+    eventually("the exec has ended", Duration::from_secs(10), async || {
+        Ok(!runtime.exec_state(&started.id).await?.running)
+    })
+    .await?;
     ran.code = runtime.exec_state(&started.id).await?.exit_code;
     Ok(ran)
 }
@@ -109,38 +147,94 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
     runtime.ping().await?;
 
     let image = runtime.image(IMAGE).await?;
-    assert_eq!(image.labels.get(LABEL_AGENT_COMPATIBLE).map(String::as_str), Some("true"), "labels are read");
-    assert!(!runtime.image(UNLABELLED).await?.labels.contains_key(LABEL_AGENT_COMPATIBLE));
-    assert!(matches!(runtime.image("localhost/cynode/none:latest").await, Err(Error::NotFound(_))), "an unknown image is not found");
+    assert_eq!(
+        image.labels.get(LABEL_AGENT_COMPATIBLE).map(String::as_str),
+        Some("true"),
+        "labels are read"
+    );
+    assert!(
+        !runtime
+            .image(UNLABELLED)
+            .await?
+            .labels
+            .contains_key(LABEL_AGENT_COMPATIBLE)
+    );
+    assert!(
+        matches!(
+            runtime.image("localhost/cynode/none:latest").await,
+            Err(Error::NotFound(_))
+        ),
+        "an unknown image is not found"
+    );
 
     let name = format!("contract-{}", uuid::Uuid::new_v4().simple());
     let mut unknown = spec(runtime, &name, "true").await?;
     unknown.image_id = "0".repeat(64);
-    assert!(matches!(runtime.create(&unknown).await, Err(Error::NotFound(_))), "creating from an unknown image fails as such");
+    assert!(
+        matches!(runtime.create(&unknown).await, Err(Error::NotFound(_))),
+        "creating from an unknown image fails as such"
+    );
     // Bounded, because the fake's processes are the host's: a test that is killed must not leave them for ever.
     let waiting = "trap 'exit 3' TERM; i=0; while [ $i -lt 2000 ]; do sleep 0.02; i=$((i+1)); done";
     run(runtime, &name, waiting).await?;
-    assert!(matches!(runtime.create(&spec(runtime, &name, "true").await?).await, Err(Error::NameInUse(_))), "a name is taken once");
+    assert!(
+        matches!(
+            runtime.create(&spec(runtime, &name, "true").await?).await,
+            Err(Error::NameInUse(_))
+        ),
+        "a name is taken once"
+    );
     runtime.start(&name).await?;
 
     let found = runtime.inspect(&name).await?;
-    assert!(found.running && found.pid > 0 && found.name == name, "{found:?}");
+    assert!(
+        found.running && found.pid > 0 && found.name == name,
+        "{found:?}"
+    );
     assert_eq!(found.labels.get(LABEL), Some(&name));
-    assert!(fs_err::metadata(format!("/proc/{}", found.pid)).is_ok(), "the process is on this host");
+    assert!(
+        fs_err::metadata(format!("/proc/{}", found.pid)).is_ok(),
+        "the process is on this host"
+    );
     let listed = runtime.list(LABEL, &name).await?;
-    assert_eq!(listed.iter().map(|container| container.name.as_str()).collect::<Vec<_>>(), [name.as_str()], "lists by label");
+    assert_eq!(
+        listed
+            .iter()
+            .map(|container| container.name.as_str())
+            .collect::<Vec<_>>(),
+        [name.as_str()],
+        "lists by label"
+    );
     assert!(runtime.list(LABEL, "other").await?.is_empty());
 
-    let ran = exec(runtime, &name, "echo out; echo err >&2; echo $COLOUR; pwd; exit 7", None).await?;
+    let ran = exec(
+        runtime,
+        &name,
+        "echo out; echo err >&2; echo $COLOUR; pwd; exit 7",
+        None,
+    )
+    .await?;
     assert_eq!(
         (ran.stdout.as_slice(), ran.stderr.as_slice(), ran.code),
-        (b"out\nblue\n/tmp\n".as_slice(), b"err\n".as_slice(), Some(7)),
+        (
+            b"out\nblue\n/tmp\n".as_slice(),
+            b"err\n".as_slice(),
+            Some(7)
+        ),
         "exec has streams, env, cwd and a code"
     );
     let big = vec![b'x'; 300_000];
     let ran = exec(runtime, &name, "wc -c", Some(&big)).await?;
-    assert_eq!(String::from_utf8_lossy(&ran.stdout).trim(), "300000", "exec takes input and its end");
-    let missing = ExecSpec { argv: vec!["/no/such/program".to_owned()], cwd: "/".to_owned(), ..ExecSpec::default() };
+    assert_eq!(
+        String::from_utf8_lossy(&ran.stdout).trim(),
+        "300000",
+        "exec takes input and its end"
+    );
+    let missing = ExecSpec {
+        argv: vec!["/no/such/program".to_owned()],
+        cwd: "/".to_owned(),
+        ..ExecSpec::default()
+    };
     let outcome = match runtime.exec(&name, &missing).await {
         Err(_) => true,
         Ok(mut started) => {
@@ -149,28 +243,61 @@ async fn hold_the_contract(runtime: Arc<dyn Runtime>) -> Result<()> {
         }
     };
     assert!(outcome, "a command that is not there does not succeed");
-    assert!(matches!(runtime.exec_state("nothing").await, Err(Error::NotFound(_))), "an unknown exec is not found");
+    assert!(
+        matches!(runtime.exec_state("nothing").await, Err(Error::NotFound(_))),
+        "an unknown exec is not found"
+    );
 
     runtime.kill(&name, "TERM").await?;
-    eventually("TERM ends it", Duration::from_secs(10), async || Ok(!runtime.inspect(&name).await?.running)).await?;
-    assert_eq!(runtime.inspect(&name).await?.exit_code, Some(3), "the exit code is kept");
-    assert!(runtime.exec(&name, &missing).await.is_err(), "nothing runs in a stopped container");
+    eventually("TERM ends it", Duration::from_secs(10), async || {
+        Ok(!runtime.inspect(&name).await?.running)
+    })
+    .await?;
+    assert_eq!(
+        runtime.inspect(&name).await?.exit_code,
+        Some(3),
+        "the exit code is kept"
+    );
+    assert!(
+        runtime.exec(&name, &missing).await.is_err(),
+        "nothing runs in a stopped container"
+    );
     runtime.remove(&name).await?;
-    assert!(matches!(runtime.inspect(&name).await, Err(Error::NotFound(_))), "removed is gone");
+    assert!(
+        matches!(runtime.inspect(&name).await, Err(Error::NotFound(_))),
+        "removed is gone"
+    );
     runtime.remove(&name).await?;
 
     // What ignores TERM goes all the same, and at once.
-    run(runtime, &name, "trap '' TERM; i=0; while [ $i -lt 2000 ]; do sleep 0.02; i=$((i+1)); done").await?;
+    run(
+        runtime,
+        &name,
+        "trap '' TERM; i=0; while [ $i -lt 2000 ]; do sleep 0.02; i=$((i+1)); done",
+    )
+    .await?;
     let pid = runtime.inspect(&name).await?.pid;
     runtime.remove(&name).await?;
-    assert!(fs_err::metadata(format!("/proc/{pid}")).is_err(), "its process is gone");
-    assert!(matches!(runtime.inspect("nothing").await, Err(Error::NotFound(_))));
-    assert!(matches!(runtime.start("nothing").await, Err(Error::NotFound(_))));
+    assert!(
+        fs_err::metadata(format!("/proc/{pid}")).is_err(),
+        "its process is gone"
+    );
+    assert!(matches!(
+        runtime.inspect("nothing").await,
+        Err(Error::NotFound(_))
+    ));
+    assert!(matches!(
+        runtime.start("nothing").await,
+        Err(Error::NotFound(_))
+    ));
     runtime.close().await;
     Ok(())
 }
 
-on_every_runtime!(it_holds_the_runtime_contract, it_gives_a_terminal_that_can_be_resized);
+on_every_runtime!(
+    it_holds_the_runtime_contract,
+    it_gives_a_terminal_that_can_be_resized
+);
 
 // proves: REQ-SANDBX-0104
 async fn it_holds_the_runtime_contract(world: World) -> Result<()> {
@@ -185,8 +312,7 @@ async fn the_fake_holds_the_runtime_contract() -> Result<()> {
 
 async fn it_gives_a_terminal_that_can_be_resized(world: World) -> Result<()> {
     // The call may be answered before the terminal has its new size.
-    const SCRIPT: &str =
-        "test -t 0 && echo tty; read line; i=0; while [ \"$(stty size)\" != '37 101' ] && [ $i -lt 2000 ]; do i=$((i+1)); done; stty size; exit 6";
+    const SCRIPT: &str = "test -t 0 && echo tty; read line; i=0; while [ \"$(stty size)\" != '37 101' ] && [ $i -lt 2000 ]; do i=$((i+1)); done; stty size; exit 6";
     let runtime = runtime(&world);
     run(runtime.as_ref(), "terminal", "while :; do sleep 1; done").await?;
     let spec = ExecSpec {
@@ -206,8 +332,15 @@ async fn it_gives_a_terminal_that_can_be_resized(world: World) -> Result<()> {
     while let Some(Ok((_, data))) = started.output.next().await {
         text.extend_from_slice(&data);
     }
-    assert!(String::from_utf8_lossy(&text).contains("37 101"), "{}", String::from_utf8_lossy(&text));
-    eventually("the code is known", Duration::from_secs(5), async || Ok(runtime.exec_state(&started.id).await?.exit_code == Some(6))).await?;
+    assert!(
+        String::from_utf8_lossy(&text).contains("37 101"),
+        "{}",
+        String::from_utf8_lossy(&text)
+    );
+    eventually("the code is known", Duration::from_secs(5), async || {
+        Ok(runtime.exec_state(&started.id).await?.exit_code == Some(6))
+    })
+    .await?;
     runtime.remove("terminal").await?;
     runtime.close().await;
     Ok(())
@@ -217,10 +350,16 @@ async fn it_gives_a_terminal_that_can_be_resized(world: World) -> Result<()> {
 async fn the_fake_fails_when_it_is_told_to() -> Result<()> {
     let fake = Fake::new([(IMAGE.to_owned(), FakeImage::default())]);
     fake.inject(Fault::Refuse("image"));
-    assert!(matches!(fake.image(IMAGE).await, Err(Error::Refused { call: "image", .. })));
+    assert!(matches!(
+        fake.image(IMAGE).await,
+        Err(Error::Refused { call: "image", .. })
+    ));
     fake.inject(Fault::Hang("remove"));
     assert!(fake.image(IMAGE).await.is_ok());
-    assert!(matches!(fake.remove("x").await, Err(Error::Timeout { call: "remove", .. })));
+    assert!(matches!(
+        fake.remove("x").await,
+        Err(Error::Timeout { call: "remove", .. })
+    ));
     assert!(fake.remove("x").await.is_ok());
     Ok(())
 }

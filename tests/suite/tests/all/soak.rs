@@ -9,7 +9,12 @@ use std::{collections::BTreeMap, time::Duration};
 
 /// How long a run lasts.
 fn length(seconds: u64) -> Duration {
-    Duration::from_secs(std::env::var("CYNODE_SOAK_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(seconds))
+    Duration::from_secs(
+        std::env::var("CYNODE_SOAK_SECONDS")
+            .ok()
+            .and_then(|text| text.parse().ok())
+            .unwrap_or(seconds),
+    )
 }
 
 /// What was done how often.

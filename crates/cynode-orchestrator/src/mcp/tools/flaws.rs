@@ -12,22 +12,60 @@ const MAX_NAME: usize = 32;
 pub(super) type Read = fn(&[u8]) -> Result<(), ApiError>;
 
 /// All that is wrong with arguments which `read` refused with `first`.
-pub(super) fn all(schema: &Map<String, Value>, read: Read, arguments: &Map<String, Value>, first: ApiError) -> ApiError {
-    let names = |key: &str| schema.get(key).and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str).collect::<Vec<_>>();
-    let known: Vec<&str> = schema.get("properties").and_then(Value::as_object).into_iter().flat_map(Map::keys).map(String::as_str).collect();
+pub(super) fn all(
+    schema: &Map<String, Value>,
+    read: Read,
+    arguments: &Map<String, Value>,
+    first: ApiError,
+) -> ApiError {
+    let names = |key: &str| {
+        schema
+            .get(key)
+            .and_then(Value::as_array)
+            .into_iter()
+            .flatten()
+            .filter_map(Value::as_str)
+            .collect::<Vec<_>>()
+    };
+    let known: Vec<&str> = schema
+        .get("properties")
+        .and_then(Value::as_object)
+        .into_iter()
+        .flat_map(Map::keys)
+        .map(String::as_str)
+        .collect();
     let is_closed = schema.get("additionalProperties") == Some(&Value::Bool(false));
-    let missing: Vec<&str> = names("required").into_iter().filter(|name| !arguments.contains_key(*name)).collect();
-    let unknown: Vec<&str> = arguments.keys().map(String::as_str).filter(|name| is_closed && !known.contains(name)).collect();
-    let wrong: Vec<String> = arguments.iter().filter(|(name, _)| known.contains(&name.as_str())).filter_map(|(name, value)| wrong(read, name, value)).collect();
+    let missing: Vec<&str> = names("required")
+        .into_iter()
+        .filter(|name| !arguments.contains_key(*name))
+        .collect();
+    let unknown: Vec<&str> = arguments
+        .keys()
+        .map(String::as_str)
+        .filter(|name| is_closed && !known.contains(name))
+        .collect();
+    let wrong: Vec<String> = arguments
+        .iter()
+        .filter(|(name, _)| known.contains(&name.as_str()))
+        .filter_map(|(name, value)| wrong(read, name, value))
+        .collect();
     let mut flaws = Vec::new();
     if !missing.is_empty() {
         flaws.push(format!("missing: {}", listed(&missing)));
     }
     if !unknown.is_empty() {
-        flaws.push(format!("unknown: {} (known are {})", listed(&unknown), known.join(", ")));
+        flaws.push(format!(
+            "unknown: {} (known are {})",
+            listed(&unknown),
+            known.join(", ")
+        ));
     }
     flaws.extend(wrong.iter().take(MAX_NAMED).cloned());
-    if flaws.is_empty() { first } else { ApiError::invalid(flaws.join("; ")) }
+    if flaws.is_empty() {
+        first
+    } else {
+        ApiError::invalid(flaws.join("; "))
+    }
 }
 
 /// What is wrong with one argument by itself. Without the others the read fails in any case, and says that they are missing.
@@ -39,11 +77,19 @@ fn wrong(read: Read, name: &str, value: &Value) -> Option<String> {
         return None;
     }
     // The place counts in bytes that the caller has never seen.
-    Some(detail.rsplit_once(" at line ").map_or(detail.clone(), |(words, _)| words.to_owned()))
+    Some(
+        detail
+            .rsplit_once(" at line ")
+            .map_or(detail.clone(), |(words, _)| words.to_owned()),
+    )
 }
 
 fn listed(names: &[&str]) -> String {
-    let mut words: Vec<String> = names.iter().take(MAX_NAMED).map(|name| name.chars().take(MAX_NAME).collect()).collect();
+    let mut words: Vec<String> = names
+        .iter()
+        .take(MAX_NAMED)
+        .map(|name| name.chars().take(MAX_NAME).collect())
+        .collect();
     if names.len() > MAX_NAMED {
         words.push(format!("and {} more", names.len() - MAX_NAMED));
     }
@@ -58,30 +104,62 @@ mod tests {
     use crate::mcp::tools;
 
     fn detail(tool: &str, arguments: Value) -> String {
-        let Value::Object(arguments) = arguments else { panic!("arguments are an object") };
-        tools::find(tool, false).expect("a tool").plan(&arguments).expect_err("wrong arguments").0.detail
+        let Value::Object(arguments) = arguments else {
+            panic!("arguments are an object")
+        };
+        tools::find(tool, false)
+            .expect("a tool")
+            .plan(&arguments)
+            .expect_err("wrong arguments")
+            .0
+            .detail
     }
 
     #[test]
     fn every_tool_names_all_missing_arguments_at_once() {
         for tool in tools::all() {
-            let required: Vec<&str> = tool.input.get("required").and_then(Value::as_array).into_iter().flatten().filter_map(Value::as_str).collect();
+            let required: Vec<&str> = tool
+                .input
+                .get("required")
+                .and_then(Value::as_array)
+                .into_iter()
+                .flatten()
+                .filter_map(Value::as_str)
+                .collect();
             if required.is_empty() {
                 continue;
             }
             let detail = detail(tool.name, json!({}));
-            assert_eq!(detail, format!("missing: {}", required.join(", ")), "{}", tool.name);
+            assert_eq!(
+                detail,
+                format!("missing: {}", required.join(", ")),
+                "{}",
+                tool.name
+            );
         }
     }
 
     #[test]
     fn missing_unknown_and_wrong_arguments_are_named_together() {
-        let detail = detail("sandbox.session.exec", json!({"task_id": "x", "argv": "ls", "timeout_ms": -1, "colour": 1, "cwd": "."}));
-        assert!(detail.starts_with("missing: session_id, env; unknown: colour (known are "), "{detail}");
-        for wrong in ["task_id: ", "argv: invalid type", "timeout_ms: invalid value"] {
+        let detail = detail(
+            "sandbox.session.exec",
+            json!({"task_id": "x", "argv": "ls", "timeout_ms": -1, "colour": 1, "cwd": "."}),
+        );
+        assert!(
+            detail.starts_with("missing: session_id, env; unknown: colour (known are "),
+            "{detail}"
+        );
+        for wrong in [
+            "task_id: ",
+            "argv: invalid type",
+            "timeout_ms: invalid value",
+        ] {
             assert!(detail.contains(wrong), "{wrong} is missing in {detail}");
         }
-        assert!(!detail.contains("at line") && !detail.contains("cwd:"), "{detail}");
+        assert!(
+            !detail.contains("at line") && !detail.contains("cwd:"),
+            "{detail}"
+        );
     }
 
     #[test]
@@ -91,15 +169,28 @@ mod tests {
             "constraints": {"limits": {"memory_bytes": "much"}},
         });
         let detail = detail("sandbox.session.create", arguments);
-        assert!(detail.starts_with("constraints.limits.memory_bytes: invalid type"), "{detail}");
+        assert!(
+            detail.starts_with("constraints.limits.memory_bytes: invalid type"),
+            "{detail}"
+        );
     }
 
     #[test]
     fn what_is_named_is_bounded() {
-        let many = |count: usize| -> Value { (0..count).map(|number| (format!("x{number}{}", "y".repeat(200)), json!(1))).collect::<Map<_, _>>().into() };
+        let many = |count: usize| -> Value {
+            (0..count)
+                .map(|number| (format!("x{number}{}", "y".repeat(200)), json!(1)))
+                .collect::<Map<_, _>>()
+                .into()
+        };
         let detail_of = |count| detail("help.list", many(count));
         assert!(!detail_of(MAX_NAMED).contains("more"));
         let detail = detail_of(MAX_NAMED + 3);
-        assert!(detail.contains("and 3 more") && !detail.contains(&"y".repeat(MAX_NAME)) && detail.len() < 1_200, "{detail}");
+        assert!(
+            detail.contains("and 3 more")
+                && !detail.contains(&"y".repeat(MAX_NAME))
+                && detail.len() < 1_200,
+            "{detail}"
+        );
     }
 }

@@ -1,5 +1,8 @@
 //! Help, and tools whose services are not there yet: they say so, and what to do meanwhile.
-#![expect(dead_code, reason = "what is read strictly has its type, whether anybody uses it yet or not")]
+#![expect(
+    dead_code,
+    reason = "what is read strictly has its type, whether anybody uses it yet or not"
+)]
 
 use cynode_api::{ErrorCode, TaskId};
 use cynode_service::ApiError;
@@ -12,12 +15,32 @@ use crate::mcp::{help, plan::Plan};
 
 pub(super) fn tools() -> Vec<Tool> {
     let mut tools = vec![
-        Tool::new::<HelpList, Topics>("help.list", ALL, Kind::Reads, "What there is help on. Begin here."),
+        Tool::new::<HelpList, Topics>(
+            "help.list",
+            ALL,
+            Kind::Reads,
+            "What there is help on. Begin here.",
+        ),
         Tool::new::<HelpGet, Topic>("help.get", ALL, Kind::Reads, "Help on a topic."),
-        Tool::new::<ApiCall, Empty>("api.call", ALL, Kind::Changes, "Call an outside service whose credentials stay outside the sandbox."),
-        Tool::new::<WebFetch, Empty>("web.fetch", ALL, Kind::Reads, "Fetch a page of the web that policy allows."),
+        Tool::new::<ApiCall, Empty>(
+            "api.call",
+            ALL,
+            Kind::Changes,
+            "Call an outside service whose credentials stay outside the sandbox.",
+        ),
+        Tool::new::<WebFetch, Empty>(
+            "web.fetch",
+            ALL,
+            Kind::Reads,
+            "Fetch a page of the web that policy allows.",
+        ),
         Tool::new::<WebSearch, Empty>("web.search", ALL, Kind::Reads, "Search the web."),
-        Tool::new::<Publish, Empty>("sandbox.image.publish", MANAGERS, Kind::Adds, "Publish a sandbox as an image."),
+        Tool::new::<Publish, Empty>(
+            "sandbox.image.publish",
+            MANAGERS,
+            Kind::Adds,
+            "Publish a sandbox as an image.",
+        ),
     ];
     for (name, for_whom, kind) in [
         ("skills.list", ALL, Kind::Reads),
@@ -26,10 +49,18 @@ pub(super) fn tools() -> Vec<Tool> {
         ("skills.update", MANAGERS, Kind::Changes),
         ("skills.delete", MANAGERS, Kind::Changes),
     ] {
-        tools.push(Tool::new::<Skills, Empty>(name, for_whom, kind, "Skills: guidance that agents share."));
+        tools.push(Tool::new::<Skills, Empty>(
+            name,
+            for_whom,
+            kind,
+            "Skills: guidance that agents share.",
+        ));
     }
     for (name, about) in [
-        ("git.repo.validate", "See whether a repository can be reached and written to."),
+        (
+            "git.repo.validate",
+            "See whether a repository can be reached and written to.",
+        ),
         ("git.changeset.apply", "Apply a patch artifact to a branch."),
         ("git.branch.create", "Create a branch."),
         ("git.commit.create", "Make a commit."),
@@ -37,7 +68,12 @@ pub(super) fn tools() -> Vec<Tool> {
         ("git.pr.create", "Open a pull request."),
         ("git.promote", "From a patch artifact to a pull request."),
     ] {
-        tools.push(Tool::new::<Git, Empty>(name, MANAGERS, Kind::Changes, about));
+        tools.push(Tool::new::<Git, Empty>(
+            name,
+            MANAGERS,
+            Kind::Changes,
+            about,
+        ));
     }
     tools
 }
@@ -116,7 +152,10 @@ unsettled! {
 
 impl Arguments for HelpList {
     fn plan(self) -> Result<Plan, ApiError> {
-        let topics: Vec<Value> = help::TOPICS.iter().map(|topic| json!({"topic": topic.name, "about": topic.about})).collect();
+        let topics: Vec<Value> = help::TOPICS
+            .iter()
+            .map(|topic| json!({"topic": topic.name, "about": topic.about}))
+            .collect();
         Ok(Plan::Answer(json!({ "topics": topics })))
     }
 }
@@ -124,13 +163,27 @@ impl Arguments for HelpList {
 impl Arguments for HelpGet {
     fn plan(self) -> Result<Plan, ApiError> {
         let found = help::TOPICS.iter().find(|topic| topic.name == self.topic);
-        let known = || help::TOPICS.iter().map(|topic| topic.name).collect::<Vec<_>>().join(", ");
-        let topic = found.ok_or_else(|| ApiError::new(ErrorCode::NotFound, format!("there is no help on that; there is on {}", known())))?;
-        Ok(Plan::Answer(json!({"topic": topic.name, "text": topic.text})))
+        let known = || {
+            help::TOPICS
+                .iter()
+                .map(|topic| topic.name)
+                .collect::<Vec<_>>()
+                .join(", ")
+        };
+        let topic = found.ok_or_else(|| {
+            ApiError::new(
+                ErrorCode::NotFound,
+                format!("there is no help on that; there is on {}", known()),
+            )
+        })?;
+        Ok(Plan::Answer(
+            json!({"topic": topic.name, "text": topic.text}),
+        ))
     }
 }
 
-const NO_WEB: &str = "Have a person bring what is needed as an artifact of the task, or use an image that has it.";
+const NO_WEB: &str =
+    "Have a person bring what is needed as an artifact of the task, or use an image that has it.";
 
 impl Arguments for ApiCall {
     fn plan(self) -> Result<Plan, ApiError> {
@@ -152,6 +205,9 @@ impl Arguments for WebSearch {
 
 impl Arguments for Publish {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Missing(self.task_id, "Have a person build the image and add it: 'cynode image add'."))
+        Ok(Plan::Missing(
+            self.task_id,
+            "Have a person build the image and add it: 'cynode image add'.",
+        ))
     }
 }

@@ -28,9 +28,19 @@ pub(crate) struct For {
     pub(crate) sandboxes: bool,
 }
 
-pub(crate) const MANAGERS: For = For { managers: true, analysts: false, sandboxes: false };
-pub(crate) const AGENTS: For = For { analysts: true, ..MANAGERS };
-pub(crate) const ALL: For = For { sandboxes: true, ..AGENTS };
+pub(crate) const MANAGERS: For = For {
+    managers: true,
+    analysts: false,
+    sandboxes: false,
+};
+pub(crate) const AGENTS: For = For {
+    analysts: true,
+    ..MANAGERS
+};
+pub(crate) const ALL: For = For {
+    sandboxes: true,
+    ..AGENTS
+};
 
 impl For {
     pub(crate) const fn has(self, kind: TokenKind) -> bool {
@@ -73,26 +83,53 @@ pub(crate) struct Tool {
 
 impl std::fmt::Debug for Tool {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Tool").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("Tool")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
     }
 }
 
 impl Tool {
-    fn new<A: Arguments, O: ToSchema>(name: &'static str, for_whom: For, kind: Kind, about: &'static str) -> Self {
+    fn new<A: Arguments, O: ToSchema>(
+        name: &'static str,
+        for_whom: For,
+        kind: Kind,
+        about: &'static str,
+    ) -> Self {
         let plan = |arguments: &[u8]| edge::parse::<A>(arguments)?.plan();
         let read = |arguments: &[u8]| edge::parse::<A>(arguments).map(drop);
-        Self { name, about, for_whom, kind, enabled_by: None, input: Arc::new(schema::of::<A>()), output: Arc::new(schema::of::<O>()), plan, read }
+        Self {
+            name,
+            about,
+            for_whom,
+            kind,
+            enabled_by: None,
+            input: Arc::new(schema::of::<A>()),
+            output: Arc::new(schema::of::<O>()),
+            plan,
+            read,
+        }
     }
 
     /// Only while a setting of the system is true.
     fn while_enabled(self, setting: &'static str) -> Self {
-        Self { enabled_by: Some(setting), ..self }
+        Self {
+            enabled_by: Some(setting),
+            ..self
+        }
     }
 
     /// Reads what it is called with.
     pub(crate) fn plan(&self, arguments: &Map<String, Value>) -> Result<Plan, ApiError> {
-        let bytes = serde_json::to_vec(arguments).map_err(|error| ApiError::invalid(error.to_string()))?;
-        (self.plan)(&bytes).map_err(|error| if (self.read)(&bytes).is_err() { flaws::all(&self.input, self.read, arguments, error) } else { error })
+        let bytes =
+            serde_json::to_vec(arguments).map_err(|error| ApiError::invalid(error.to_string()))?;
+        (self.plan)(&bytes).map_err(|error| {
+            if (self.read)(&bytes).is_err() {
+                flaws::all(&self.input, self.read, arguments, error)
+            } else {
+                error
+            }
+        })
     }
 
     /// Its name for clients whose names have no dots.
@@ -118,7 +155,13 @@ pub(crate) fn all() -> &'static [Tool] {
 
 /// The tool of a name, as a caller says it.
 pub(crate) fn find(name: &str, underscored: bool) -> Option<&'static Tool> {
-    all().iter().find(|tool| if underscored { tool.underscored() == name } else { tool.name == name })
+    all().iter().find(|tool| {
+        if underscored {
+            tool.underscored() == name
+        } else {
+            tool.name == name
+        }
+    })
 }
 
 macro_rules! arguments {
@@ -140,9 +183,15 @@ mod tests {
     /// Every place that a schema leads to, below it.
     fn leads(value: &Value) -> Vec<&str> {
         match value {
-            Value::Object(members) => {
-                members.iter().flat_map(|(name, member)| member.as_str().filter(|_| name == "$ref").map_or_else(|| leads(member), |to| vec![to])).collect()
-            }
+            Value::Object(members) => members
+                .iter()
+                .flat_map(|(name, member)| {
+                    member
+                        .as_str()
+                        .filter(|_| name == "$ref")
+                        .map_or_else(|| leads(member), |to| vec![to])
+                })
+                .collect(),
             Value::Array(items) => items.iter().flat_map(leads).collect(),
             _ => Vec::new(),
         }
@@ -155,7 +204,11 @@ mod tests {
                 let schema = Value::Object((**schema).clone());
                 for to in leads(&schema) {
                     let pointer = to.strip_prefix('#').expect("a place in the same schema");
-                    assert!(schema.pointer(pointer).is_some(), "{}: {to} leads nowhere", tool.name);
+                    assert!(
+                        schema.pointer(pointer).is_some(),
+                        "{}: {to} leads nowhere",
+                        tool.name
+                    );
                 }
             }
         }
@@ -166,21 +219,57 @@ mod tests {
         let names: HashSet<&str> = all().iter().map(|tool| tool.name).collect();
         let underscored: HashSet<String> = all().iter().map(Tool::underscored).collect();
         assert_eq!((names.len(), underscored.len()), (all().len(), all().len()));
-        assert!(underscored.iter().all(|name| name.len() <= 64 && name.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_')));
+        assert!(underscored.iter().all(|name| {
+            name.len() <= 64
+                && name
+                    .bytes()
+                    .all(|byte| byte.is_ascii_lowercase() || byte == b'_')
+        }));
     }
 
     #[test]
     fn the_list_of_tools_changes_only_when_somebody_means_it() {
         let who = |tool: &Tool| {
-            let named = [(tool.for_whom.managers, "pm"), (tool.for_whom.analysts, "pa"), (tool.for_whom.sandboxes, "sandbox")];
-            named.into_iter().filter(|(is, _)| *is).map(|(_, name)| name).collect::<Vec<_>>().join(" ")
+            let named = [
+                (tool.for_whom.managers, "pm"),
+                (tool.for_whom.analysts, "pa"),
+                (tool.for_whom.sandboxes, "sandbox"),
+            ];
+            named
+                .into_iter()
+                .filter(|(is, _)| *is)
+                .map(|(_, name)| name)
+                .collect::<Vec<_>>()
+                .join(" ")
         };
         let takes = |tool: &Tool| {
-            let required = |name: &str| tool.input.get("required").and_then(Value::as_array).is_some_and(|names| names.iter().any(|required| required == name));
-            let names = tool.input.get("properties").and_then(Value::as_object).into_iter().flat_map(Map::keys);
-            names.map(|name| if required(name) { name.clone() } else { format!("{name}?") }).collect::<Vec<_>>().join(", ")
+            let required = |name: &str| {
+                tool.input
+                    .get("required")
+                    .and_then(Value::as_array)
+                    .is_some_and(|names| names.iter().any(|required| required == name))
+            };
+            let names = tool
+                .input
+                .get("properties")
+                .and_then(Value::as_object)
+                .into_iter()
+                .flat_map(Map::keys);
+            names
+                .map(|name| {
+                    if required(name) {
+                        name.clone()
+                    } else {
+                        format!("{name}?")
+                    }
+                })
+                .collect::<Vec<_>>()
+                .join(", ")
         };
-        let lines: Vec<String> = all().iter().map(|tool| format!("{} {{{}}}: {}", tool.name, takes(tool), who(tool))).collect();
+        let lines: Vec<String> = all()
+            .iter()
+            .map(|tool| format!("{} {{{}}}: {}", tool.name, takes(tool), who(tool)))
+            .collect();
         insta::assert_snapshot!(lines.join("\n"));
     }
 }

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 
 use cynode_api::{
-    ALLOW_PM_IMAGES, Base64Bytes, ExecId, ExecRequest, FileWritten, Image, ImageCreate, JobId, OutputPage, Page, Session, SessionEnd, SessionId, TaskId,
+    ALLOW_PM_IMAGES, Base64Bytes, ExecId, ExecRequest, FileWritten, Image, ImageCreate, JobId,
+    OutputPage, Page, Session, SessionEnd, SessionId, TaskId,
 };
 use cynode_service::ApiError;
 use http::Method;
@@ -114,9 +115,24 @@ fn session(job: JobId) -> SessionId {
 
 impl Arguments for Create {
     fn plan(self) -> Result<Plan, ApiError> {
-        let (image, workspace) = (self.image_ref.unwrap_or_default(), self.workspace_ref.unwrap_or_default());
-        let or_default = |text: &str| if text.is_empty() { "default".to_owned() } else { text.to_owned() };
-        sessions::create(self.task_id, Some(session(self.job_id)), &or_default(&image), &or_default(&workspace), &self.constraints.unwrap_or_default())
+        let (image, workspace) = (
+            self.image_ref.unwrap_or_default(),
+            self.workspace_ref.unwrap_or_default(),
+        );
+        let or_default = |text: &str| {
+            if text.is_empty() {
+                "default".to_owned()
+            } else {
+                text.to_owned()
+            }
+        };
+        sessions::create(
+            self.task_id,
+            Some(session(self.job_id)),
+            &or_default(&image),
+            &or_default(&workspace),
+            &self.constraints.unwrap_or_default(),
+        )
     }
 }
 
@@ -131,44 +147,87 @@ impl Arguments for Exec {
             background: self.background.unwrap_or_default(),
             ..ExecRequest::default()
         };
-        Ok(Plan::Call(Call::new(Method::POST, format!("/v1/sessions/{}/exec", session(self.job_id)), self.task_id).json(&body)?))
+        Ok(Plan::Call(
+            Call::new(
+                Method::POST,
+                format!("/v1/sessions/{}/exec", session(self.job_id)),
+                self.task_id,
+            )
+            .json(&body)?,
+        ))
     }
 }
 
 impl Arguments for PutFile {
     fn plan(self) -> Result<Plan, ApiError> {
         let bytes = workspace::content(self.content, self.content_b64)?;
-        workspace::write(self.task_id, session(self.job_id), &self.path, bytes, None, self.mode.as_deref())
+        workspace::write(
+            self.task_id,
+            session(self.job_id),
+            &self.path,
+            bytes,
+            None,
+            self.mode.as_deref(),
+        )
     }
 }
 
 impl Arguments for GetFile {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(workspace::read(self.task_id, session(self.job_id), &self.path, workspace::part(None, None, self.max_bytes)?))
+        Ok(workspace::read(
+            self.task_id,
+            session(self.job_id),
+            &self.path,
+            workspace::part(None, None, self.max_bytes)?,
+        ))
     }
 }
 
 impl Arguments for StreamLogs {
     fn plan(self) -> Result<Plan, ApiError> {
         let execs = format!("/v1/sessions/{}/execs", session(self.job_id));
-        let path = self.exec_id.map_or_else(|| execs.clone(), |id| format!("{execs}/{id}/output"));
+        let path = self
+            .exec_id
+            .map_or_else(|| execs.clone(), |id| format!("{execs}/{id}/output"));
         let call = Call::get(path, self.task_id);
-        let call = sessions::output(call, self.after_seq, self.tail_bytes, self.max_bytes, self.wait_ms)?;
-        Ok(if self.exec_id.is_some() { Plan::Call(call) } else { Plan::LastOutput(call) })
+        let call = sessions::output(
+            call,
+            self.after_seq,
+            self.tail_bytes,
+            self.max_bytes,
+            self.wait_ms,
+        )?;
+        Ok(if self.exec_id.is_some() {
+            Plan::Call(call)
+        } else {
+            Plan::LastOutput(call)
+        })
     }
 }
 
 impl Arguments for Destroy {
     fn plan(self) -> Result<Plan, ApiError> {
-        let body = SessionEnd { reason: self.reason, ..SessionEnd::default() };
-        Ok(Plan::Call(Call::new(Method::POST, format!("/v1/sessions/{}/end", session(self.job_id)), self.task_id).json(&body)?))
+        let body = SessionEnd {
+            reason: self.reason,
+            ..SessionEnd::default()
+        };
+        Ok(Plan::Call(
+            Call::new(
+                Method::POST,
+                format!("/v1/sessions/{}/end", session(self.job_id)),
+                self.task_id,
+            )
+            .json(&body)?,
+        ))
     }
 }
 
 impl Arguments for ListImages {
     fn plan(self) -> Result<Plan, ApiError> {
         let call = Call::get("/v1/images", None).query("allowed", Some(true));
-        Ok(Plan::Call(call.query("limit", self.limit).query("cursor", self.cursor)))
+        Ok(Plan::Call(
+            call.query("limit", self.limit).query("cursor", self.cursor),
+        ))
     }
 }
 
@@ -184,6 +243,8 @@ impl Arguments for AddImage {
             version: None,
             capabilities: None,
         };
-        Ok(Plan::Call(Call::new(Method::POST, "/v1/images", self.task_id).json(&body)?))
+        Ok(Plan::Call(
+            Call::new(Method::POST, "/v1/images", self.task_id).json(&body)?,
+        ))
     }
 }

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 
 use cynode_api::{
-    ExecAccepted, ExecId, ExecRequest, ExecResult, LimitsRequest, NetworkPolicy, OutputPage, Page, Session, SessionEnd, SessionId, SessionState, SignalExec,
-    SignalName, SignalScope, SignalSession, TaskId, UserSessionCreate, WorkspaceDisposal, WorkspaceRef,
+    ExecAccepted, ExecId, ExecRequest, ExecResult, LimitsRequest, NetworkPolicy, OutputPage, Page,
+    Session, SessionEnd, SessionId, SessionState, SignalExec, SignalName, SignalScope,
+    SignalSession, TaskId, UserSessionCreate, WorkspaceDisposal, WorkspaceRef,
 };
 use cynode_service::ApiError;
 use http::Method;
@@ -45,8 +46,18 @@ pub(super) fn tools() -> Vec<Tool> {
             Kind::Changes,
             "Send a signal to one command (exec_id), or to everything that runs in the session.",
         ),
-        Tool::new::<Of, Session>("sandbox.session.get", MANAGERS, Kind::Reads, "Show a session: its state, limits, image and when it ends."),
-        Tool::new::<List, Page<Session>>("sandbox.session.list", MANAGERS, Kind::Reads, "List the sessions of a task, oldest first."),
+        Tool::new::<Of, Session>(
+            "sandbox.session.get",
+            MANAGERS,
+            Kind::Reads,
+            "Show a session: its state, limits, image and when it ends.",
+        ),
+        Tool::new::<List, Page<Session>>(
+            "sandbox.session.list",
+            MANAGERS,
+            Kind::Reads,
+            "List the sessions of a task, oldest first.",
+        ),
         Tool::new::<End, Session>(
             "sandbox.session.end",
             MANAGERS,
@@ -63,7 +74,10 @@ pub(crate) struct Empty {}
 /// How a command ended; or, when it runs in the background, only its id.
 #[derive(Debug, Serialize, ToSchema)]
 #[serde(untagged)]
-#[expect(dead_code, reason = "the shape of an answer that is passed on as it is")]
+#[expect(
+    dead_code,
+    reason = "the shape of an answer that is passed on as it is"
+)]
 pub(crate) enum ExecAnswer {
     Ended(ExecResult),
     Accepted(ExecAccepted),
@@ -154,9 +168,19 @@ pub(super) fn create(
     constraints: &Constraints,
 ) -> Result<Plan, ApiError> {
     let workspace_ref: Option<WorkspaceRef> = chosen(workspace_ref)
-        .map(|text| serde_json::from_value(text.into()).map_err(|error: serde_json::Error| ApiError::invalid(format!("workspace_ref: {error}"))))
+        .map(|text| {
+            serde_json::from_value(text.into()).map_err(|error: serde_json::Error| {
+                ApiError::invalid(format!("workspace_ref: {error}"))
+            })
+        })
         .transpose()?;
-    let &Constraints { limits, network_policy, max_lifetime_seconds, idle_timeout_seconds, pty_allowed } = constraints;
+    let &Constraints {
+        limits,
+        network_policy,
+        max_lifetime_seconds,
+        idle_timeout_seconds,
+        pty_allowed,
+    } = constraints;
     let body = UserSessionCreate {
         task_id: Some(task_id),
         session_id,
@@ -169,14 +193,22 @@ pub(super) fn create(
         pty_allowed,
         ..UserSessionCreate::default()
     };
-    Ok(Plan::Call(Call::new(Method::POST, "/v1/sessions", task_id).json(&body)?))
+    Ok(Plan::Call(
+        Call::new(Method::POST, "/v1/sessions", task_id).json(&body)?,
+    ))
 }
 
 impl Arguments for Create {
     fn plan(self) -> Result<Plan, ApiError> {
         let id = chosen(&self.session_id).map(str::parse).transpose();
         let id = id.map_err(|_| ApiError::invalid("session_id: must be a UUID, or 'new'"))?;
-        create(self.task_id, id, &self.image_ref, &self.workspace_ref, &self.constraints)
+        create(
+            self.task_id,
+            id,
+            &self.image_ref,
+            &self.workspace_ref,
+            &self.constraints,
+        )
     }
 }
 
@@ -193,22 +225,50 @@ impl Arguments for ExecArguments {
             max_output_bytes: self.max_output_bytes,
             ..ExecRequest::default()
         };
-        Ok(Plan::Call(Call::new(Method::POST, format!("/v1/sessions/{}/exec", self.session_id), self.task_id).json(&body)?))
+        Ok(Plan::Call(
+            Call::new(
+                Method::POST,
+                format!("/v1/sessions/{}/exec", self.session_id),
+                self.task_id,
+            )
+            .json(&body)?,
+        ))
     }
 }
 
 /// What is read of a command's output when nothing is said of it is no more than may be asked for.
-pub(super) fn output(call: Call, after_seq: Option<u64>, tail_bytes: Option<u64>, max_bytes: Option<u64>, wait_ms: Option<u64>) -> Result<Call, ApiError> {
+pub(super) fn output(
+    call: Call,
+    after_seq: Option<u64>,
+    tail_bytes: Option<u64>,
+    max_bytes: Option<u64>,
+    wait_ms: Option<u64>,
+) -> Result<Call, ApiError> {
     at_most("tail_bytes", tail_bytes)?;
     at_most("max_bytes", max_bytes)?;
-    let call = call.query("after_seq", after_seq).query("tail_bytes", tail_bytes).query("max_bytes", Some(max_bytes.unwrap_or(DEFAULT_READ)));
+    let call = call
+        .query("after_seq", after_seq)
+        .query("tail_bytes", tail_bytes)
+        .query("max_bytes", Some(max_bytes.unwrap_or(DEFAULT_READ)));
     Ok(call.query("wait_ms", wait_ms))
 }
 
 impl Arguments for Output {
     fn plan(self) -> Result<Plan, ApiError> {
-        let call = Call::get(format!("/v1/sessions/{}/execs/{}/output", self.session_id, self.exec_id), self.task_id);
-        Ok(Plan::Call(output(call, self.after_seq, self.tail_bytes, self.max_bytes, self.wait_ms)?))
+        let call = Call::get(
+            format!(
+                "/v1/sessions/{}/execs/{}/output",
+                self.session_id, self.exec_id
+            ),
+            self.task_id,
+        );
+        Ok(Plan::Call(output(
+            call,
+            self.after_seq,
+            self.tail_bytes,
+            self.max_bytes,
+            self.wait_ms,
+        )?))
     }
 }
 
@@ -217,11 +277,29 @@ impl Arguments for Signal {
         let session = format!("/v1/sessions/{}", self.session_id);
         let call = match self.exec_id {
             Some(exec_id) => {
-                let body = SignalExec { version: None, signal: self.signal, scope: self.scope.unwrap_or_default() };
-                Call::new(Method::POST, format!("{session}/execs/{exec_id}/signal"), self.task_id).json(&body)?
+                let body = SignalExec {
+                    version: None,
+                    signal: self.signal,
+                    scope: self.scope.unwrap_or_default(),
+                };
+                Call::new(
+                    Method::POST,
+                    format!("{session}/execs/{exec_id}/signal"),
+                    self.task_id,
+                )
+                .json(&body)?
             }
-            None if self.scope.is_some() => return Err(ApiError::invalid("scope: is for one command; name its exec_id")),
-            None => Call::new(Method::POST, format!("{session}/signal"), self.task_id).json(&SignalSession { version: None, signal: self.signal })?,
+            None if self.scope.is_some() => {
+                return Err(ApiError::invalid(
+                    "scope: is for one command; name its exec_id",
+                ));
+            }
+            None => Call::new(Method::POST, format!("{session}/signal"), self.task_id).json(
+                &SignalSession {
+                    version: None,
+                    signal: self.signal,
+                },
+            )?,
         };
         Ok(Plan::Call(call))
     }
@@ -229,20 +307,38 @@ impl Arguments for Signal {
 
 impl Arguments for Of {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(format!("/v1/sessions/{}", self.session_id), self.task_id)))
+        Ok(Plan::Call(Call::get(
+            format!("/v1/sessions/{}", self.session_id),
+            self.task_id,
+        )))
     }
 }
 
 impl Arguments for List {
     fn plan(self) -> Result<Plan, ApiError> {
-        let call = Call::get("/v1/sessions", self.task_id).query("task_id", Some(self.task_id)).query("state", self.state);
-        Ok(Plan::Call(call.query("limit", self.limit).query("cursor", self.cursor)))
+        let call = Call::get("/v1/sessions", self.task_id)
+            .query("task_id", Some(self.task_id))
+            .query("state", self.state);
+        Ok(Plan::Call(
+            call.query("limit", self.limit).query("cursor", self.cursor),
+        ))
     }
 }
 
 impl Arguments for End {
     fn plan(self) -> Result<Plan, ApiError> {
-        let body = SessionEnd { version: None, reason: Some(self.reason), workspace: self.workspace };
-        Ok(Plan::Call(Call::new(Method::POST, format!("/v1/sessions/{}/end", self.session_id), self.task_id).json(&body)?))
+        let body = SessionEnd {
+            version: None,
+            reason: Some(self.reason),
+            workspace: self.workspace,
+        };
+        Ok(Plan::Call(
+            Call::new(
+                Method::POST,
+                format!("/v1/sessions/{}/end", self.session_id),
+                self.task_id,
+            )
+            .json(&body)?,
+        ))
     }
 }

@@ -3,44 +3,97 @@
 use std::collections::BTreeMap;
 
 use cynode_api::{
-    Artifact, ArtifactId, Base64Bytes, EventPage, Job, JobCreate, JobId, JobState, LimitsRequest, NetworkPolicy, Node, Page, Preference, PreferenceScope,
-    Project, ProjectId, Retry, Setting, Task, TaskCreate, TaskId, TaskPatch, TaskStatus, ValuePut, WorkspaceRef,
+    Artifact, ArtifactId, Base64Bytes, EventPage, Job, JobCreate, JobId, JobState, LimitsRequest,
+    NetworkPolicy, Node, Page, Preference, PreferenceScope, Project, ProjectId, Retry, Setting,
+    Task, TaskCreate, TaskId, TaskPatch, TaskStatus, ValuePut, WorkspaceRef,
 };
 use cynode_service::ApiError;
 use http::Method;
 use serde_json::{Map, Value};
 use uuid::Uuid;
 
-use super::{AGENTS, ALL, Arguments, Kind, MANAGERS, Tool, arguments, workspace, workspace::FileContent};
+use super::{
+    AGENTS, ALL, Arguments, Kind, MANAGERS, Tool, arguments, workspace, workspace::FileContent,
+};
 use crate::mcp::plan::{Call, Plan, Shape, word, words};
 
 pub(super) fn tools() -> Vec<Tool> {
     vec![
-        Tool::new::<ArtifactPut, Artifact>("artifact.put", ALL, Kind::Adds, "Keep bytes as an artifact of the task. A path that is there gets a new version."),
-        Tool::new::<ArtifactGet, FileContent>("artifact.get", ALL, Kind::Reads, "Read an artifact of the task, by its path (the newest version) or its id."),
-        Tool::new::<OfTask, Page<Artifact>>("artifact.list", ALL, Kind::Reads, "List the artifacts of the task, every version."),
+        Tool::new::<ArtifactPut, Artifact>(
+            "artifact.put",
+            ALL,
+            Kind::Adds,
+            "Keep bytes as an artifact of the task. A path that is there gets a new version.",
+        ),
+        Tool::new::<ArtifactGet, FileContent>(
+            "artifact.get",
+            ALL,
+            Kind::Reads,
+            "Read an artifact of the task, by its path (the newest version) or its id.",
+        ),
+        Tool::new::<OfTask, Page<Artifact>>(
+            "artifact.list",
+            ALL,
+            Kind::Reads,
+            "List the artifacts of the task, every version.",
+        ),
         Tool::new::<EventList, EventPage>(
             "events.list",
             AGENTS,
             Kind::Reads,
             "What happened to the jobs and sessions of the task. With wait_ms it waits for something new; pass next_cursor back as after.",
         ),
-        Tool::new::<ProjectGet, Project>("db.project.get", AGENTS, Kind::Reads, "Show a project: the task's own when no other is named."),
-        Tool::new::<ProjectList, Page<Project>>("db.project.list", AGENTS, Kind::Reads, "List the projects that the caller may see."),
+        Tool::new::<ProjectGet, Project>(
+            "db.project.get",
+            AGENTS,
+            Kind::Reads,
+            "Show a project: the task's own when no other is named.",
+        ),
+        Tool::new::<ProjectList, Page<Project>>(
+            "db.project.list",
+            AGENTS,
+            Kind::Reads,
+            "List the projects that the caller may see.",
+        ),
         Tool::new::<TaskNew, Task>("db.task.create", MANAGERS, Kind::Adds, "Create a task."),
         Tool::new::<TaskGet, Task>("db.task.get", AGENTS, Kind::Reads, "Show a task."),
-        Tool::new::<TaskList, Page<Task>>("db.task.list", AGENTS, Kind::Reads, "List the tasks that the caller may see."),
-        Tool::new::<TaskUpdate, Task>("db.task.update", MANAGERS, Kind::Changes, "Change a task: what is absent stays."),
+        Tool::new::<TaskList, Page<Task>>(
+            "db.task.list",
+            AGENTS,
+            Kind::Reads,
+            "List the tasks that the caller may see.",
+        ),
+        Tool::new::<TaskUpdate, Task>(
+            "db.task.update",
+            MANAGERS,
+            Kind::Changes,
+            "Change a task: what is absent stays.",
+        ),
         Tool::new::<JobNew, Job>(
             "db.job.create",
             MANAGERS,
             Kind::Adds,
             "Start a job: one command in a sandbox of its own, to its end. Answers at once; db.job.get or events.list tell when it has ended.",
         ),
-        Tool::new::<OfJob, Job>("db.job.get", AGENTS, Kind::Reads, "Show a job: its state, and when it has ended its exit code and output."),
-        Tool::new::<JobList, Page<Job>>("db.job.list", AGENTS, Kind::Reads, "List the jobs of a task."),
+        Tool::new::<OfJob, Job>(
+            "db.job.get",
+            AGENTS,
+            Kind::Reads,
+            "Show a job: its state, and when it has ended its exit code and output.",
+        ),
+        Tool::new::<JobList, Page<Job>>(
+            "db.job.list",
+            AGENTS,
+            Kind::Reads,
+            "List the jobs of a task.",
+        ),
         Tool::new::<JobStop, Job>("db.job.stop", MANAGERS, Kind::Changes, "Stop a job."),
-        Tool::new::<PreferenceGet, Preference>("db.preference.get", AGENTS, Kind::Reads, "Show one preference of a task or its project, or of another scope."),
+        Tool::new::<PreferenceGet, Preference>(
+            "db.preference.get",
+            AGENTS,
+            Kind::Reads,
+            "Show one preference of a task or its project, or of another scope.",
+        ),
         Tool::new::<PreferenceList, Page<Preference>>(
             "db.preference.list",
             AGENTS,
@@ -53,10 +106,30 @@ pub(super) fn tools() -> Vec<Tool> {
             Kind::Reads,
             "Which preferences count for the task, each from the narrowest scope that has it.",
         ),
-        Tool::new::<PreferenceSet, Preference>("db.preference.set", MANAGERS, Kind::Changes, "Set a preference of the task or of its project."),
-        Tool::new::<SettingGet, Setting>("db.system_setting.get", AGENTS, Kind::Reads, "Show a setting of the system."),
-        Tool::new::<Nothing, Page<Setting>>("db.system_setting.list", AGENTS, Kind::Reads, "List the settings of the system."),
-        Tool::new::<Nodes, Page<Node>>("node.list", AGENTS, Kind::Reads, "List the nodes that sandboxes run on."),
+        Tool::new::<PreferenceSet, Preference>(
+            "db.preference.set",
+            MANAGERS,
+            Kind::Changes,
+            "Set a preference of the task or of its project.",
+        ),
+        Tool::new::<SettingGet, Setting>(
+            "db.system_setting.get",
+            AGENTS,
+            Kind::Reads,
+            "Show a setting of the system.",
+        ),
+        Tool::new::<Nothing, Page<Setting>>(
+            "db.system_setting.list",
+            AGENTS,
+            Kind::Reads,
+            "List the settings of the system.",
+        ),
+        Tool::new::<Nodes, Page<Node>>(
+            "node.list",
+            AGENTS,
+            Kind::Reads,
+            "List the nodes that sandboxes run on.",
+        ),
         Tool::new::<NodeGet, Node>("node.get", AGENTS, Kind::Reads, "Show a node."),
     ]
 }
@@ -200,10 +273,28 @@ arguments! {
 
 impl Arguments for ArtifactPut {
     fn plan(self) -> Result<Plan, ApiError> {
-        let call = Call::new(Method::PUT, format!("/v1/tasks/{}/artifacts/{}", self.task_id, words("path", &self.path)?), self.task_id);
-        let media_type = self.media_type.as_deref().unwrap_or(if self.content.is_some() { "text/plain; charset=utf-8" } else { "application/octet-stream" });
+        let call = Call::new(
+            Method::PUT,
+            format!(
+                "/v1/tasks/{}/artifacts/{}",
+                self.task_id,
+                words("path", &self.path)?
+            ),
+            self.task_id,
+        );
+        let media_type = self
+            .media_type
+            .as_deref()
+            .unwrap_or(if self.content.is_some() {
+                "text/plain; charset=utf-8"
+            } else {
+                "application/octet-stream"
+            });
         let call = call.header("content-type", Some(media_type))?;
-        Ok(Plan::Call(call.bytes(workspace::content(self.content, self.content_b64)?)))
+        Ok(Plan::Call(call.bytes(workspace::content(
+            self.content,
+            self.content_b64,
+        )?)))
     }
 }
 
@@ -211,9 +302,20 @@ impl Arguments for ArtifactGet {
     fn plan(self) -> Result<Plan, ApiError> {
         let part = workspace::part(None, None, self.max_bytes)?;
         let call = match (self.path, self.id) {
-            (Some(path), None) => Call::get(format!("/v1/tasks/{}/artifacts/{}", self.task_id, words("path", &path)?), self.task_id),
+            (Some(path), None) => Call::get(
+                format!(
+                    "/v1/tasks/{}/artifacts/{}",
+                    self.task_id,
+                    words("path", &path)?
+                ),
+                self.task_id,
+            ),
             (None, Some(id)) => Call::get(format!("/v1/artifacts/{id}/content"), self.task_id),
-            _ => return Err(ApiError::invalid("path: send either the path or the id of an artifact")),
+            _ => {
+                return Err(ApiError::invalid(
+                    "path: send either the path or the id of an artifact",
+                ));
+            }
         };
         Ok(Plan::Call(call.shaped(Shape::File(part))))
     }
@@ -225,14 +327,23 @@ fn page(call: Call, limit: Option<u32>, cursor: Option<String>) -> Plan {
 
 impl Arguments for OfTask {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(page(Call::get("/v1/artifacts", self.task_id).query("task_id", Some(self.task_id)), self.limit, self.cursor))
+        Ok(page(
+            Call::get("/v1/artifacts", self.task_id).query("task_id", Some(self.task_id)),
+            self.limit,
+            self.cursor,
+        ))
     }
 }
 
 impl Arguments for EventList {
     fn plan(self) -> Result<Plan, ApiError> {
-        let call = Call::get("/v1/events", self.task_id).query("task_id", Some(self.task_id)).query("after", self.after);
-        Ok(Plan::Call(call.query("wait_ms", self.wait_ms).query("limit", self.limit)))
+        let call = Call::get("/v1/events", self.task_id)
+            .query("task_id", Some(self.task_id))
+            .query("after", self.after);
+        Ok(Plan::Call(
+            call.query("wait_ms", self.wait_ms)
+                .query("limit", self.limit),
+        ))
     }
 }
 
@@ -247,7 +358,11 @@ impl Arguments for ProjectGet {
 
 impl Arguments for ProjectList {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(page(Call::get("/v1/projects", self.task_id), self.limit, self.cursor))
+        Ok(page(
+            Call::get("/v1/projects", self.task_id),
+            self.limit,
+            self.cursor,
+        ))
     }
 }
 
@@ -270,13 +385,20 @@ impl Arguments for TaskNew {
 
 impl Arguments for TaskGet {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(format!("/v1/tasks/{}", self.task_id), self.task_id)))
+        Ok(Plan::Call(Call::get(
+            format!("/v1/tasks/{}", self.task_id),
+            self.task_id,
+        )))
     }
 }
 
 impl Arguments for TaskList {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(page(Call::get("/v1/tasks", None).query("project_id", self.project_id), self.limit, self.cursor))
+        Ok(page(
+            Call::get("/v1/tasks", None).query("project_id", self.project_id),
+            self.limit,
+            self.cursor,
+        ))
     }
 }
 
@@ -292,14 +414,25 @@ impl Arguments for TaskUpdate {
             profile: None,
             metadata: self.metadata,
         };
-        Ok(Plan::Call(Call::new(Method::PATCH, format!("/v1/tasks/{}", self.task_id), self.task_id).json(&body)?))
+        Ok(Plan::Call(
+            Call::new(
+                Method::PATCH,
+                format!("/v1/tasks/{}", self.task_id),
+                self.task_id,
+            )
+            .json(&body)?,
+        ))
     }
 }
 
 impl Arguments for JobNew {
     fn plan(self) -> Result<Plan, ApiError> {
         let wrong = |error: serde_json::Error| ApiError::invalid(format!("workspace_ref: {error}"));
-        let workspace_ref: Option<WorkspaceRef> = self.workspace_ref.map(|text| serde_json::from_value(text.into())).transpose().map_err(wrong)?;
+        let workspace_ref: Option<WorkspaceRef> = self
+            .workspace_ref
+            .map(|text| serde_json::from_value(text.into()))
+            .transpose()
+            .map_err(wrong)?;
         let body = JobCreate {
             task_id: Some(self.task_id),
             job_id: self.job_id,
@@ -313,73 +446,126 @@ impl Arguments for JobNew {
             retry: self.retry,
             ..JobCreate::default()
         };
-        Ok(Plan::Call(Call::new(Method::POST, "/v1/jobs", self.task_id).json(&body)?))
+        Ok(Plan::Call(
+            Call::new(Method::POST, "/v1/jobs", self.task_id).json(&body)?,
+        ))
     }
 }
 
 impl Arguments for OfJob {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(format!("/v1/jobs/{}", self.job_id), self.task_id)))
+        Ok(Plan::Call(Call::get(
+            format!("/v1/jobs/{}", self.job_id),
+            self.task_id,
+        )))
     }
 }
 
 impl Arguments for JobStop {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::new(Method::POST, format!("/v1/jobs/{}/stop", self.job_id), self.task_id)))
+        Ok(Plan::Call(Call::new(
+            Method::POST,
+            format!("/v1/jobs/{}/stop", self.job_id),
+            self.task_id,
+        )))
     }
 }
 
 impl Arguments for JobList {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(page(Call::get("/v1/jobs", self.task_id).query("task_id", Some(self.task_id)).query("state", self.state), self.limit, self.cursor))
+        Ok(page(
+            Call::get("/v1/jobs", self.task_id)
+                .query("task_id", Some(self.task_id))
+                .query("state", self.state),
+            self.limit,
+            self.cursor,
+        ))
     }
 }
 
 /// Where preferences of a scope are. The task's own need no id; what the system's are, is the same for all.
-fn preferences(task: TaskId, scope: Option<PreferenceScope>, id: Option<Uuid>) -> Result<String, ApiError> {
+fn preferences(
+    task: TaskId,
+    scope: Option<PreferenceScope>,
+    id: Option<Uuid>,
+) -> Result<String, ApiError> {
     let scope = scope.unwrap_or(PreferenceScope::Task);
     let id = match (scope, id) {
         (PreferenceScope::Task, None) => *task.as_uuid(),
         (PreferenceScope::System, None) => Uuid::nil(),
         (_, Some(id)) => id,
-        (_, None) => return Err(ApiError::invalid(format!("scope_id: is needed with the scope {}", scope.as_str()))),
+        (_, None) => {
+            return Err(ApiError::invalid(format!(
+                "scope_id: is needed with the scope {}",
+                scope.as_str()
+            )));
+        }
     };
     Ok(format!("/v1/preferences/{}/{id}", scope.as_str()))
 }
 
 impl Arguments for PreferenceGet {
     fn plan(self) -> Result<Plan, ApiError> {
-        let call = Call::get(preferences(self.task_id, self.scope, self.scope_id)?, self.task_id);
-        Ok(Plan::Call(call.query("key", Some(&self.key)).shaped(Shape::Preference(self.key.clone()))))
+        let call = Call::get(
+            preferences(self.task_id, self.scope, self.scope_id)?,
+            self.task_id,
+        );
+        Ok(Plan::Call(
+            call.query("key", Some(&self.key))
+                .shaped(Shape::Preference(self.key.clone())),
+        ))
     }
 }
 
 impl Arguments for PreferenceList {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(preferences(self.task_id, self.scope, self.scope_id)?, self.task_id)))
+        Ok(Plan::Call(Call::get(
+            preferences(self.task_id, self.scope, self.scope_id)?,
+            self.task_id,
+        )))
     }
 }
 
 impl Arguments for PreferenceSet {
     fn plan(self) -> Result<Plan, ApiError> {
-        if !matches!(self.scope, None | Some(PreferenceScope::Task | PreferenceScope::Project)) {
-            return Err(ApiError::invalid("scope: only preferences of a task or a project can be set by a tool"));
+        if !matches!(
+            self.scope,
+            None | Some(PreferenceScope::Task | PreferenceScope::Project)
+        ) {
+            return Err(ApiError::invalid(
+                "scope: only preferences of a task or a project can be set by a tool",
+            ));
         }
-        let path = format!("{}/{}", preferences(self.task_id, self.scope, self.scope_id)?, word("key", &self.key)?);
-        let body = ValuePut { version: None, value: self.value, if_revision: self.if_revision };
-        Ok(Plan::Call(Call::new(Method::PUT, path, self.task_id).json(&body)?))
+        let path = format!(
+            "{}/{}",
+            preferences(self.task_id, self.scope, self.scope_id)?,
+            word("key", &self.key)?
+        );
+        let body = ValuePut {
+            version: None,
+            value: self.value,
+            if_revision: self.if_revision,
+        };
+        Ok(Plan::Call(
+            Call::new(Method::PUT, path, self.task_id).json(&body)?,
+        ))
     }
 }
 
 impl Arguments for Effective {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get("/v1/preferences", self.task_id).query("task_id", Some(self.task_id))))
+        Ok(Plan::Call(
+            Call::get("/v1/preferences", self.task_id).query("task_id", Some(self.task_id)),
+        ))
     }
 }
 
 impl Arguments for SettingGet {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(format!("/v1/settings/{}", word("key", &self.key)?), None)))
+        Ok(Plan::Call(Call::get(
+            format!("/v1/settings/{}", word("key", &self.key)?),
+            None,
+        )))
     }
 }
 
@@ -397,6 +583,9 @@ impl Arguments for Nodes {
 
 impl Arguments for NodeGet {
     fn plan(self) -> Result<Plan, ApiError> {
-        Ok(Plan::Call(Call::get(format!("/v1/nodes/{}", self.node_id), None)))
+        Ok(Plan::Call(Call::get(
+            format!("/v1/nodes/{}", self.node_id),
+            None,
+        )))
     }
 }

@@ -29,8 +29,15 @@ pub fn archives(input: &[u8]) {
     let [(one, first), (other, second)] = pieces.map(|size| unpacked(&archive, size));
     let named = named(&archive);
     let was_there = ["beside", "into", "into/file", "into/out"].map(Path::new);
-    for path in first.keys().filter(|path| !was_there.contains(&path.as_path())) {
-        assert!(named.iter().any(|name| name.starts_with(path)), "{} was made and the archive does not name it", path.display());
+    for path in first
+        .keys()
+        .filter(|path| !was_there.contains(&path.as_path()))
+    {
+        assert!(
+            named.iter().any(|name| name.starts_with(path)),
+            "{} was made and the archive does not name it",
+            path.display()
+        );
     }
     assert_eq!(one, other, "how it ends does not depend on the pieces");
     assert_eq!(first, second, "nor what it leaves");
@@ -61,12 +68,24 @@ fn unpacked(archive: &[u8], size: usize) -> (Option<String>, Tree) {
         Err(Failure::Connection(error)) => panic!("nothing broke the connection: {error}"),
     };
     scratch.assert_outside_is_untouched();
-    assert_eq!(fs::read(scratch.root().join("beside")).expect("there"), b"beside\n");
+    assert_eq!(
+        fs::read(scratch.root().join("beside")).expect("there"),
+        b"beside\n"
+    );
     open_up(&scratch);
     let made = scratch.inside();
     for (path, (mode, _)) in &made {
-        assert!(path.starts_with("into") || path.as_os_str() == "beside", "{} was made", path.display());
-        assert_eq!(mode & 0o7000, 0, "{} has special permissions", path.display());
+        assert!(
+            path.starts_with("into") || path.as_os_str() == "beside",
+            "{} was made",
+            path.display()
+        );
+        assert_eq!(
+            mode & 0o7000,
+            0,
+            "{} has special permissions",
+            path.display()
+        );
     }
     (ended, made)
 }
@@ -76,9 +95,14 @@ fn open_up(scratch: &Scratch) {
     use std::os::unix::fs::PermissionsExt as _;
     let mut open = vec![scratch.root().to_owned()];
     while let Some(directory) = open.pop() {
-        let mode = fs::metadata(&directory).expect("there").permissions().mode() & 0o7777;
+        let mode = fs::metadata(&directory)
+            .expect("there")
+            .permissions()
+            .mode()
+            & 0o7777;
         if mode & 0o700 != 0o700 {
-            fs::set_permissions(&directory, fs::Permissions::from_mode(mode | 0o700)).expect("ours");
+            fs::set_permissions(&directory, fs::Permissions::from_mode(mode | 0o700))
+                .expect("ours");
         }
         for entry in fs::read_dir(&directory).expect("listed") {
             let entry = entry.expect("entry");
@@ -87,7 +111,8 @@ fn open_up(scratch: &Scratch) {
                 open.push(entry.path());
             } else if kind.is_file() {
                 let mode = entry.metadata().expect("there").permissions().mode() & 0o7777;
-                fs::set_permissions(entry.path(), fs::Permissions::from_mode(mode | 0o400)).expect("ours");
+                fs::set_permissions(entry.path(), fs::Permissions::from_mode(mode | 0o400))
+                    .expect("ours");
             }
         }
     }
@@ -104,10 +129,17 @@ fn correct_checksums(archive: &mut [u8]) {
         header.as_mut_bytes().copy_from_slice(block);
         header.set_cksum();
         block.copy_from_slice(header.as_bytes());
-        let Some(content) = header.entry_size().ok().and_then(|size| usize::try_from(size).ok()).and_then(|size| size.checked_next_multiple_of(BLOCK)) else {
+        let Some(content) = header
+            .entry_size()
+            .ok()
+            .and_then(|size| usize::try_from(size).ok())
+            .and_then(|size| size.checked_next_multiple_of(BLOCK))
+        else {
             return;
         };
-        let Some(next) = at.checked_add(BLOCK).and_then(|at| at.checked_add(content)) else { return };
+        let Some(next) = at.checked_add(BLOCK).and_then(|at| at.checked_add(content)) else {
+            return;
+        };
         at = next;
     }
 }

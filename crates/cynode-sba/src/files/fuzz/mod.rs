@@ -37,7 +37,10 @@ impl Scratch {
         fs::write(place.join("outside/secret"), "secret\n").expect("written");
         let root = place.join("workspace");
         fs::create_dir(&root).expect("made");
-        Self { directory, files: Files { root } }
+        Self {
+            directory,
+            files: Files { root },
+        }
     }
 
     fn root(&self) -> &Path {
@@ -61,9 +64,21 @@ impl Scratch {
 
     /// Nothing has come to be beside the workspace, and nothing there has changed.
     fn assert_outside_is_untouched(&self) {
-        let names: Vec<PathBuf> = tree(self.directory.path(), Some(self.root())).into_keys().collect();
-        assert_eq!(names, [Path::new("outside"), Path::new("outside/secret"), Path::new("workspace")]);
-        assert_eq!(fs::read(self.directory.path().join("outside/secret")).expect("read"), b"secret\n");
+        let names: Vec<PathBuf> = tree(self.directory.path(), Some(self.root()))
+            .into_keys()
+            .collect();
+        assert_eq!(
+            names,
+            [
+                Path::new("outside"),
+                Path::new("outside/secret"),
+                Path::new("workspace")
+            ]
+        );
+        assert_eq!(
+            fs::read(self.directory.path().join("outside/secret")).expect("read"),
+            b"secret\n"
+        );
     }
 }
 
@@ -76,18 +91,29 @@ fn tree(top: &Path, but: Option<&Path>) -> Tree {
             let path = entry.expect("entry").path();
             let metadata = fs::symlink_metadata(&path).expect("there");
             let kind = metadata.file_type();
-            assert!(!kind.is_char_device() && !kind.is_block_device() && !kind.is_fifo(), "{} is a device", path.display());
+            assert!(
+                !kind.is_char_device() && !kind.is_block_device() && !kind.is_fifo(),
+                "{} is a device",
+                path.display()
+            );
             let content = if kind.is_file() {
                 fs::read(&path).expect("read")
             } else if kind.is_symlink() {
-                fs::read_link(&path).expect("a target").as_os_str().as_bytes().to_vec()
+                fs::read_link(&path)
+                    .expect("a target")
+                    .as_os_str()
+                    .as_bytes()
+                    .to_vec()
             } else {
                 Vec::new()
             };
             if kind.is_dir() && Some(path.as_path()) != but {
                 open.push(path.clone());
             }
-            found.insert(path.strip_prefix(top).expect("below").to_owned(), (metadata.mode(), content));
+            found.insert(
+                path.strip_prefix(top).expect("below").to_owned(),
+                (metadata.mode(), content),
+            );
         }
     }
     found

@@ -38,7 +38,10 @@ pub fn patches(input: &[u8]) {
             assert_eq!(after, before, "a diff that is refused changes nothing");
         }
         // What can't be written shows only in writing.
-        (Ok(_), Err(Failure::Refused(error))) => assert_eq!(after, before, "a diff that fails changes nothing: {error:?}"),
+        (Ok(_), Err(Failure::Refused(error))) => assert_eq!(
+            after, before,
+            "a diff that fails changes nothing: {error:?}"
+        ),
         (dry, real) => panic!("a dry run gave {dry:?}, the real one {real:?}"),
     }
 }
@@ -46,9 +49,20 @@ pub fn patches(input: &[u8]) {
 /// Everything that was done is at a path that the gate would ask rules about.
 fn assert_named(diff: &[u8], strip: u32, result: &PatchResult) {
     let patch = cynode_patch::Patch::parse(diff, strip).expect("it was applied");
-    let named: BTreeSet<_> = patch.paths().into_iter().map(String::from_utf8_lossy).collect();
-    for path in result.files.iter().flat_map(|file| file.from.iter().chain([&file.path])) {
-        assert!(named.contains(path.as_str()), "{path} was touched and the diff does not name it");
+    let named: BTreeSet<_> = patch
+        .paths()
+        .into_iter()
+        .map(String::from_utf8_lossy)
+        .collect();
+    for path in result
+        .files
+        .iter()
+        .flat_map(|file| file.from.iter().chain([&file.path]))
+    {
+        assert!(
+            named.contains(path.as_str()),
+            "{path} was touched and the diff does not name it"
+        );
     }
     cynode_patch::fuzz::Memory::default().patch(diff, strip);
 }
@@ -56,12 +70,26 @@ fn assert_named(diff: &[u8], strip: u32, result: &PatchResult) {
 /// Files of many kinds under short names, which a mutated diff has a chance to hit.
 fn workspace() -> Scratch {
     let scratch = Scratch::new();
-    let files =
-        [("file", "1\n2\n3\n4\n5\n6\n7\n8\n"), ("a", "A\n"), ("b", "x"), ("dos", "1\r\n2\r\n"), ("empty", ""), ("dir/inner", "1\n"), (".git/config", "x\n")];
+    let files = [
+        ("file", "1\n2\n3\n4\n5\n6\n7\n8\n"),
+        ("a", "A\n"),
+        ("b", "x"),
+        ("dos", "1\r\n2\r\n"),
+        ("empty", ""),
+        ("dir/inner", "1\n"),
+        (".git/config", "x\n"),
+    ];
     for (path, content) in files {
         scratch.put(path, content);
     }
-    for (path, target) in [("alias", "dir"), ("final", "file"), ("git", ".git"), ("up", ".."), ("out", "../outside"), ("abs", "/")] {
+    for (path, target) in [
+        ("alias", "dir"),
+        ("final", "file"),
+        ("git", ".git"),
+        ("up", ".."),
+        ("out", "../outside"),
+        ("abs", "/"),
+    ] {
         scratch.link(path, target);
     }
     scratch
@@ -74,12 +102,24 @@ fn place(scratch: &Scratch, name: &str, result: &PatchResult) -> Option<PathBuf>
     if name.contains(char::REPLACEMENT_CHARACTER) {
         return None;
     }
-    if Path::new(name).ancestors().skip(1).any(|above| result.files.iter().any(|file| Path::new(&file.path) == above)) {
+    if Path::new(name).ancestors().skip(1).any(|above| {
+        result
+            .files
+            .iter()
+            .any(|file| Path::new(&file.path) == above)
+    }) {
         return Some(PathBuf::from(name));
     }
     let path = scratch.root().join(name);
-    let parent = fs::canonicalize(path.parent()?).expect("the directory of a file that was changed");
-    Some(parent.join(path.file_name()?).strip_prefix(scratch.root()).expect("inside").to_owned())
+    let parent =
+        fs::canonicalize(path.parent()?).expect("the directory of a file that was changed");
+    Some(
+        parent
+            .join(path.file_name()?)
+            .strip_prefix(scratch.root())
+            .expect("inside")
+            .to_owned(),
+    )
 }
 
 /// Everything that changed was named, and what was named is as it was said.
@@ -87,7 +127,12 @@ fn assert_told(scratch: &Scratch, result: &PatchResult, before: &Tree, after: &T
     let mut last: BTreeMap<PathBuf, Option<&Option<String>>> = BTreeMap::new();
     for file in &result.files {
         let from = file.from.as_ref().map(|from| place(scratch, from, result));
-        let (Some(path), Some(from)) = (place(scratch, &file.path, result), from.map_or(Some(None), |from| from.map(Some))) else { return };
+        let (Some(path), Some(from)) = (
+            place(scratch, &file.path, result),
+            from.map_or(Some(None), |from| from.map(Some)),
+        ) else {
+            return;
+        };
         if let Some(from) = from {
             last.insert(from, None);
         }
@@ -96,14 +141,28 @@ fn assert_told(scratch: &Scratch, result: &PatchResult, before: &Tree, after: &T
     for (path, told) in &last {
         let Some(told) = told else { continue };
         // A directory may take the place of what was deleted.
-        let file = after.get(path).filter(|(mode, _)| mode & 0o170_000 != 0o040_000);
+        let file = after
+            .get(path)
+            .filter(|(mode, _)| mode & 0o170_000 != 0o040_000);
         let there = file.map(|(_, content)| digest::of(content));
         assert_eq!(there, **told, "{} is what the answer says", path.display());
     }
-    let changed: BTreeSet<&Path> = before.keys().chain(after.keys()).filter(|path| before.get(*path) != after.get(*path)).map(PathBuf::as_path).collect();
+    let changed: BTreeSet<&Path> = before
+        .keys()
+        .chain(after.keys())
+        .filter(|path| before.get(*path) != after.get(*path))
+        .map(PathBuf::as_path)
+        .collect();
     for path in changed {
-        let made_for_a_file = !before.contains_key(path) && last.keys().any(|file| file != path && file.starts_with(path));
-        assert!(last.contains_key(path) || made_for_a_file, "{} changed without a word", path.display());
+        let made_for_a_file = !before.contains_key(path)
+            && last
+                .keys()
+                .any(|file| file != path && file.starts_with(path));
+        assert!(
+            last.contains_key(path) || made_for_a_file,
+            "{} changed without a word",
+            path.display()
+        );
         assert!(!path.starts_with(".git"), "{} changed", path.display());
     }
 }

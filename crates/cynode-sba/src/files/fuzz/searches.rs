@@ -13,8 +13,13 @@ const NAMES: [&str; 2] = ["a.rs", "src/b-1.txt"];
 pub fn searches(input: &[u8]) {
     let (knob, rest) = split(input);
     let mut parts = fields(rest);
-    let (pattern, glob) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
-    let (Ok(pattern), Ok(glob)) = (std::str::from_utf8(pattern), std::str::from_utf8(glob)) else { return };
+    let (pattern, glob) = (
+        parts.next().unwrap_or_default(),
+        parts.next().unwrap_or_default(),
+    );
+    let (Ok(pattern), Ok(glob)) = (std::str::from_utf8(pattern), std::str::from_utf8(glob)) else {
+        return;
+    };
     let content = parts.next().unwrap_or_default();
     let request = SearchRequest {
         pattern: pattern.to_owned(),
@@ -28,9 +33,14 @@ pub fn searches(input: &[u8]) {
     for name in NAMES {
         scratch.put(name, content);
     }
-    let Ok(result) = scratch.files.search(&request) else { return };
+    let Ok(result) = scratch.files.search(&request) else {
+        return;
+    };
 
-    let wanted: Vec<&str> = NAMES.into_iter().filter(|name| may_want(glob, name)).collect();
+    let wanted: Vec<&str> = NAMES
+        .into_iter()
+        .filter(|name| may_want(glob, name))
+        .collect();
     let limit = request.max_results.unwrap_or(file_limits::DEFAULT_RESULTS) as usize;
     let context = request.context_lines.unwrap_or(0) as usize;
     assert!(result.matches.len() <= limit);
@@ -44,22 +54,47 @@ pub fn searches(input: &[u8]) {
         .expect("a pattern that was searched for");
     let is_binary = content.contains(&0);
     for found in &result.matches {
-        assert!(wanted.contains(&found.path.as_str()), "{} was not asked for", found.path);
+        assert!(
+            wanted.contains(&found.path.as_str()),
+            "{} was not asked for",
+            found.path
+        );
         assert!(!is_binary, "a binary file is left out");
         check(found, &lines, context, content);
         let line = lines[index(found)];
-        assert!(matcher.is_match(line).expect("matched"), "line {} does not match", found.line);
+        assert!(
+            matcher.is_match(line).expect("matched"),
+            "line {} does not match",
+            found.line
+        );
     }
     for pair in result.matches.windows(2) {
-        assert!((pair[0].path.as_bytes(), pair[0].line) < (pair[1].path.as_bytes(), pair[1].line), "sorted, each line once");
+        assert!(
+            (pair[0].path.as_bytes(), pair[0].line) < (pair[1].path.as_bytes(), pair[1].line),
+            "sorted, each line once"
+        );
     }
     // A plain word can be looked for without an expression.
     let is_word = !pattern.is_empty() && pattern.bytes().all(|byte| byte.is_ascii_alphanumeric());
-    if is_word && request.case.unwrap_or(true) && !result.truncated && !is_binary && is_plain(glob) {
-        let holds = |line: &[u8]| line.windows(pattern.len()).position(|window| window == pattern.as_bytes());
-        let expected: Vec<(String, u64, u64)> =
-            wanted.iter().flat_map(|name| (1..).zip(&lines).filter_map(|(number, line)| Some(((*name).to_owned(), number, holds(line)? as u64 + 1)))).collect();
-        let seen: Vec<(String, u64, u64)> = result.matches.iter().map(|found| (found.path.clone(), found.line, found.column)).collect();
+    if is_word && request.case.unwrap_or(true) && !result.truncated && !is_binary && is_plain(glob)
+    {
+        let holds = |line: &[u8]| {
+            line.windows(pattern.len())
+                .position(|window| window == pattern.as_bytes())
+        };
+        let expected: Vec<(String, u64, u64)> = wanted
+            .iter()
+            .flat_map(|name| {
+                (1..).zip(&lines).filter_map(|(number, line)| {
+                    Some(((*name).to_owned(), number, holds(line)? as u64 + 1))
+                })
+            })
+            .collect();
+        let seen: Vec<(String, u64, u64)> = result
+            .matches
+            .iter()
+            .map(|found| (found.path.clone(), found.line, found.column))
+            .collect();
         assert_eq!(seen, expected, "every line with the word, and no other");
         assert_eq!(result.files_searched, wanted.len() as u64);
     }
@@ -67,8 +102,15 @@ pub fn searches(input: &[u8]) {
 
 /// The lines of a text, without their ends.
 fn lines(content: &[u8]) -> Vec<&[u8]> {
-    let ends = |line: &'_ [u8]| line.strip_suffix(b"\n").map_or(line.len(), |line| line.strip_suffix(b"\r").map_or(line.len(), <[u8]>::len));
-    content.split_inclusive(|byte| *byte == b'\n').map(|line| &line[..ends(line)]).collect()
+    let ends = |line: &'_ [u8]| {
+        line.strip_suffix(b"\n").map_or(line.len(), |line| {
+            line.strip_suffix(b"\r").map_or(line.len(), <[u8]>::len)
+        })
+    };
+    content
+        .split_inclusive(|byte| *byte == b'\n')
+        .map(|line| &line[..ends(line)])
+        .collect()
 }
 
 fn index(found: &SearchMatch) -> usize {
@@ -80,23 +122,56 @@ fn check(found: &SearchMatch, lines: &[&[u8]], context: usize, content: &[u8]) {
     let at = index(found);
     assert!(at < lines.len(), "line {} of {}", found.line, lines.len());
     // The last line may end in a carriage return alone; it is cut off too.
-    let text = |line: &[u8]| String::from_utf8_lossy(line.strip_suffix(b"\r").unwrap_or(line)).into_owned();
+    let text = |line: &[u8]| {
+        String::from_utf8_lossy(line.strip_suffix(b"\r").unwrap_or(line)).into_owned()
+    };
     let short = content.len() <= file_limits::MAX_LINE_BYTES;
-    let same = |shown: &str, line: &[u8]| !short || shown == String::from_utf8_lossy(line) || shown == text(line);
-    assert!(same(&found.text, lines[at]), "{:?} is not line {}", found.text, found.line);
-    assert!(found.column >= 1 && found.column <= lines[at].len() as u64 + 1, "column {} of line {}", found.column, found.line);
-    assert!(found.before.len() == context.min(at), "{} lines before line {}", found.before.len(), found.line);
+    let same = |shown: &str, line: &[u8]| {
+        !short || shown == String::from_utf8_lossy(line) || shown == text(line)
+    };
+    assert!(
+        same(&found.text, lines[at]),
+        "{:?} is not line {}",
+        found.text,
+        found.line
+    );
+    assert!(
+        found.column >= 1 && found.column <= lines[at].len() as u64 + 1,
+        "column {} of line {}",
+        found.column,
+        found.line
+    );
+    assert!(
+        found.before.len() == context.min(at),
+        "{} lines before line {}",
+        found.before.len(),
+        found.line
+    );
     for (shown, line) in found.before.iter().rev().zip(lines[..at].iter().rev()) {
-        assert!(same(shown, line), "{shown:?} is not before line {}", found.line);
+        assert!(
+            same(shown, line),
+            "{shown:?} is not before line {}",
+            found.line
+        );
     }
-    assert!(found.after.len() == context.min(lines.len() - at - 1), "{} lines after line {}", found.after.len(), found.line);
+    assert!(
+        found.after.len() == context.min(lines.len() - at - 1),
+        "{} lines after line {}",
+        found.after.len(),
+        found.line
+    );
     for (shown, line) in found.after.iter().zip(&lines[at + 1..]) {
-        assert!(same(shown, line), "{shown:?} is not after line {}", found.line);
+        assert!(
+            same(shown, line),
+            "{shown:?} is not after line {}",
+            found.line
+        );
     }
 }
 
 fn is_plain(glob: &str) -> bool {
-    glob.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-/".contains(&byte))
+    glob.bytes()
+        .all(|byte| byte.is_ascii_alphanumeric() || b"._-/".contains(&byte))
 }
 
 /// Whether a glob may let a file through: a plain one only the file that has its name.

@@ -9,7 +9,9 @@ use super::{super::tests::*, *};
 /// A POSIX record with its length in front.
 fn record(key: &str, value: &str) -> String {
     let rest = key.len() + value.len() + 3;
-    let length = (rest..rest + 10).find(|length| length.to_string().len() + rest == *length).expect("a length");
+    let length = (rest..rest + 10)
+        .find(|length| length.to_string().len() + rest == *length)
+        .expect("a length");
     format!("{length} {key}={value}\n")
 }
 
@@ -35,7 +37,13 @@ impl Maker {
     }
 
     fn file(self, name: &str, content: &str) -> Self {
-        self.add(EntryType::Regular, name.as_bytes(), b"", 0o644, content.as_bytes())
+        self.add(
+            EntryType::Regular,
+            name.as_bytes(),
+            b"",
+            0o644,
+            content.as_bytes(),
+        )
     }
 
     fn end(mut self) -> Vec<u8> {
@@ -72,7 +80,10 @@ fn an_archive_is_unpacked_with_modes_times_and_links() {
     let stat = |path: &str| std::fs::symlink_metadata(sandbox.path(path)).expect("stat");
     assert_eq!(stat("into/closed").permissions().mode() & 0o7777, 0o555);
     assert_eq!(stat("into/suid").permissions().mode() & 0o7777, 0o755);
-    assert_eq!((stat("into/suid").mtime(), stat("into/closed").mtime()), (1_000_000, 1_000_000));
+    assert_eq!(
+        (stat("into/suid").mtime(), stat("into/closed").mtime()),
+        (1_000_000, 1_000_000)
+    );
     assert_eq!(stat("into/hard").ino(), stat("into/closed/file").ino());
     assert!(stat("into/soft").is_symlink());
 }
@@ -100,17 +111,37 @@ fn what_an_archive_changes_is_told() {
     ];
     assert_eq!((first.changes.as_slice(), first.more), (&expected[..], 0));
     sandbox.put("into/soft2", "old");
-    let over = Maker::default().file("./dir//file", "new").add(EntryType::Symlink, b"soft2", b"x", 0o777, b"").end();
+    let over = Maker::default()
+        .file("./dir//file", "new")
+        .add(EntryType::Symlink, b"soft2", b"x", 0o777, b"")
+        .end();
     let second = import(&sandbox, &over).expect("unpacked").changes;
-    assert_eq!(second, [named("dir/file").before(hash("hello")).after(hash("new")), named("soft2").of_kind(FileType::Symlink).before(hash("old"))]);
+    assert_eq!(
+        second,
+        [
+            named("dir/file").before(hash("hello")).after(hash("new")),
+            named("soft2")
+                .of_kind(FileType::Symlink)
+                .before(hash("old"))
+        ]
+    );
 }
 
 #[test]
 fn what_was_unpacked_before_a_fault_is_told_with_it() {
     let sandbox = Sandbox::new();
-    let error = refusal(&sandbox, &Maker::default().file("good", "hello").file("../evil", "x").end());
+    let error = refusal(
+        &sandbox,
+        &Maker::default()
+            .file("good", "hello")
+            .file("../evil", "x")
+            .end(),
+    );
     let told = error.changed.expect("something was changed").changes;
-    assert_eq!(told, [FileChange::new(b"into/good").after(Some(HELLO.to_owned()))]);
+    assert_eq!(
+        told,
+        [FileChange::new(b"into/good").after(Some(HELLO.to_owned()))]
+    );
     assert_eq!(sandbox.names("into"), ["good"]);
     let nothing = refusal(&sandbox, &Maker::default().file("../evil", "x").end());
     assert_eq!(nothing.changed, None);
@@ -119,9 +150,21 @@ fn what_was_unpacked_before_a_fault_is_told_with_it() {
 #[test]
 fn of_many_changes_the_first_are_told_and_the_others_counted() {
     let sandbox = Sandbox::new();
-    let archive = (0..500).fold(Maker::default(), |archive, number| archive.file(&format!("file-{number}"), "hello")).end();
+    let archive = (0..500)
+        .fold(Maker::default(), |archive, number| {
+            archive.file(&format!("file-{number}"), "hello")
+        })
+        .end();
     let told = import(&sandbox, &archive).expect("unpacked");
-    assert!(told.changes.len() > 40 && told.changes.iter().all(|change| change.sha256_after.as_deref() == Some(HELLO)), "{}", told.changes.len());
+    assert!(
+        told.changes.len() > 40
+            && told
+                .changes
+                .iter()
+                .all(|change| change.sha256_after.as_deref() == Some(HELLO)),
+        "{}",
+        told.changes.len()
+    );
     assert_eq!(told.changes.len() as u64 + told.more, 500);
 }
 
@@ -137,24 +180,62 @@ fn nothing_gets_out_of_the_directory() {
         (Maker::default().file("../evil", "x"), "'..'"),
         (Maker::default().file("a/../../evil", "x"), "'..'"),
         (Maker::default().file("/evil", "x"), "absolute"),
-        (Maker::default().add(EntryType::Symlink, b"up", b"../..", 0o777, b"").file("up/evil", "x"), "symbolic link of the same archive"),
-        (Maker::default().file("out/evil", "x"), "leads outside"),
         (
-            Maker::default().add(EntryType::Symlink, b"abs", b"/tmp", 0o777, b"").add(EntryType::Directory, b"abs/evil/", b"", 0o755, b""),
+            Maker::default()
+                .add(EntryType::Symlink, b"up", b"../..", 0o777, b"")
+                .file("up/evil", "x"),
             "symbolic link of the same archive",
         ),
-        (Maker::default().add(EntryType::Link, b"steal", outside.as_bytes(), 0o644, b""), "link target"),
-        (Maker::default().add(EntryType::Link, b"steal", b"../../secret", 0o644, b""), "link target"),
-        (Maker::default().add(EntryType::Symlink, b"s", b"../../secret", 0o777, b"").add(EntryType::Link, b"steal", b"s", 0o644, b""), "regular file"),
-        (Maker::default().add(EntryType::Char, b"device", b"", 0o644, b""), "device"),
-        (Maker::default().add(EntryType::Fifo, b"fifo", b"", 0o644, b""), "device"),
-        (Maker::default().add(EntryType::new(b'Q'), b"odd", b"", 0o644, b""), "unknown"),
+        (Maker::default().file("out/evil", "x"), "leads outside"),
+        (
+            Maker::default()
+                .add(EntryType::Symlink, b"abs", b"/tmp", 0o777, b"")
+                .add(EntryType::Directory, b"abs/evil/", b"", 0o755, b""),
+            "symbolic link of the same archive",
+        ),
+        (
+            Maker::default().add(EntryType::Link, b"steal", outside.as_bytes(), 0o644, b""),
+            "link target",
+        ),
+        (
+            Maker::default().add(EntryType::Link, b"steal", b"../../secret", 0o644, b""),
+            "link target",
+        ),
+        (
+            Maker::default()
+                .add(EntryType::Symlink, b"s", b"../../secret", 0o777, b"")
+                .add(EntryType::Link, b"steal", b"s", 0o644, b""),
+            "regular file",
+        ),
+        (
+            Maker::default().add(EntryType::Char, b"device", b"", 0o644, b""),
+            "device",
+        ),
+        (
+            Maker::default().add(EntryType::Fifo, b"fifo", b"", 0o644, b""),
+            "device",
+        ),
+        (
+            Maker::default().add(EntryType::new(b'Q'), b"odd", b"", 0o644, b""),
+            "unknown",
+        ),
     ] {
         let error = refusal(&sandbox, &archive.end());
-        assert!(error.message.contains(expected), "{expected}: {}", error.message);
+        assert!(
+            error.message.contains(expected),
+            "{expected}: {}",
+            error.message
+        );
     }
-    assert!(!sandbox.outside("evil").exists() && !sandbox.path("evil").exists() && !std::path::Path::new("/tmp/evil").exists());
-    assert_eq!(std::fs::read(sandbox.outside("secret")).expect("read"), b"secret");
+    assert!(
+        !sandbox.outside("evil").exists()
+            && !sandbox.path("evil").exists()
+            && !std::path::Path::new("/tmp/evil").exists()
+    );
+    assert_eq!(
+        std::fs::read(sandbox.outside("secret")).expect("read"),
+        b"secret"
+    );
 }
 
 #[test]
@@ -164,10 +245,16 @@ fn a_file_replaces_a_link_instead_of_writing_through_it() {
     std::fs::create_dir(sandbox.path("into")).expect("made");
     symlink(sandbox.outside("secret"), sandbox.path("into/file")).expect("link");
     import(&sandbox, &Maker::default().file("file", "new").end()).expect("unpacked");
-    assert_eq!(std::fs::read(sandbox.outside("secret")).expect("read"), b"secret");
+    assert_eq!(
+        std::fs::read(sandbox.outside("secret")).expect("read"),
+        b"secret"
+    );
     assert_eq!(sandbox.get("into/file"), b"new");
     sandbox.put("into/dir/x", "");
-    assert_eq!(code(import(&sandbox, &Maker::default().file("dir", "new").end())), ErrorCode::AlreadyExists);
+    assert_eq!(
+        code(import(&sandbox, &Maker::default().file("dir", "new").end())),
+        ErrorCode::AlreadyExists
+    );
 }
 
 #[test]
@@ -182,9 +269,19 @@ fn extension_headers_name_the_next_entry() {
         .file("other", "");
     import(&sandbox, &archive.end()).expect("unpacked");
     assert_eq!(sandbox.names("into"), [name.as_str(), "other"]);
-    assert_eq!(std::fs::metadata(sandbox.path("into").join(&name)).expect("stat").mtime(), 12_345);
+    assert_eq!(
+        std::fs::metadata(sandbox.path("into").join(&name))
+            .expect("stat")
+            .mtime(),
+        12_345
+    );
     for records in ["nonsense", "99 path=x\n", "5 x\n"] {
-        refusal(&sandbox, &Maker::default().add(EntryType::XHeader, b"x", b"", 0, records.as_bytes()).end());
+        refusal(
+            &sandbox,
+            &Maker::default()
+                .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
+                .end(),
+        );
     }
 }
 
@@ -192,12 +289,25 @@ fn extension_headers_name_the_next_entry() {
 fn no_record_is_hidden_by_a_newline_in_another() {
     let sandbox = Sandbox::new();
     let records = record("comment", "x\n14 path=fine") + &record("path", "other");
-    import(&sandbox, &Maker::default().add(EntryType::XHeader, b"x", b"", 0, records.as_bytes()).file("fine", "hello").end()).expect("unpacked");
+    import(
+        &sandbox,
+        &Maker::default()
+            .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
+            .file("fine", "hello")
+            .end(),
+    )
+    .expect("unpacked");
     assert_eq!(sandbox.names("into"), ["other"]);
     let smuggled = Maker::default().file("smuggled", "x").0;
     let records = record("comment", "x\n13 size=1024") + &record("size", "0");
-    let archive = Maker::default().add(EntryType::XHeader, b"x", b"", 0, records.as_bytes()).add(EntryType::Regular, b"fine", b"", 0o644, &smuggled);
-    assert!(refusal(&sandbox, &archive.end()).message.contains("two sizes"));
+    let archive = Maker::default()
+        .add(EntryType::XHeader, b"x", b"", 0, records.as_bytes())
+        .add(EntryType::Regular, b"fine", b"", 0o644, &smuggled);
+    assert!(
+        refusal(&sandbox, &archive.end())
+            .message
+            .contains("two sizes")
+    );
     assert_eq!(sandbox.names("into"), ["other"]);
 }
 
@@ -217,10 +327,22 @@ fn a_broken_archive_is_refused() {
     assert!(!sandbox.path("into").exists());
     let archive = Maker::default().file("file", &"x".repeat(2_000)).end();
     sandbox.put("into/file", "old");
-    assert!(refusal(&sandbox, &archive[..1_000]).message.contains("ends within"));
-    assert_eq!((sandbox.get("into/file"), sandbox.names("into")), (b"old".to_vec(), vec!["file".to_owned()]));
+    assert!(
+        refusal(&sandbox, &archive[..1_000])
+            .message
+            .contains("ends within")
+    );
+    assert_eq!(
+        (sandbox.get("into/file"), sandbox.names("into")),
+        (b"old".to_vec(), vec!["file".to_owned()])
+    );
     let mut pieces = vec![archive[..1_000].to_vec()].into_iter();
-    let lost = sandbox.files.import(b"into", &mut || pieces.next().map(Some).ok_or_else(|| std::io::ErrorKind::UnexpectedEof.into()));
+    let lost = sandbox.files.import(b"into", &mut || {
+        pieces
+            .next()
+            .map(Some)
+            .ok_or_else(|| std::io::ErrorKind::UnexpectedEof.into())
+    });
     assert!(matches!(lost, Err(Failure::Connection(_))));
 }
 

@@ -13,7 +13,10 @@ use cynode_api::ErrorCode;
 use cynode_patch::{Before, Entry, File, Kind, Location};
 use cynode_sba_proto::AgentError;
 use rustix::{
-    fs::{AtFlags, Mode, OFlags, RenameFlags, Stat, fchmod, openat, renameat, renameat_with, statat, symlinkat, unlinkat},
+    fs::{
+        AtFlags, Mode, OFlags, RenameFlags, Stat, fchmod, openat, renameat, renameat_with, statat,
+        symlinkat, unlinkat,
+    },
     io::Errno,
 };
 
@@ -62,44 +65,80 @@ impl Swap<'_> {
         match self.before {
             Before::File(before) => {
                 let directory = self.directory(root)?;
-                if !same(before, &statat(&directory, self.name(), AtFlags::SYMLINK_NOFOLLOW)?) {
+                if !same(
+                    before,
+                    &statat(&directory, self.name(), AtFlags::SYMLINK_NOFOLLOW)?,
+                ) {
                     return Err(Errno::AGAIN);
                 }
                 if let Some(hidden) = &self.hidden {
                     return exchange(&directory, hidden.as_bytes(), self.name());
                 }
-                let (hidden, ()) = with_hidden_name(|hidden| rename_free(&directory, self.name(), &directory, hidden.as_bytes()))?;
+                let (hidden, ()) = with_hidden_name(|hidden| {
+                    rename_free(&directory, self.name(), &directory, hidden.as_bytes())
+                })?;
                 self.hidden = Some(hidden);
                 Ok(())
             }
             Before::Directory(before) => self.replace_directory(root, before, entries),
             Before::Nothing => {
-                let Some(hidden) = self.hidden.clone() else { return Ok(()) };
+                let Some(hidden) = self.hidden.clone() else {
+                    return Ok(());
+                };
                 let parts = self.location.parts();
                 let mut made = Vec::new();
-                let directory = root.make_real_directory(&parts[..parts.len() - 1], Mode::from_raw_mode(0o755), |count| made.push(count));
+                let directory = root.make_real_directory(
+                    &parts[..parts.len() - 1],
+                    Mode::from_raw_mode(0o755),
+                    |count| made.push(count),
+                );
                 self.made = made;
-                rename_free(&root.real_directory(&parts[..self.staged_at])?, hidden.as_bytes(), &directory?, self.name())?;
+                rename_free(
+                    &root.real_directory(&parts[..self.staged_at])?,
+                    hidden.as_bytes(),
+                    &directory?,
+                    self.name(),
+                )?;
                 self.hidden = None;
                 Ok(())
             }
         }
     }
 
-    fn replace_directory(&mut self, root: &Confined, before: &Stat, entries: &Entries) -> Result<(), Errno> {
-        let Some(hidden) = self.hidden.clone() else { return Ok(()) };
+    fn replace_directory(
+        &mut self,
+        root: &Confined,
+        before: &Stat,
+        entries: &Entries,
+    ) -> Result<(), Errno> {
+        let Some(hidden) = self.hidden.clone() else {
+            return Ok(());
+        };
         let directory = self.directory(root)?;
         let now = statat(&directory, self.name(), AtFlags::SYMLINK_NOFOLLOW)?;
         if (before.st_dev, before.st_ino) != (now.st_dev, now.st_ino) {
             return Err(Errno::AGAIN);
         }
-        let (aside, ()) = with_hidden_name(|aside| rename_free(&directory, self.name(), &directory, aside.as_bytes()))?;
+        let (aside, ()) = with_hidden_name(|aside| {
+            rename_free(&directory, self.name(), &directory, aside.as_bytes())
+        })?;
         // Out of sight nobody adds to it by name any more: what is in it now is all that goes.
-        let is_deleted = |location: &Location| entries.get(location).is_some_and(|entry| entry.changed && entry.now.is_none());
+        let is_deleted = |location: &Location| {
+            entries
+                .get(location)
+                .is_some_and(|entry| entry.changed && entry.now.is_none())
+        };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let is_empty = openat(&directory, aside.as_str(), flags, Mode::empty())
-            .is_ok_and(|opened| files_below(opened, self.location, entries.len()).is_ok_and(|below| below.iter().all(is_deleted)));
-        let replaced = if is_empty { rename_free(&directory, hidden.as_bytes(), &directory, self.name()) } else { Err(Errno::AGAIN) };
+        let is_empty =
+            openat(&directory, aside.as_str(), flags, Mode::empty()).is_ok_and(|opened| {
+                files_below(opened, self.location, entries.len())
+                    .is_ok_and(|below| below.iter().all(is_deleted))
+            });
+        let replaced = if is_empty {
+            rename_free(&directory, hidden.as_bytes(), &directory, self.name())
+        } else {
+            Err(Errno::AGAIN)
+        };
         match replaced {
             Ok(()) => (self.hidden, self.aside) = (None, Some(aside)),
             Err(_) => rename_free(&directory, aside.as_bytes(), &directory, self.name())?,
@@ -111,14 +150,18 @@ impl Swap<'_> {
     fn undo(&mut self, root: &Confined) -> Result<(), Errno> {
         let directory = self.directory(root)?;
         match (self.before, &self.hidden) {
-            (Before::File(_), Some(hidden)) if self.writes => exchange(&directory, hidden.as_bytes(), self.name()),
+            (Before::File(_), Some(hidden)) if self.writes => {
+                exchange(&directory, hidden.as_bytes(), self.name())
+            }
             (Before::File(_), Some(hidden)) => {
                 rename_free(&directory, hidden.as_bytes(), &directory, self.name())?;
                 self.hidden = None;
                 Ok(())
             }
             (Before::Directory(_), _) => {
-                let Some(aside) = self.aside.take() else { return Ok(()) };
+                let Some(aside) = self.aside.take() else {
+                    return Ok(());
+                };
                 unlinkat(&directory, self.name(), AtFlags::empty())?;
                 rename_free(&directory, aside.as_bytes(), &directory, self.name())
             }
@@ -152,16 +195,28 @@ impl Swap<'_> {
     }
 }
 
-fn rename_free(from_directory: &OwnedFd, from: &[u8], to_directory: &OwnedFd, to: &[u8]) -> Result<(), Errno> {
+fn rename_free(
+    from_directory: &OwnedFd,
+    from: &[u8],
+    to_directory: &OwnedFd,
+    to: &[u8],
+) -> Result<(), Errno> {
     use std::os::unix::ffi::OsStrExt as _;
-    rename_to_free_name(from_directory, Path::new(OsStr::from_bytes(from)), to_directory, Path::new(OsStr::from_bytes(to)))
+    rename_to_free_name(
+        from_directory,
+        Path::new(OsStr::from_bytes(from)),
+        to_directory,
+        Path::new(OsStr::from_bytes(to)),
+    )
 }
 
 /// Lets two files change names.
 fn exchange(directory: &OwnedFd, one: &[u8], other: &[u8]) -> Result<(), Errno> {
     match renameat_with(directory, one, directory, other, RenameFlags::EXCHANGE) {
         Err(Errno::INVAL | Errno::NOSYS) => {
-            let (aside, ()) = with_hidden_name(|aside| rename_free(directory, other, directory, aside.as_bytes()))?;
+            let (aside, ()) = with_hidden_name(|aside| {
+                rename_free(directory, other, directory, aside.as_bytes())
+            })?;
             renameat(directory, one, directory, other)?;
             renameat(directory, aside, directory, one)
         }
@@ -174,7 +229,9 @@ pub(super) fn commit(root: &Confined, entries: &Entries) -> Outcome<()> {
     let mut swaps: Vec<Swap<'_>> = Vec::new();
     let mut replaced: Option<&Location> = None;
     for (location, entry) in entries.iter().filter(|(_, entry)| entry.changed) {
-        if replaced.is_some_and(|directory| directory.is_above(location)) || (matches!(entry.before, Before::Nothing) && entry.now.is_none()) {
+        if replaced.is_some_and(|directory| directory.is_above(location))
+            || (matches!(entry.before, Before::Nothing) && entry.now.is_none())
+        {
             continue;
         }
         if matches!(entry.before, Before::Directory(_)) {
@@ -203,7 +260,10 @@ pub(super) fn commit(root: &Confined, entries: &Entries) -> Outcome<()> {
             let failure = match errno {
                 Errno::AGAIN => Failure::new(
                     ErrorCode::Internal,
-                    format!("{} changed while the diff was applied; nothing was changed", shown(swaps[index].location.as_bytes())),
+                    format!(
+                        "{} changed while the diff was applied; nothing was changed",
+                        shown(swaps[index].location.as_bytes())
+                    ),
                 ),
                 errno => failed(errno, "replacing", swaps[index].location),
             };
@@ -213,11 +273,19 @@ pub(super) fn commit(root: &Confined, entries: &Entries) -> Outcome<()> {
                 if swap.undo(root).is_err() {
                     // The hidden name has the only copy of the old content.
                     let kept = swap.hidden.take().or_else(|| swap.aside.take());
-                    stuck.push(format!("{} (kept as {})", shown(swap.location.as_bytes()), kept.as_deref().unwrap_or("-")));
+                    stuck.push(format!(
+                        "{} (kept as {})",
+                        shown(swap.location.as_bytes()),
+                        kept.as_deref().unwrap_or("-")
+                    ));
                 }
             }
             clear(root, &mut swaps, &made);
-            return Err(if stuck.is_empty() { failure } else { half_done(failure, &stuck) });
+            return Err(if stuck.is_empty() {
+                failure
+            } else {
+                half_done(failure, &stuck)
+            });
         }
     }
     for swap in &mut swaps {
@@ -227,23 +295,37 @@ pub(super) fn commit(root: &Confined, entries: &Entries) -> Outcome<()> {
 }
 
 /// Writes a new content under a hidden name: in its directory, or, while that can't be made, in one above it.
-fn stage<'a>(root: &Confined, swap: &mut Swap<'a>, file: &File, made: &mut Vec<(&'a Location, usize)>) -> Result<(), Errno> {
+fn stage<'a>(
+    root: &Confined,
+    swap: &mut Swap<'a>,
+    file: &File,
+    made: &mut Vec<(&'a Location, usize)>,
+) -> Result<(), Errno> {
     let location = swap.location;
     let parts = location.parts();
-    let mut directory = root.make_real_directory(&parts[..swap.staged_at], Mode::from_raw_mode(0o755), |count| made.push((location, count)));
-    while matches!(directory, Err(Errno::NOTDIR | Errno::XDEV | Errno::NOENT)) && swap.staged_at > 0 {
+    let mut directory = root.make_real_directory(
+        &parts[..swap.staged_at],
+        Mode::from_raw_mode(0o755),
+        |count| made.push((location, count)),
+    );
+    while matches!(directory, Err(Errno::NOTDIR | Errno::XDEV | Errno::NOENT)) && swap.staged_at > 0
+    {
         swap.staged_at -= 1;
         directory = root.real_directory(&parts[..swap.staged_at]);
     }
     let directory = directory?;
     match file.kind {
         Kind::Symlink => {
-            let (hidden, ()) = with_hidden_name(|hidden| symlinkat(file.bytes.as_slice(), &directory, hidden))?;
+            let (hidden, ()) =
+                with_hidden_name(|hidden| symlinkat(file.bytes.as_slice(), &directory, hidden))?;
             swap.hidden = Some(hidden);
         }
         Kind::Regular(mode) => {
             let mut staged = Staged::named(directory)?;
-            staged.file().write_all(&file.bytes).map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+            staged
+                .file()
+                .write_all(&file.bytes)
+                .map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
             fchmod(staged.file(), Mode::from_raw_mode(mode))?;
             swap.hidden = staged.keep();
         }
@@ -273,7 +355,10 @@ fn remove_directory(root: &Confined, location: &Location, count: usize) {
 
 fn failed(errno: Errno, doing: &str, location: &Location) -> Failure {
     match Failure::system(errno, doing, location.as_bytes()) {
-        Failure::Refused(error) => Failure::Refused(AgentError { message: format!("{}; nothing was changed", error.message), ..error }),
+        Failure::Refused(error) => Failure::Refused(AgentError {
+            message: format!("{}; nothing was changed", error.message),
+            ..error
+        }),
         gone @ Failure::Connection(_) => gone,
     }
 }
@@ -283,5 +368,11 @@ fn half_done(failure: Failure, stuck: &[String]) -> Failure {
         Failure::Refused(error) => error.message,
         Failure::Connection(error) => error.to_string(),
     };
-    Failure::new(ErrorCode::Internal, format!("{reason}; but what was already written can't be taken back in {}", stuck.join(", ")))
+    Failure::new(
+        ErrorCode::Internal,
+        format!(
+            "{reason}; but what was already written can't be taken back in {}",
+            stuck.join(", ")
+        ),
+    )
 }

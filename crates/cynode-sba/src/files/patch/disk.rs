@@ -4,7 +4,9 @@ use std::{io::Read as _, os::fd::OwnedFd};
 
 use cynode_patch::{File, Found, Kind, Location, MAX_FILE_BYTES, Problem, Tree};
 use rustix::{
-    fs::{Access, AtFlags, FileType, Mode, OFlags, Stat, accessat, fstat, openat, readlinkat, statat},
+    fs::{
+        Access, AtFlags, FileType, Mode, OFlags, Stat, accessat, fstat, openat, readlinkat, statat,
+    },
     io::Errno,
 };
 
@@ -36,30 +38,51 @@ impl Tree for Disk<'_> {
             let directory = match self.root.directory(&parts[..depth]) {
                 Ok(directory) => directory,
                 Err(Errno::NOENT) if depth > 0 => continue,
-                Err(Errno::XDEV) => return reject("the path passes through a symbolic link that leads outside of the workspace"),
+                Err(Errno::XDEV) => {
+                    return reject(
+                        "the path passes through a symbolic link that leads outside of the workspace",
+                    );
+                }
                 Err(Errno::NOTDIR) => return reject("a part of the path is not a directory"),
                 Err(Errno::NAMETOOLONG) => return reject("a part of the path is too long"),
-                Err(errno) => return Err(Problem::Failure(Failure::system(errno, "opening the directory of", location.as_bytes()))),
+                Err(errno) => {
+                    return Err(Problem::Failure(Failure::system(
+                        errno,
+                        "opening the directory of",
+                        location.as_bytes(),
+                    )));
+                }
             };
             let is_parent = depth + 1 == parts.len();
             if !is_parent
-                && statat(&directory, parts[depth], AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Symlink)
+                && statat(&directory, parts[depth], AtFlags::SYMLINK_NOFOLLOW)
+                    .is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode) == FileType::Symlink)
             {
                 return reject("the path passes through a symbolic link that leads nowhere");
             }
-            let real = self.root.real_parts(&directory).unwrap_or_else(|| parts[..depth].iter().map(|part| part.to_vec()).collect());
+            let real = self
+                .root
+                .real_parts(&directory)
+                .unwrap_or_else(|| parts[..depth].iter().map(|part| part.to_vec()).collect());
             if real.iter().any(|part| part.eq_ignore_ascii_case(b".git")) {
                 return reject("the path lies in a .git directory");
             }
-            return Ok(Location::from_parts(real.iter().map(Vec::as_slice).chain(parts[depth..].iter().copied())));
+            return Ok(Location::from_parts(
+                real.iter()
+                    .map(Vec::as_slice)
+                    .chain(parts[depth..].iter().copied()),
+            ));
         }
         reject("the path is empty")
     }
 
     fn load(&self, location: &Location) -> Answer<Found<Stat>> {
-        let failure = |errno| Problem::Failure(Failure::system(errno, "reading", location.as_bytes()));
+        let failure =
+            |errno| Problem::Failure(Failure::system(errno, "reading", location.as_bytes()));
         let parts = location.parts();
-        let Some((last, parents)) = parts.split_last() else { return Ok(Found::Nothing) };
+        let Some((last, parents)) = parts.split_last() else {
+            return Ok(Found::Nothing);
+        };
         let directory = match self.root.real_directory(parents) {
             Ok(directory) => directory,
             Err(Errno::NOENT | Errno::NOTDIR | Errno::XDEV) => return Ok(Found::Nothing),
@@ -75,7 +98,13 @@ impl Tree for Disk<'_> {
             FileType::RegularFile => self::read(&directory, last, location, &stat),
             FileType::Symlink => {
                 let target = readlinkat(&directory, *last, Vec::new()).map_err(failure)?;
-                Ok(Found::File(stat, File { kind: Kind::Symlink, bytes: target.into_bytes() }))
+                Ok(Found::File(
+                    stat,
+                    File {
+                        kind: Kind::Symlink,
+                        bytes: target.into_bytes(),
+                    },
+                ))
             }
             FileType::Directory => Ok(Found::Directory(stat)),
             _ => reject("it is not a regular file"),
@@ -83,9 +112,19 @@ impl Tree for Disk<'_> {
     }
 
     fn files_below(&self, directory: &Location, limit: usize) -> Answer<Vec<Location>> {
-        let failure = |errno| Problem::Failure(Failure::system(errno, "reading", directory.as_bytes()));
-        let opened = self.root.real_directory(&directory.parts()).map_err(failure)?;
-        let opened = openat(&opened, ".", OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).map_err(failure)?;
+        let failure =
+            |errno| Problem::Failure(Failure::system(errno, "reading", directory.as_bytes()));
+        let opened = self
+            .root
+            .real_directory(&directory.parts())
+            .map_err(failure)?;
+        let opened = openat(
+            &opened,
+            ".",
+            OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
+            Mode::empty(),
+        )
+        .map_err(failure)?;
         files_below(opened, directory, limit).map_err(Problem::Failure)
     }
 
@@ -95,14 +134,25 @@ impl Tree for Disk<'_> {
 }
 
 /// The files below an open directory, named as if it was at `location`.
-pub(super) fn files_below(directory: OwnedFd, location: &Location, limit: usize) -> Result<Vec<Location>, Failure> {
+pub(super) fn files_below(
+    directory: OwnedFd,
+    location: &Location,
+    limit: usize,
+) -> Result<Vec<Location>, Failure> {
     let mut found = Vec::new();
     walk(directory, None, AtLimit::Fail, |entry| {
         if entry.kind == FileType::Directory {
-            return entry.open_directory().map(Step::Into).map_err(|errno| Failure::system(errno, "reading", entry.path));
+            return entry
+                .open_directory()
+                .map(Step::Into)
+                .map_err(|errno| Failure::system(errno, "reading", entry.path));
         }
         found.push(Location::from_parts([location.as_bytes(), entry.path]));
-        Ok(if found.len() > limit { Step::Stop } else { Step::Over })
+        Ok(if found.len() > limit {
+            Step::Stop
+        } else {
+            Step::Over
+        })
     })?;
     Ok(found)
 }
@@ -112,17 +162,33 @@ fn read(directory: &OwnedFd, last: &[u8], location: &Location, stat: &Stat) -> A
     if path::size(stat) > MAX_FILE_BYTES {
         return reject(format!("the file has more than {MAX_FILE_BYTES} bytes"));
     }
-    if accessat(directory, last, Access::READ_OK | Access::WRITE_OK, AtFlags::empty()).is_err() {
+    if accessat(
+        directory,
+        last,
+        Access::READ_OK | Access::WRITE_OK,
+        AtFlags::empty(),
+    )
+    .is_err()
+    {
         return reject("the sandbox's user may not read and write the file");
     }
-    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let flags =
+        OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let file = openat(directory, last, flags, Mode::empty()).map_err(failure)?;
     let stat = fstat(&file).map_err(failure)?;
     let mut bytes = Vec::new();
-    let read = std::fs::File::from(file).take(MAX_FILE_BYTES + 1).read_to_end(&mut bytes);
+    let read = std::fs::File::from(file)
+        .take(MAX_FILE_BYTES + 1)
+        .read_to_end(&mut bytes);
     read.map_err(|error| Problem::Failure(Failure::io(&error, "reading", location.as_bytes())))?;
     if bytes.len() as u64 > MAX_FILE_BYTES {
         return reject(format!("the file has more than {MAX_FILE_BYTES} bytes"));
     }
-    Ok(Found::File(stat, File { kind: Kind::Regular(path::permissions(&stat) & 0o1777), bytes }))
+    Ok(Found::File(
+        stat,
+        File {
+            kind: Kind::Regular(path::permissions(&stat) & 0o1777),
+            bytes,
+        },
+    ))
 }

@@ -9,11 +9,18 @@ use crate::fuzz::{fields, split};
 pub fn diffs(input: &[u8]) {
     let (knob, rest) = split(input);
     let mut contents = fields(rest);
-    let (old, new) = (contents.next().unwrap_or_default(), contents.next().unwrap_or_default());
+    let (old, new) = (
+        contents.next().unwrap_or_default(),
+        contents.next().unwrap_or_default(),
+    );
     there_and_back(old, new, usize::from(knob & 7));
     if let Some(third) = contents.next() {
         // With the same lines in front of both, hunks stand further down.
-        there_and_back(&[third, old].concat(), &[third, new].concat(), usize::from(knob & 7));
+        there_and_back(
+            &[third, old].concat(),
+            &[third, new].concat(),
+            usize::from(knob & 7),
+        );
         anywhere(old, new, third);
     }
 }

@@ -23,23 +23,31 @@ use super::{
 
 impl Files {
     pub(super) fn patch(&self, diff: &[u8], strip: u32, dry_run: bool) -> Outcome<PatchResult> {
-        let patch = Patch::parse(diff, strip).map_err(|error| Failure::invalid(format!("the diff can't be read: {error}")))?;
+        let patch = Patch::parse(diff, strip)
+            .map_err(|error| Failure::invalid(format!("the diff can't be read: {error}")))?;
         let root = Confined::open(&self.root).doing("opening", path::bytes(&self.root))?;
-        let plan = cynode_patch::plan(&Disk { root: &root }, &patch).map_err(|error| match error {
-            PlanError::TooLarge(message) => Failure::new(ErrorCode::TooLarge, message),
-            PlanError::Tree(failure) => failure,
-        })?;
+        let plan =
+            cynode_patch::plan(&Disk { root: &root }, &patch).map_err(|error| match error {
+                PlanError::TooLarge(message) => Failure::new(ErrorCode::TooLarge, message),
+                PlanError::Tree(failure) => failure,
+            })?;
         if !plan.rejects.is_empty() {
             let count = plan.rejects.len();
             let more = if plan.rejects_cut { "at least " } else { "" };
             let places = if count == 1 { "place" } else { "places" };
             let rejects = plan.rejects.into_iter().map(reject).collect();
-            return Err(Failure::rejected(format!("the diff does not apply in {more}{count} {places}; nothing was changed"), rejects));
+            return Err(Failure::rejected(
+                format!("the diff does not apply in {more}{count} {places}; nothing was changed"),
+                rejects,
+            ));
         }
         if !dry_run {
             commit::commit(&root, &plan.entries)?;
         }
-        Ok(PatchResult { files: plan.touched.into_iter().map(patched_file).collect(), ..PatchResult::default() })
+        Ok(PatchResult {
+            files: plan.touched.into_iter().map(patched_file).collect(),
+            ..PatchResult::default()
+        })
     }
 }
 
@@ -48,11 +56,20 @@ fn text(path: &[u8]) -> String {
 }
 
 fn reject(reject: Reject) -> PatchReject {
-    PatchReject { path: text(&reject.path), hunk: reject.hunk, line: reject.line, reason: reject.reason }
+    PatchReject {
+        path: text(&reject.path),
+        hunk: reject.hunk,
+        line: reject.line,
+        reason: reject.reason,
+    }
 }
 
 fn patched_file(touched: Touched) -> PatchedFile {
-    let bytes = |path: &[u8]| std::str::from_utf8(path).is_err().then(|| Base64Bytes(path.to_vec()));
+    let bytes = |path: &[u8]| {
+        std::str::from_utf8(path)
+            .is_err()
+            .then(|| Base64Bytes(path.to_vec()))
+    };
     PatchedFile {
         path: text(&touched.path),
         path_b64: bytes(&touched.path),

@@ -8,7 +8,10 @@ use proptest::prelude::*;
 use super::super::{digest, tests::*};
 
 fn patch(sandbox: &Sandbox, diff: &str) -> PatchResult {
-    sandbox.files.patch(diff.as_bytes(), 1, false).unwrap_or_else(|failure| panic!("{failure:?}"))
+    sandbox
+        .files
+        .patch(diff.as_bytes(), 1, false)
+        .unwrap_or_else(|failure| panic!("{failure:?}"))
 }
 
 fn rejected(sandbox: &Sandbox, diff: &str) -> AgentError {
@@ -24,11 +27,19 @@ fn reason(sandbox: &Sandbox, diff: &str) -> String {
 }
 
 fn summary(result: &PatchResult) -> Vec<(&str, PatchOperation)> {
-    result.files.iter().map(|file| (file.path.as_str(), file.operation)).collect()
+    result
+        .files
+        .iter()
+        .map(|file| (file.path.as_str(), file.operation))
+        .collect()
 }
 
 fn mode(sandbox: &Sandbox, path: &str) -> u32 {
-    std::fs::metadata(sandbox.path(path)).expect("stat").permissions().mode() & 0o7777
+    std::fs::metadata(sandbox.path(path))
+        .expect("stat")
+        .permissions()
+        .mode()
+        & 0o7777
 }
 
 #[test]
@@ -61,14 +72,40 @@ fn a_git_diff_of_every_kind_applies() {
         ("script", Modify),
     ];
     assert_eq!(summary(&result), expected);
-    assert_eq!(sandbox.names("."), ["copied", "created", "deep", "modified", "new", "old", "script"]);
-    assert_eq!((sandbox.get("created"), mode(&sandbox, "created")), (b"new\n".to_vec(), 0o755));
-    assert_eq!((sandbox.get("copied"), sandbox.get("modified")), (b"one\ntwo\n".to_vec(), b"one\n2\n".to_vec()));
-    assert_eq!((sandbox.get("new/name"), sandbox.names("old").len()), (b"same\nthere\n".to_vec(), 0));
-    assert_eq!((sandbox.get("deep/er/nothing").len(), mode(&sandbox, "script")), (0, 0o755));
+    assert_eq!(
+        sandbox.names("."),
+        [
+            "copied", "created", "deep", "modified", "new", "old", "script"
+        ]
+    );
+    assert_eq!(
+        (sandbox.get("created"), mode(&sandbox, "created")),
+        (b"new\n".to_vec(), 0o755)
+    );
+    assert_eq!(
+        (sandbox.get("copied"), sandbox.get("modified")),
+        (b"one\ntwo\n".to_vec(), b"one\n2\n".to_vec())
+    );
+    assert_eq!(
+        (sandbox.get("new/name"), sandbox.names("old").len()),
+        (b"same\nthere\n".to_vec(), 0)
+    );
+    assert_eq!(
+        (
+            sandbox.get("deep/er/nothing").len(),
+            mode(&sandbox, "script")
+        ),
+        (0, 0o755)
+    );
     let renamed = &result.files[6];
     assert_eq!(renamed.from.as_deref(), Some("old/name"));
-    assert_eq!((renamed.sha256_before.clone(), renamed.sha256_after.clone()), (Some(digest::of(b"same\nhere\n")), Some(digest::of(b"same\nthere\n"))));
+    assert_eq!(
+        (renamed.sha256_before.clone(), renamed.sha256_after.clone()),
+        (
+            Some(digest::of(b"same\nhere\n")),
+            Some(digest::of(b"same\nthere\n"))
+        )
+    );
 }
 
 #[test]
@@ -90,14 +127,33 @@ fn a_rejected_diff_changes_nothing_and_names_every_place() {
     sandbox.put("two", "x\n");
     let diff = "--- a/one\n+++ b/one\n@@ -1 +1 @@\n-a\n+A\n@@ -2 +2 @@\n-zzz\n+B\n--- a/two\n+++ b/two\n@@ -1 +1 @@\n-x\n+X\n--- a/none\n+++ b/none\n@@ -1 +1 @@\n-x\n+X\n--- /dev/null\n+++ b/two\n@@ -0,0 +1 @@\n+x\n";
     let error = rejected(&sandbox, diff);
-    let places: Vec<_> = error.rejects.iter().map(|reject| (reject.path.as_str(), reject.hunk, reject.line, reject.reason.as_str())).collect();
+    let places: Vec<_> = error
+        .rejects
+        .iter()
+        .map(|reject| {
+            (
+                reject.path.as_str(),
+                reject.hunk,
+                reject.line,
+                reject.reason.as_str(),
+            )
+        })
+        .collect();
     let expected = [
-        ("one", Some(2), Some(2), "line 2 is 'b' where the diff expects 'zzz'"),
+        (
+            "one",
+            Some(2),
+            Some(2),
+            "line 2 is 'b' where the diff expects 'zzz'",
+        ),
         ("none", None, None, "no such file"),
         ("two", None, None, "the file already exists"),
     ];
     assert_eq!(places, expected);
-    assert_eq!((sandbox.get("one"), sandbox.get("two")), (b"a\nb\n".to_vec(), b"x\n".to_vec()));
+    assert_eq!(
+        (sandbox.get("one"), sandbox.get("two")),
+        (b"a\nb\n".to_vec(), b"x\n".to_vec())
+    );
     assert_eq!(sandbox.names("."), ["one", "two"]);
 }
 
@@ -106,7 +162,10 @@ fn a_dry_run_answers_the_same_and_changes_nothing() {
     let sandbox = Sandbox::new();
     sandbox.put("file", "a\n");
     let diff = "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-a\n+b\n--- /dev/null\n+++ b/new/file\n@@ -0,0 +1 @@\n+x\n";
-    let dry = sandbox.files.patch(diff.as_bytes(), 1, true).expect("applies");
+    let dry = sandbox
+        .files
+        .patch(diff.as_bytes(), 1, true)
+        .expect("applies");
     assert_eq!(sandbox.names("."), ["file"]);
     assert_eq!(sandbox.get("file"), b"a\n");
     assert_eq!(patch(&sandbox, diff), dry);
@@ -136,14 +195,27 @@ fn paths_stay_in_the_workspace_and_out_of_git() {
         ("final", "already exists"),
         ("file/x", "not a directory"),
     ] {
-        let diff = if path.starts_with('/') { format!("--- /dev/null\n+++ b//{path}\n@@ -0,0 +1 @@\n+x\n").replace("b//", "") } else { create(path) };
+        let diff = if path.starts_with('/') {
+            format!("--- /dev/null\n+++ b//{path}\n@@ -0,0 +1 @@\n+x\n").replace("b//", "")
+        } else {
+            create(path)
+        };
         let strip = u32::from(!path.starts_with('/'));
         let error = refused(sandbox.files.patch(diff.as_bytes(), strip, false));
-        assert!(error.code == ErrorCode::PatchRejected && error.rejects[0].reason.contains(expected), "{path}: {error:?}");
+        assert!(
+            error.code == ErrorCode::PatchRejected && error.rejects[0].reason.contains(expected),
+            "{path}: {error:?}"
+        );
     }
     let out = "diff --git a/file b/../evil\nrename from file\nrename to ../evil\n";
     assert!(reason(&sandbox, out).contains("'..'"));
-    assert!(!sandbox.outside("evil").exists() && std::fs::read_dir(sandbox.outside("outside")).expect("listed").count() == 0);
+    assert!(
+        !sandbox.outside("evil").exists()
+            && std::fs::read_dir(sandbox.outside("outside"))
+                .expect("listed")
+                .count()
+                == 0
+    );
     assert!(sandbox.path("file").exists());
 }
 
@@ -152,7 +224,10 @@ fn a_link_inside_the_workspace_leads_to_the_same_file() {
     let sandbox = Sandbox::new();
     sandbox.put("real/file", "1\n");
     symlink("real", sandbox.path("alias")).expect("link");
-    patch(&sandbox, "--- a/alias/file\n+++ b/alias/file\n@@ -1 +1 @@\n-1\n+2\n--- a/real/file\n+++ b/real/file\n@@ -1 +1 @@\n-2\n+3\n");
+    patch(
+        &sandbox,
+        "--- a/alias/file\n+++ b/alias/file\n@@ -1 +1 @@\n-1\n+2\n--- a/real/file\n+++ b/real/file\n@@ -1 +1 @@\n-2\n+3\n",
+    );
     assert_eq!(sandbox.get("real/file"), b"3\n");
 }
 
@@ -161,10 +236,22 @@ fn submodules_and_binary_changes_are_rejected() {
     let sandbox = Sandbox::new();
     sandbox.put("file", "x\n");
     for (diff, expected) in [
-        ("diff --git a/s b/s\nnew file mode 160000\n--- /dev/null\n+++ b/s\n@@ -0,0 +1 @@\n+Subproject commit 1\n", "160000"),
-        ("diff --git a/file b/file\nold mode 100644\nnew mode 040755\n", "regular file"),
-        ("diff --git a/file b/file\nindex 1..2 100644\nBinary files a/file and b/file differ\n", "binary"),
-        ("diff --git a/file b/file\nindex 1..2 100644\nGIT binary patch\nliteral 2\nJc$@@\n\nliteral 0\nHcm\n\n", "binary"),
+        (
+            "diff --git a/s b/s\nnew file mode 160000\n--- /dev/null\n+++ b/s\n@@ -0,0 +1 @@\n+Subproject commit 1\n",
+            "160000",
+        ),
+        (
+            "diff --git a/file b/file\nold mode 100644\nnew mode 040755\n",
+            "regular file",
+        ),
+        (
+            "diff --git a/file b/file\nindex 1..2 100644\nBinary files a/file and b/file differ\n",
+            "binary",
+        ),
+        (
+            "diff --git a/file b/file\nindex 1..2 100644\nGIT binary patch\nliteral 2\nJc$@@\n\nliteral 0\nHcm\n\n",
+            "binary",
+        ),
     ] {
         assert!(reason(&sandbox, diff).contains(expected), "{diff}");
     }
@@ -175,37 +262,71 @@ fn submodules_and_binary_changes_are_rejected() {
 fn a_deletion_must_match_the_whole_file() {
     let sandbox = Sandbox::new();
     sandbox.put("file", "a\nb\n");
-    assert!(reason(&sandbox, "--- a/file\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n").contains("does not delete"));
-    assert!(reason(&sandbox, "diff --git a/file b/file\ndeleted file mode 100644\n").contains("does not delete"));
-    assert_eq!(reason(&sandbox, "--- a/none\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n"), "no such file");
+    assert!(
+        reason(&sandbox, "--- a/file\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n")
+            .contains("does not delete")
+    );
+    assert!(
+        reason(
+            &sandbox,
+            "diff --git a/file b/file\ndeleted file mode 100644\n"
+        )
+        .contains("does not delete")
+    );
+    assert_eq!(
+        reason(&sandbox, "--- a/none\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n"),
+        "no such file"
+    );
 }
 
 #[test]
 fn sections_for_one_file_apply_in_order_and_names_can_be_swapped() {
     let sandbox = Sandbox::new();
     sandbox.put("file", "1\n");
-    let result = patch(&sandbox, "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-1\n+2\n--- a/file\n+++ b/file\n@@ -1 +1 @@\n-2\n+3\n");
+    let result = patch(
+        &sandbox,
+        "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-1\n+2\n--- a/file\n+++ b/file\n@@ -1 +1 @@\n-2\n+3\n",
+    );
     assert_eq!(sandbox.get("file"), b"3\n");
     assert_eq!(result.files[1].sha256_before, result.files[0].sha256_after);
     sandbox.put("a", "A\n");
     sandbox.put("b", "B\n");
-    patch(&sandbox, "diff --git a/a b/b\nrename from a\nrename to b\ndiff --git a/b b/a\nrename from b\nrename to a\n");
-    assert_eq!((sandbox.get("a"), sandbox.get("b")), (b"B\n".to_vec(), b"A\n".to_vec()));
-    patch(&sandbox, "--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+x\n--- a/new\n+++ b/new\n@@ -1 +1 @@\n-x\n+y\n--- a/new\n+++ /dev/null\n@@ -1 +0,0 @@\n-y\n");
+    patch(
+        &sandbox,
+        "diff --git a/a b/b\nrename from a\nrename to b\ndiff --git a/b b/a\nrename from b\nrename to a\n",
+    );
+    assert_eq!(
+        (sandbox.get("a"), sandbox.get("b")),
+        (b"B\n".to_vec(), b"A\n".to_vec())
+    );
+    patch(
+        &sandbox,
+        "--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+x\n--- a/new\n+++ b/new\n@@ -1 +1 @@\n-x\n+y\n--- a/new\n+++ /dev/null\n@@ -1 +0,0 @@\n-y\n",
+    );
     assert!(!sandbox.path("new").exists());
-    assert_eq!(reason(&sandbox, "diff --git a/a b/b\nrename from a\nrename to b\n"), "the file already exists");
+    assert_eq!(
+        reason(&sandbox, "diff --git a/a b/b\nrename from a\nrename to b\n"),
+        "the file already exists"
+    );
 }
 
 #[test]
 fn permissions_stay_but_for_the_executable_bit() {
     let sandbox = Sandbox::new();
     sandbox.put("file", "1\n");
-    std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o640)).expect("mode");
+    std::fs::set_permissions(sandbox.path("file"), std::fs::Permissions::from_mode(0o640))
+        .expect("mode");
     patch(&sandbox, "--- a/file\n+++ b/file\n@@ -1 +1 @@\n-1\n+2\n");
     assert_eq!(mode(&sandbox, "file"), 0o640);
-    patch(&sandbox, "diff --git a/file b/file\nold mode 100644\nnew mode 100755\n");
+    patch(
+        &sandbox,
+        "diff --git a/file b/file\nold mode 100644\nnew mode 100755\n",
+    );
     assert_eq!(mode(&sandbox, "file"), 0o750);
-    patch(&sandbox, "diff --git a/file b/file\nold mode 100755\nnew mode 100644\n");
+    patch(
+        &sandbox,
+        "diff --git a/file b/file\nold mode 100755\nnew mode 100644\n",
+    );
     assert_eq!(mode(&sandbox, "file"), 0o640);
 }
 
@@ -216,7 +337,10 @@ fn a_converted_diff_applies_to_files_of_both_kinds() {
     sandbox.put("dos", "a\r\n");
     let diff = "--- a/unix\n+++ b/unix\n@@ -1 +1 @@\n-a\n+b\n--- a/dos\n+++ b/dos\n@@ -1 +1 @@\n-a\n+b\n--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+x\n";
     patch(&sandbox, &diff.replace('\n', "\r\n"));
-    assert_eq!((sandbox.get("unix"), sandbox.get("dos"), sandbox.get("new")), (b"b\n".to_vec(), b"b\r\n".to_vec(), b"x\n".to_vec()));
+    assert_eq!(
+        (sandbox.get("unix"), sandbox.get("dos"), sandbox.get("new")),
+        (b"b\n".to_vec(), b"b\r\n".to_vec(), b"x\n".to_vec())
+    );
     let kept = "--- a/dos\n+++ b/dos\n@@ -1 +1 @@\n-b\r\n+c\r\n";
     patch(&sandbox, kept);
     assert_eq!(sandbox.get("dos"), b"c\r\n");
@@ -226,7 +350,11 @@ fn a_converted_diff_applies_to_files_of_both_kinds() {
 fn what_is_no_diff_is_an_invalid_request() {
     let sandbox = Sandbox::new();
     for diff in ["", "\n", "hello\n", "--- a/x\n+++ b/x\n@@ -1,5 +1 @@\n-a\n"] {
-        assert_eq!(code(sandbox.files.patch(diff.as_bytes(), 1, false)), ErrorCode::InvalidRequest, "{diff:?}");
+        assert_eq!(
+            code(sandbox.files.patch(diff.as_bytes(), 1, false)),
+            ErrorCode::InvalidRequest,
+            "{diff:?}"
+        );
     }
 }
 
@@ -236,12 +364,17 @@ fn a_failure_in_the_middle_is_undone() {
     sandbox.put("a", "1\n");
     sandbox.put("b", "1\n");
     let diff = "--- a/a\n+++ b/a\n@@ -1 +1 @@\n-1\n+2\n--- a/b\n+++ /dev/null\n@@ -1 +0,0 @@\n-1\n--- /dev/null\n+++ b/new/c\n@@ -0,0 +1 @@\n+x\n--- /dev/null\n+++ b/z\n@@ -0,0 +1 @@\n+x\n";
-    let inode = |path: &str| std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(sandbox.path(path)).expect("stat"));
+    let inode = |path: &str| {
+        std::os::unix::fs::MetadataExt::ino(&std::fs::metadata(sandbox.path(path)).expect("stat"))
+    };
     let before = (inode("a"), inode("b"));
     let error = overtaken(&sandbox, diff, || sandbox.put("z", "theirs"));
     assert!(error.message.contains("nothing was changed"), "{error:?}");
     assert_eq!(sandbox.names("."), ["a", "b", "z"]);
-    assert_eq!((sandbox.get("a"), sandbox.get("b"), sandbox.get("z")), (b"1\n".to_vec(), b"1\n".to_vec(), b"theirs".to_vec()));
+    assert_eq!(
+        (sandbox.get("a"), sandbox.get("b"), sandbox.get("z")),
+        (b"1\n".to_vec(), b"1\n".to_vec(), b"theirs".to_vec())
+    );
     assert_eq!((inode("a"), inode("b")), before);
 }
 
@@ -249,7 +382,8 @@ fn a_failure_in_the_middle_is_undone() {
 fn overtaken(sandbox: &Sandbox, diff: &str, meanwhile: impl FnOnce()) -> AgentError {
     let patch = cynode_patch::Patch::parse(diff.as_bytes(), 1).expect("parsed");
     let root = super::Confined::open(&sandbox.files.root).expect("opened");
-    let plan = cynode_patch::plan(&super::Disk { root: &root }, &patch).unwrap_or_else(|error| panic!("{error:?}"));
+    let plan = cynode_patch::plan(&super::Disk { root: &root }, &patch)
+        .unwrap_or_else(|error| panic!("{error:?}"));
     assert!(plan.rejects.is_empty(), "{:?}", plan.rejects);
     meanwhile();
     refused(super::commit::commit(&root, &plan.entries))
@@ -268,15 +402,23 @@ fn delete_link(path: &str, target: &str) -> String {
 }
 
 fn create(path: &str) -> String {
-    format!("diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x\n")
+    format!(
+        "diff --git a/{path} b/{path}\nnew file mode 100644\n--- /dev/null\n+++ b/{path}\n@@ -0,0 +1 @@\n+x\n"
+    )
 }
 
 fn delete(path: &str) -> String {
-    format!("diff --git a/{path} b/{path}\ndeleted file mode 100644\n--- a/{path}\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n")
+    format!(
+        "diff --git a/{path} b/{path}\ndeleted file mode 100644\n--- a/{path}\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
+    )
 }
 
 fn target(sandbox: &Sandbox, path: &str) -> String {
-    std::fs::read_link(sandbox.path(path)).expect("a link").into_os_string().into_string().expect("text")
+    std::fs::read_link(sandbox.path(path))
+        .expect("a link")
+        .into_os_string()
+        .into_string()
+        .expect("text")
 }
 
 #[test]
@@ -285,18 +427,29 @@ fn a_link_is_created_changed_renamed_and_deleted_and_never_followed() {
     std::fs::write(sandbox.outside("secret"), "secret").expect("written");
     sandbox.put("file", "x\n");
     let result = patch(&sandbox, &create_link("l", "../secret"));
-    assert_eq!((summary(&result), target(&sandbox, "l")), (vec![("l", Create)], "../secret".to_owned()));
+    assert_eq!(
+        (summary(&result), target(&sandbox, "l")),
+        (vec![("l", Create)], "../secret".to_owned())
+    );
     assert_eq!(result.files[0].sha256_after, Some(digest::of(b"../secret")));
-    let change =
-        "diff --git a/l b/l\nindex 1..2 120000\n--- a/l\n+++ b/l\n@@ -1 +1 @@\n-../secret\n\\ No newline at end of file\n+file\n\\ No newline at end of file\n";
+    let change = "diff --git a/l b/l\nindex 1..2 120000\n--- a/l\n+++ b/l\n@@ -1 +1 @@\n-../secret\n\\ No newline at end of file\n+file\n\\ No newline at end of file\n";
     assert_eq!(summary(&patch(&sandbox, change)), [("l", Modify)]);
     assert_eq!(target(&sandbox, "l"), "file");
-    patch(&sandbox, "diff --git a/l b/d/m\nsimilarity index 100%\nrename from l\nrename to d/m\n");
-    assert_eq!((target(&sandbox, "d/m"), sandbox.path("l").exists()), ("file".to_owned(), false));
+    patch(
+        &sandbox,
+        "diff --git a/l b/d/m\nsimilarity index 100%\nrename from l\nrename to d/m\n",
+    );
+    assert_eq!(
+        (target(&sandbox, "d/m"), sandbox.path("l").exists()),
+        ("file".to_owned(), false)
+    );
     assert!(reason(&sandbox, &delete_link("d/m", "other")).contains("expects 'other'"));
     patch(&sandbox, &delete_link("d/m", "file"));
     assert!(sandbox.names("d").is_empty());
-    assert_eq!(std::fs::read(sandbox.outside("secret")).expect("read"), b"secret");
+    assert_eq!(
+        std::fs::read(sandbox.outside("secret")).expect("read"),
+        b"secret"
+    );
     assert_eq!(sandbox.get("file"), b"x\n");
 }
 
@@ -309,17 +462,36 @@ fn files_links_and_directories_take_each_others_place() {
     patch(&sandbox, &(delete("f") + &create_link("f", "kept")));
     assert_eq!(target(&sandbox, "f"), "kept");
     // A link becomes a directory: what it led to stays.
-    patch(&sandbox, &(delete_link("f", "kept") + &create("f/x") + &create("f/deep/y")));
-    assert_eq!((sandbox.get("f/x"), sandbox.get("f/deep/y"), sandbox.get("kept/x")), (b"x\n".to_vec(), b"x\n".to_vec(), b"kept\n".to_vec()));
+    patch(
+        &sandbox,
+        &(delete_link("f", "kept") + &create("f/x") + &create("f/deep/y")),
+    );
+    assert_eq!(
+        (
+            sandbox.get("f/x"),
+            sandbox.get("f/deep/y"),
+            sandbox.get("kept/x")
+        ),
+        (b"x\n".to_vec(), b"x\n".to_vec(), b"kept\n".to_vec())
+    );
     // A directory becomes a link.
-    patch(&sandbox, &(create_link("f", "kept") + &delete("f/x") + &delete("f/deep/y")));
-    assert_eq!((target(&sandbox, "f"), sandbox.names(".")), ("kept".to_owned(), vec!["f".to_owned(), "kept".to_owned()]));
+    patch(
+        &sandbox,
+        &(create_link("f", "kept") + &delete("f/x") + &delete("f/deep/y")),
+    );
+    assert_eq!(
+        (target(&sandbox, "f"), sandbox.names(".")),
+        ("kept".to_owned(), vec!["f".to_owned(), "kept".to_owned()])
+    );
     patch(&sandbox, &(delete_link("f", "kept") + &create("f")));
     assert_eq!(sandbox.get("f"), b"x\n");
     // One with more in it stays.
     sandbox.put("d/x", "x\n");
     sandbox.put("d/untracked", "");
-    assert!(reason(&sandbox, &(create_link("d", "kept") + &delete("d/x"))).contains("'d/untracked' in it is not deleted"));
+    assert!(
+        reason(&sandbox, &(create_link("d", "kept") + &delete("d/x")))
+            .contains("'d/untracked' in it is not deleted")
+    );
     assert_eq!(sandbox.names("d"), ["untracked", "x"]);
 }
 
@@ -335,9 +507,21 @@ fn nothing_goes_below_a_link_that_the_same_diff_creates() {
         create_link("l", "protected") + &create("here/l/y"),
     ] {
         let error = rejected(&sandbox, &diff);
-        assert!(error.rejects.iter().any(|reject| reject.reason.contains("symbolic link")), "{error:?}");
+        assert!(
+            error
+                .rejects
+                .iter()
+                .any(|reject| reject.reason.contains("symbolic link")),
+            "{error:?}"
+        );
     }
-    assert_eq!((sandbox.names("protected"), sandbox.names(".")), (vec!["x".to_owned()], vec!["here".to_owned(), "protected".to_owned()]));
+    assert_eq!(
+        (sandbox.names("protected"), sandbox.names(".")),
+        (
+            vec!["x".to_owned()],
+            vec!["here".to_owned(), "protected".to_owned()]
+        )
+    );
     symlink("nowhere", sandbox.path("dangling")).expect("link");
     assert!(reason(&sandbox, &create("dangling/x")).contains("leads nowhere"));
 }
@@ -347,30 +531,72 @@ fn a_change_of_types_that_is_overtaken_is_undone() {
     let sandbox = Sandbox::new();
     sandbox.put("d/x", "x\n");
     symlink("d", sandbox.path("l")).expect("link");
-    let diff = create_link("d", "t") + &delete("d/x") + &delete_link("l", "d") + &create("l/deep/y") + &create("z");
+    let diff = create_link("d", "t")
+        + &delete("d/x")
+        + &delete_link("l", "d")
+        + &create("l/deep/y")
+        + &create("z");
     let error = overtaken(&sandbox, &diff, || sandbox.put("z", "theirs"));
     assert!(error.message.contains("nothing was changed"), "{error:?}");
-    assert_eq!((sandbox.get("d/x"), target(&sandbox, "l")), (b"x\n".to_vec(), "d".to_owned()));
-    let error = overtaken(&sandbox, &(create_link("d", "t") + &delete("d/x")), || sandbox.put("d/theirs", ""));
+    assert_eq!(
+        (sandbox.get("d/x"), target(&sandbox, "l")),
+        (b"x\n".to_vec(), "d".to_owned())
+    );
+    let error = overtaken(&sandbox, &(create_link("d", "t") + &delete("d/x")), || {
+        sandbox.put("d/theirs", "")
+    });
     assert!(error.message.contains("changed while"), "{error:?}");
-    assert_eq!((sandbox.names("d"), sandbox.names(".")), (vec!["theirs".to_owned(), "x".to_owned()], vec!["d".to_owned(), "l".to_owned(), "z".to_owned()]));
+    assert_eq!(
+        (sandbox.names("d"), sandbox.names(".")),
+        (
+            vec!["theirs".to_owned(), "x".to_owned()],
+            vec!["d".to_owned(), "l".to_owned(), "z".to_owned()]
+        )
+    );
 }
 
 #[test]
 fn many_rejects_still_fit_into_one_frame() {
     let sandbox = Sandbox::new();
-    let diff = (0..20_000).map(|number| format!("--- a/{number}\n+++ b/{number}\n@@ -1 +1 @@\n-x\n+y\n")).collect::<Vec<_>>().concat();
-    let error = sandbox.ask(FileOp::Patch { strip: 1, dry_run: false }, diff.as_bytes()).error();
-    assert!(error.rejects.len() > 1_000 && error.message.contains("at least"), "{}", error.message);
+    let diff = (0..20_000)
+        .map(|number| format!("--- a/{number}\n+++ b/{number}\n@@ -1 +1 @@\n-x\n+y\n"))
+        .collect::<Vec<_>>()
+        .concat();
+    let error = sandbox
+        .ask(
+            FileOp::Patch {
+                strip: 1,
+                dry_run: false,
+            },
+            diff.as_bytes(),
+        )
+        .error();
+    assert!(
+        error.rejects.len() > 1_000 && error.message.contains("at least"),
+        "{}",
+        error.message
+    );
 }
 
 #[test]
 fn a_diff_over_the_connection_is_answered_with_its_files() {
     let sandbox = Sandbox::new();
-    let answer = sandbox.ask(FileOp::Patch { strip: 1, dry_run: false }, b"--- /dev/null\n+++ b/x\n@@ -0,0 +1 @@\n+hello\n");
+    let answer = sandbox.ask(
+        FileOp::Patch {
+            strip: 1,
+            dry_run: false,
+        },
+        b"--- /dev/null\n+++ b/x\n@@ -0,0 +1 @@\n+hello\n",
+    );
     let result: PatchResult = serde_json::from_slice(answer.body()).expect("a result");
     assert_eq!(summary(&result), [("x", PatchOperation::Create)]);
-    let too_large = sandbox.ask(FileOp::Patch { strip: 1, dry_run: false }, &vec![b'x'; 11 * 1024 * 1024]);
+    let too_large = sandbox.ask(
+        FileOp::Patch {
+            strip: 1,
+            dry_run: false,
+        },
+        &vec![b'x'; 11 * 1024 * 1024],
+    );
     assert_eq!(too_large.error().code, ErrorCode::TooLarge);
 }
 

@@ -23,7 +23,10 @@ fn worker(world: &World, config: &Path, arguments: &[&str]) -> Result<Output> {
         .arg("--config")
         .arg(config)
         .args(arguments);
-    Ok(command.env_remove("CYNODE_URL").env_remove("CYNODE_TOKEN").output()?)
+    Ok(command
+        .env_remove("CYNODE_URL")
+        .env_remove("CYNODE_TOKEN")
+        .output()?)
 }
 
 fn quoted(path: &Path) -> String {
@@ -32,27 +35,71 @@ fn quoted(path: &Path) -> String {
 
 /// A certificate for 127.0.0.1 and the authority that signed it: (authority, certificate, key).
 pub(crate) fn certificates(directory: &Path) -> Result<(PathBuf, PathBuf, PathBuf)> {
-    let [authority, authority_key, certificate, request, key, extensions] =
-        ["ca.pem", "ca.key", "cert.pem", "cert.csr", "cert.key", "cert.ext"].map(|name| directory.join(name));
-    fs_err::write(&extensions, "subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")?;
+    let [
+        authority,
+        authority_key,
+        certificate,
+        request,
+        key,
+        extensions,
+    ] = [
+        "ca.pem", "ca.key", "cert.pem", "cert.csr", "cert.key", "cert.ext",
+    ]
+    .map(|name| directory.join(name));
+    fs_err::write(
+        &extensions,
+        "subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n",
+    )?;
     let openssl = |arguments: &[&str], paths: &[(&str, &Path)]| {
         let mut command = Command::new("openssl");
         command.args(arguments);
         for (option, path) in paths {
             command.arg(option).arg(path);
         }
-        let output = command.output().context("openssl is needed for this test")?;
-        ensure!(output.status.success(), "openssl: {}", String::from_utf8_lossy(&output.stderr));
+        let output = command
+            .output()
+            .context("openssl is needed for this test")?;
+        ensure!(
+            output.status.success(),
+            "openssl: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         Ok(())
     };
     openssl(
-        &["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test authority"],
+        &[
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=test authority",
+        ],
         &[("-keyout", &authority_key), ("-out", &authority)],
     )?;
-    openssl(&["req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=worker"], &[("-keyout", &key), ("-out", &request)])?;
+    openssl(
+        &[
+            "req",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-subj",
+            "/CN=worker",
+        ],
+        &[("-keyout", &key), ("-out", &request)],
+    )?;
     openssl(
         &["x509", "-req", "-days", "2", "-CAcreateserial"],
-        &[("-in", &request), ("-CA", &authority), ("-CAkey", &authority_key), ("-extfile", &extensions), ("-out", &certificate)],
+        &[
+            ("-in", &request),
+            ("-CA", &authority),
+            ("-CAkey", &authority_key),
+            ("-extfile", &extensions),
+            ("-out", &certificate),
+        ],
     )?;
     Ok((authority, certificate, key))
 }
@@ -61,27 +108,62 @@ pub(crate) fn certificates(directory: &Path) -> Result<(PathBuf, PathBuf, PathBu
 async fn a_configuration_that_is_not_right_ends_with_64_and_says_why() -> Result<()> {
     let world = World::new()?;
     let (_, certificate, key) = certificates(world.directory())?;
-    let (certificate, key, missing) = (quoted(&certificate), quoted(&key), quoted(Path::new("/nowhere.pem")));
+    let (certificate, key, missing) = (
+        quoted(&certificate),
+        quoted(&key),
+        quoted(Path::new("/nowhere.pem")),
+    );
     let any = "\"0.0.0.0:0\"";
     for (settings, said) in [
-        (vec![("listen", any)], vec!["0.0.0.0", "tls.cert", "--insecure-listen"]),
-        (vec![("listen", "\"[::]:0\"")], vec!["tls.cert", "--insecure-listen"]),
-        (vec![("listen", any), ("tls.cert", certificate.as_str())], vec!["tls.cert and tls.key"]),
-        (vec![("tls.key", key.as_str())], vec!["tls.cert and tls.key"]),
-        (vec![("tls.cert", missing.as_str()), ("tls.key", key.as_str())], vec!["/nowhere.pem"]),
-        (vec![("tls.cert", key.as_str()), ("tls.key", key.as_str())], vec!["cert"]),
+        (
+            vec![("listen", any)],
+            vec!["0.0.0.0", "tls.cert", "--insecure-listen"],
+        ),
+        (
+            vec![("listen", "\"[::]:0\"")],
+            vec!["tls.cert", "--insecure-listen"],
+        ),
+        (
+            vec![("listen", any), ("tls.cert", certificate.as_str())],
+            vec!["tls.cert and tls.key"],
+        ),
+        (
+            vec![("tls.key", key.as_str())],
+            vec!["tls.cert and tls.key"],
+        ),
+        (
+            vec![("tls.cert", missing.as_str()), ("tls.key", key.as_str())],
+            vec!["/nowhere.pem"],
+        ),
+        (
+            vec![("tls.cert", key.as_str()), ("tls.key", key.as_str())],
+            vec!["cert"],
+        ),
         (vec![("listen", "\"somewhere\"")], vec!["worker.listen"]),
         (vec![("colour", "1")], vec!["colour"]),
-        (vec![("max_sandboxes", "\"many\"")], vec!["worker.max_sandboxes"]),
+        (
+            vec![("max_sandboxes", "\"many\"")],
+            vec!["worker.max_sandboxes"],
+        ),
         (vec![("max_sandboxes", "0")], vec!["worker.max_sandboxes"]),
-        (vec![("exec_via", "\"magic\"")], vec!["worker.exec_via", "magic"]),
+        (
+            vec![("exec_via", "\"magic\"")],
+            vec!["worker.exec_via", "magic"],
+        ),
         (vec![("listen", "= =")], vec!["TOML"]),
     ] {
-        let options = settings.iter().fold(Options::default(), |options, (key, value)| options.set(key, value));
+        let options = settings
+            .iter()
+            .fold(Options::default(), |options, (key, value)| {
+                options.set(key, value)
+            });
         let output = worker(&world, &world.config(&options)?, &[])?;
         let text = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(64), "{settings:?}: {text}");
-        assert!(text.contains("cynode: error[config]:") && said.iter().all(|part| text.contains(part)), "{settings:?}: {text}");
+        assert!(
+            text.contains("cynode: error[config]:") && said.iter().all(|part| text.contains(part)),
+            "{settings:?}: {text}"
+        );
     }
     let config = world.config(&Options::default())?;
     for (arguments, said) in [
@@ -92,13 +174,23 @@ async fn a_configuration_that_is_not_right_ends_with_64_and_says_why() -> Result
     ] {
         let output = worker(&world, &config, &arguments)?;
         let text = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.code() == Some(64) && text.contains(said), "{arguments:?}: {text}");
+        assert!(
+            output.status.code() == Some(64) && text.contains(said),
+            "{arguments:?}: {text}"
+        );
     }
     fs_err::write(&config, "[wörker]\nx = 1\n")?;
     assert_eq!(worker(&world, &config, &[])?.status.code(), Some(64));
     let output = worker(&world, Path::new("/nowhere.toml"), &[])?;
-    assert!(output.status.code() == Some(64) && String::from_utf8_lossy(&output.stderr).contains("/nowhere.toml"), "{output:?}");
-    assert!(!world.state_dir().join("worker/url").exists(), "none of them has listened");
+    assert!(
+        output.status.code() == Some(64)
+            && String::from_utf8_lossy(&output.stderr).contains("/nowhere.toml"),
+        "{output:?}"
+    );
+    assert!(
+        !world.state_dir().join("worker/url").exists(),
+        "none of them has listened"
+    );
     Ok(())
 }
 
@@ -106,33 +198,78 @@ async fn a_configuration_that_is_not_right_ends_with_64_and_says_why() -> Result
 async fn beyond_loopback_a_worker_speaks_tls_or_was_told_not_to() -> Result<()> {
     let world = World::new()?;
     let (authority, certificate, key) = certificates(world.directory())?;
-    let options = Options::default().set("listen", "\"0.0.0.0:0\"").set("tls.cert", &quoted(&certificate)).set("tls.key", &quoted(&key));
+    let options = Options::default()
+        .set("listen", "\"0.0.0.0:0\"")
+        .set("tls.cert", &quoted(&certificate))
+        .set("tls.key", &quoted(&key));
     let mut running = world.start_worker(&options)?;
     // Installed once per process; a second time changes nothing.
     drop(rustls::crypto::aws_lc_rs::default_provider().install_default());
-    let trusting = reqwest::Client::builder().no_proxy().tls_certs_only(reqwest::Certificate::from_pem_bundle(&fs_err::read(&authority)?)?).build()?;
+    let trusting = reqwest::Client::builder()
+        .no_proxy()
+        .tls_certs_only(reqwest::Certificate::from_pem_bundle(&fs_err::read(
+            &authority,
+        )?)?)
+        .build()?;
     let base = async || {
         let url = running.url().unwrap_or_default();
         Ok::<_, anyhow::Error>(url.replace("0.0.0.0", "127.0.0.1"))
     };
     eventually("the worker is ready", Duration::from_secs(60), async || {
-        Ok(trusting.get(format!("{}/readyz", base().await?)).send().await.is_ok_and(|answer| answer.status().is_success()))
+        Ok(trusting
+            .get(format!("{}/readyz", base().await?))
+            .send()
+            .await
+            .is_ok_and(|answer| answer.status().is_success()))
     })
     .await?;
     let base = base().await?;
     assert!(base.starts_with("https://"), "{base}");
     let list = format!("{base}/v1/worker/sessions");
     assert_eq!(Answer::of(trusting.get(&list)).await?.status, 401);
-    assert_eq!(Answer::of(trusting.get(&list).bearer_auth(running.token()?)).await?.status, 200);
+    assert_eq!(
+        Answer::of(trusting.get(&list).bearer_auth(running.token()?))
+            .await?
+            .status,
+        200
+    );
     // Who does not trust the authority gets nothing, and plain text is not understood.
-    assert!(reqwest::Client::builder().no_proxy().build()?.get(&list).bearer_auth("x").send().await.is_err());
-    assert!(reqwest::Client::builder().no_proxy().build()?.get(list.replace("https", "http")).send().await.is_err());
+    assert!(
+        reqwest::Client::builder()
+            .no_proxy()
+            .build()?
+            .get(&list)
+            .bearer_auth("x")
+            .send()
+            .await
+            .is_err()
+    );
+    assert!(
+        reqwest::Client::builder()
+            .no_proxy()
+            .build()?
+            .get(list.replace("https", "http"))
+            .send()
+            .await
+            .is_err()
+    );
     // A connection that never shakes hands holds nobody up.
     let address = base.trim_start_matches("https://").to_owned();
-    let silent: Vec<_> = (0..20).map(|_| std::net::TcpStream::connect(&address)).collect::<std::io::Result<_>>()?;
+    let silent: Vec<_> = (0..20)
+        .map(|_| std::net::TcpStream::connect(&address))
+        .collect::<std::io::Result<_>>()?;
     let begun = Instant::now();
-    assert_eq!(Answer::of(trusting.get(&list).bearer_auth(running.token()?)).await?.status, 200);
-    assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+    assert_eq!(
+        Answer::of(trusting.get(&list).bearer_auth(running.token()?))
+            .await?
+            .status,
+        200
+    );
+    assert!(
+        begun.elapsed() < Duration::from_secs(3),
+        "{:?}",
+        begun.elapsed()
+    );
     drop(silent);
 
     // The command line trusts whom it is told to.
@@ -149,12 +286,27 @@ async fn beyond_loopback_a_worker_speaks_tls_or_was_told_not_to() -> Result<()> 
         Ok::<_, anyhow::Error>(command.output()?)
     };
     let listed = cynode(Some(&authority))?;
-    assert!(listed.status.success(), "{}", String::from_utf8_lossy(&listed.stderr));
+    assert!(
+        listed.status.success(),
+        "{}",
+        String::from_utf8_lossy(&listed.stderr)
+    );
     let refused = cynode(None)?;
-    assert_eq!(refused.status.code(), Some(69), "{}", String::from_utf8_lossy(&refused.stderr));
+    assert_eq!(
+        refused.status.code(),
+        Some(69),
+        "{}",
+        String::from_utf8_lossy(&refused.stderr)
+    );
     running.kill()?;
 
-    let plain = world.worker(&Options::default().set("listen", "\"0.0.0.0:0\"").set("insecure_listen", "true")).await?;
+    let plain = world
+        .worker(
+            &Options::default()
+                .set("listen", "\"0.0.0.0:0\"")
+                .set("insecure_listen", "true"),
+        )
+        .await?;
     assert!(plain.url()?.starts_with("http://0.0.0.0:"));
     Ok(())
 }
@@ -166,18 +318,44 @@ async fn a_state_directory_has_one_worker() -> Result<()> {
     let second = worker(&world, &world.config(&Options::default())?, &[])?;
     let text = String::from_utf8_lossy(&second.stderr);
     assert!(
-        second.status.code() == Some(70) && text.contains(&world.state_dir().display().to_string()) && text.contains("another worker"),
+        second.status.code() == Some(70)
+            && text.contains(&world.state_dir().display().to_string())
+            && text.contains("another worker"),
         "{:?}: {text}",
         second.status
     );
-    assert!(first.client()?.list_sessions(&SessionFilter::default()).await?.is_empty(), "the first one goes on");
+    assert!(
+        first
+            .client()?
+            .list_sessions(&SessionFilter::default())
+            .await?
+            .is_empty(),
+        "the first one goes on"
+    );
 
     // Nor do two share an address: the second of another directory says which one is taken.
     let other = World::new()?;
     let address = first.url()?.trim_start_matches("http://").to_owned();
-    let second = worker(&other, &other.config(&Options::default().set("listen", &format!("{address:?}")))?, &[])?;
+    let second = worker(
+        &other,
+        &other.config(&Options::default().set("listen", &format!("{address:?}")))?,
+        &[],
+    )?;
     let text = String::from_utf8_lossy(&second.stderr);
-    assert!(second.status.code().is_some_and(|code| code != 0 && code != 64) && text.contains(&address), "{:?}: {text}", second.status);
-    assert_eq!(Answer::of(Http::new(&first)?.request(Method::GET, "/readyz")).await?.status, 200);
+    assert!(
+        second
+            .status
+            .code()
+            .is_some_and(|code| code != 0 && code != 64)
+            && text.contains(&address),
+        "{:?}: {text}",
+        second.status
+    );
+    assert_eq!(
+        Answer::of(Http::new(&first)?.request(Method::GET, "/readyz"))
+            .await?
+            .status,
+        200
+    );
     Ok(())
 }

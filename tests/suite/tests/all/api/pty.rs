@@ -25,22 +25,53 @@ impl Terminals {
         let world = World::new()?;
         let worker = world.worker(options).await?;
         let client = worker.client()?;
-        let id = client.create_session(&SessionCreate { pty_allowed: Some(true), ..session() }).await?.session_id;
-        Ok(Self { client, id, worker, _world: world })
+        let id = client
+            .create_session(&SessionCreate {
+                pty_allowed: Some(true),
+                ..session()
+            })
+            .await?
+            .session_id;
+        Ok(Self {
+            client,
+            id,
+            worker,
+            _world: world,
+        })
     }
 
     async fn open(&self, argv: &[&str]) -> Result<Pty> {
         let argv = argv.iter().map(|&argument| argument.to_owned()).collect();
-        Ok(self.client.open_pty(self.id, &PtyOpen { cols: 101, rows: 33, argv }).await?)
+        Ok(self
+            .client
+            .open_pty(
+                self.id,
+                &PtyOpen {
+                    cols: 101,
+                    rows: 33,
+                    argv,
+                },
+            )
+            .await?)
     }
 
     async fn runs(&self, command: &str) -> Result<bool> {
-        let inside = self.client.exec(self.id, &sh("for d in /proc/[0-9]*; do tr '\\0' ' ' < $d/cmdline 2>/dev/null; echo; done")).await?.stdout;
+        let inside = self
+            .client
+            .exec(
+                self.id,
+                &sh("for d in /proc/[0-9]*; do tr '\\0' ' ' < $d/cmdline 2>/dev/null; echo; done"),
+            )
+            .await?
+            .stdout;
         Ok(inside.lines().any(|line| line.trim() == command))
     }
 
     async fn ends(&self, command: &str) -> Result<()> {
-        eventually("the terminal's processes end", LIMIT, async || Ok(!self.runs(command).await?)).await
+        eventually("the terminal's processes end", LIMIT, async || {
+            Ok(!self.runs(command).await?)
+        })
+        .await
     }
 }
 
@@ -59,7 +90,8 @@ async fn shown(pty: &mut Pty, text: Option<&str>) -> Result<String> {
         Ok(())
     };
     let read = tokio::time::timeout(LIMIT, reading).await;
-    read.with_context(|| format!("{text:?} was not shown in time"))?.with_context(|| format!("{text:?} was not shown"))?;
+    read.with_context(|| format!("{text:?} was not shown in time"))?
+        .with_context(|| format!("{text:?} was not shown"))?;
     Ok(seen)
 }
 
@@ -67,10 +99,19 @@ async fn shown(pty: &mut Pty, text: Option<&str>) -> Result<String> {
 async fn a_terminal_has_its_size_before_its_program_looks() -> Result<()> {
     let terminals = Terminals::new().await?;
     for _ in 0..5 {
-        assert_eq!(shown(&mut terminals.open(&["stty", "size"]).await?, None).await?, "33 101\r\n");
+        assert_eq!(
+            shown(&mut terminals.open(&["stty", "size"]).await?, None).await?,
+            "33 101\r\n"
+        );
     }
     // A size that is said at once reaches the program too.
-    let mut pty = terminals.open(&["sh", "-c", "while [ \"$(stty size)\" != '40 120' ]; do :; done; echo resized"]).await?;
+    let mut pty = terminals
+        .open(&[
+            "sh",
+            "-c",
+            "while [ \"$(stty size)\" != '40 120' ]; do :; done; echo resized",
+        ])
+        .await?;
     pty.resize(120, 40).await?;
     shown(&mut pty, Some("resized")).await?;
     Ok(())
@@ -79,7 +120,11 @@ async fn a_terminal_has_its_size_before_its_program_looks() -> Result<()> {
 #[tokio::test]
 async fn who_vanishes_while_a_terminal_opens_leaves_nothing_running() -> Result<()> {
     let terminals = Terminals::new().await?;
-    let address = terminals.worker.url()?.trim_start_matches("http://").to_owned();
+    let address = terminals
+        .worker
+        .url()?
+        .trim_start_matches("http://")
+        .to_owned();
     let request = format!(
         "GET /v1/worker/sessions/{}/pty?argv=sleep&argv=7777 HTTP/1.1\r\nHost: {address}\r\nAuthorization: Bearer {}\r\nConnection: Upgrade\r\n\
          Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
@@ -98,7 +143,10 @@ async fn who_vanishes_while_a_terminal_opens_leaves_nothing_running() -> Result<
         drop(stream);
     }
     // Begun after them and through, so theirs have been opened too, if at all.
-    assert_eq!(shown(&mut terminals.open(&["echo", "through"]).await?, None).await?, "through\r\n");
+    assert_eq!(
+        shown(&mut terminals.open(&["echo", "through"]).await?, None).await?,
+        "through\r\n"
+    );
     terminals.ends("sleep 7777").await
 }
 
@@ -125,7 +173,8 @@ async fn a_terminal_whose_program_does_not_read_can_be_left_at_once() -> Result<
             pty.write(vec![b'x'; 60_000]).await?;
         }
     };
-    let written: Result<Result<()>, _> = tokio::time::timeout(Duration::from_secs(5), writing).await;
+    let written: Result<Result<()>, _> =
+        tokio::time::timeout(Duration::from_secs(5), writing).await;
     assert!(written.is_err(), "{written:?}");
     drop(pty);
     terminals.ends(&format!("sh -c {DEAF}")).await
@@ -138,7 +187,10 @@ async fn a_client_that_stops_answering_is_missed_and_a_quiet_one_is_not() -> Res
     // Its connection stays open, and nobody reads from it: so it is when a machine vanishes.
     let silent = terminals.open(&["sleep", "7778"]).await?;
     let missed = async {
-        eventually("the terminal runs", LIMIT, async || terminals.runs("sleep 7778").await).await?;
+        eventually("the terminal runs", LIMIT, async || {
+            terminals.runs("sleep 7778").await
+        })
+        .await?;
         terminals.ends("sleep 7778").await
     };
     tokio::select! {

@@ -31,7 +31,10 @@ fn tree(root: &Path) -> Result<Vec<String>> {
                 found.push(format!("{name}/ {mode:o}"));
                 pending.push(path);
             } else {
-                found.push(format!("{name} {mode:o} {:?}", String::from_utf8_lossy(&fs_err::read(&path)?)));
+                found.push(format!(
+                    "{name} {mode:o} {:?}",
+                    String::from_utf8_lossy(&fs_err::read(&path)?)
+                ));
             }
         }
     }
@@ -42,7 +45,10 @@ fn tree(root: &Path) -> Result<Vec<String>> {
 fn write(path: &Path, content: &str, mode: u32) -> Result<()> {
     fs_err::create_dir_all(path.parent().context("a parent")?)?;
     fs_err::write(path, content)?;
-    Ok(fs_err::set_permissions(path, std::fs::Permissions::from_mode(mode))?)
+    Ok(fs_err::set_permissions(
+        path,
+        std::fs::Permissions::from_mode(mode),
+    )?)
 }
 
 impl Cli {
@@ -62,17 +68,26 @@ async fn files_go_both_ways_with_mode_and_name() -> Result<()> {
 
     let up = cli.cp(&[&local("a file"), &there("new dir/named")])?;
     assert_eq!((up.code, up.text().as_str()), (Some(0), ""), "{up:?}");
-    assert_eq!(cli.sh(&id, "stat -c '%a %u' 'new dir/named'; cat 'new dir/named'")?, "751 1000\ncontent\n");
+    assert_eq!(
+        cli.sh(&id, "stat -c '%a %u' 'new dir/named'; cat 'new dir/named'")?,
+        "751 1000\ncontent\n"
+    );
     cli.cp(&[&local("a file"), &there("new dir")])?.good()?;
-    cli.cp(&[&local("a file"), &there("new dir/other/")])?.good()?;
+    cli.cp(&[&local("a file"), &there("new dir/other/")])?
+        .good()?;
     cli.cp(&[&local("a file"), &there("")])?.good()?;
-    assert_eq!(cli.sh(&id, "find . -type f | sort")?, "./a file\n./new dir/a file\n./new dir/named\n./new dir/other/a file\n");
+    assert_eq!(
+        cli.sh(&id, "find . -type f | sort")?,
+        "./a file\n./new dir/a file\n./new dir/named\n./new dir/other/a file\n"
+    );
 
     cli.sh(&id, "printf 'from \\0 inside' > 'out file'; chmod 640 'out file'; ln -s 'out file' link; chmod 4755 'new dir/named'")?;
     cli.cp(&[&there("out file"), &local("back")])?.good()?;
-    cli.cp(&[&there("/workspace/out file"), &local("")])?.good()?;
+    cli.cp(&[&there("/workspace/out file"), &local("")])?
+        .good()?;
     cli.cp(&[&there("link"), &local("followed")])?.good()?;
-    cli.cp(&[&there("new dir/named"), &local("plain")])?.good()?;
+    cli.cp(&[&there("new dir/named"), &local("plain")])?
+        .good()?;
     assert_eq!(
         tree(&here)?,
         [
@@ -84,8 +99,15 @@ async fn files_go_both_ways_with_mode_and_name() -> Result<()> {
         ]
     );
     // Through standard input and output.
-    assert_eq!(cli.cp(&[&there("out file"), "-"])?.good()?, "from \0 inside");
-    assert_eq!(cli.run_with(&["session", "cp", "-", &there("piped")], b"typed")?.code, Some(0));
+    assert_eq!(
+        cli.cp(&[&there("out file"), "-"])?.good()?,
+        "from \0 inside"
+    );
+    assert_eq!(
+        cli.run_with(&["session", "cp", "-", &there("piped")], b"typed")?
+            .code,
+        Some(0)
+    );
     assert_eq!(cli.sh(&id, "cat piped")?, "typed");
 
     for (source, target, expected) in [
@@ -94,12 +116,20 @@ async fn files_go_both_ways_with_mode_and_name() -> Result<()> {
         (local(""), there("x"), (64, "usage")),
         (there("new dir"), local("x"), (64, "usage")),
         (local("a file"), there("/etc/x"), (77, "permission_denied")),
-        (there("out file"), local("no/such/place"), (64, "local_file")),
+        (
+            there("out file"),
+            local("no/such/place"),
+            (64, "local_file"),
+        ),
         (there("out file"), "/proc/x".to_owned(), (64, "local_file")),
         ("-".to_owned(), there("new dir/"), (64, "usage")),
     ] {
         let ran = cli.cp(&[&source, &target])?;
-        assert_eq!(ran.failure(), (expected.0, expected.1.to_owned()), "{source} {target}: {ran:?}");
+        assert_eq!(
+            ran.failure(),
+            (expected.0, expected.1.to_owned()),
+            "{source} {target}: {ran:?}"
+        );
     }
     assert_eq!(tree(&here)?.len(), 5, "a copy that failed leaves nothing");
     Ok(())
@@ -142,16 +172,30 @@ async fn trees_go_both_ways_with_links_and_modes() -> Result<()> {
     for _ in 0..2 {
         cli.cp(&["-r", &local("my tree"), &there("copy")])?.good()?;
     }
-    assert_eq!(cli.sh(&id, "ls copy | wc -l; cat 'copy/my tree/private'")?.split_whitespace().collect::<Vec<_>>(), ["7", "two"]);
+    assert_eq!(
+        cli.sh(&id, "ls copy | wc -l; cat 'copy/my tree/private'")?
+            .split_whitespace()
+            .collect::<Vec<_>>(),
+        ["7", "two"]
+    );
     // What is in a directory, instead of the directory.
-    cli.cp(&["-r", &local("my tree/."), &there("flat")])?.good()?;
+    cli.cp(&["-r", &local("my tree/."), &there("flat")])?
+        .good()?;
     assert_eq!(cli.sh(&id, "ls flat | wc -l")?.trim(), "6");
     let special = here.join("with-pipe");
     fs_err::create_dir(&special)?;
-    assert!(std::process::Command::new("mkfifo").arg(special.join("pipe")).status()?.success());
+    assert!(
+        std::process::Command::new("mkfifo")
+            .arg(special.join("pipe"))
+            .status()?
+            .success()
+    );
     let partly = cli.cp(&["-r", &local("with-pipe"), &there("with-pipe")])?;
     assert_eq!(partly.failure(), (70, "partial_copy".to_owned()));
-    assert!(partly.stderr.contains("left out: ") && partly.stderr.contains("pipe"), "{partly:?}");
+    assert!(
+        partly.stderr.contains("left out: ") && partly.stderr.contains("pipe"),
+        "{partly:?}"
+    );
     Ok(())
 }
 
@@ -159,14 +203,28 @@ async fn trees_go_both_ways_with_links_and_modes() -> Result<()> {
 async fn a_file_larger_than_one_call_takes_goes_both_ways() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
-    let (large, back) = (cli.world.directory().join("large"), cli.world.directory().join("back"));
+    let (large, back) = (
+        cli.world.directory().join("large"),
+        cli.world.directory().join("back"),
+    );
     let file = fs_err::File::create(&large)?;
     file.set_len((100 << 20) + 7)?;
     std::os::unix::fs::FileExt::write_all_at(file.file(), b"the end", 100 << 20)?;
-    cli.cp(&[&large.display().to_string(), &format!("{id}:deep/er/large")])?.good()?;
-    assert_eq!(cli.sh(&id, "stat -c %s deep/er/large; tail -c 7 deep/er/large")?, format!("{}\nthe end", (100 << 20) + 7));
-    cli.cp(&[&format!("{id}:deep/er/large"), &back.display().to_string()])?.good()?;
-    assert!(std::process::Command::new("cmp").arg(&large).arg(&back).status()?.success());
+    cli.cp(&[&large.display().to_string(), &format!("{id}:deep/er/large")])?
+        .good()?;
+    assert_eq!(
+        cli.sh(&id, "stat -c %s deep/er/large; tail -c 7 deep/er/large")?,
+        format!("{}\nthe end", (100 << 20) + 7)
+    );
+    cli.cp(&[&format!("{id}:deep/er/large"), &back.display().to_string()])?
+        .good()?;
+    assert!(
+        std::process::Command::new("cmp")
+            .arg(&large)
+            .arg(&back)
+            .status()?
+            .success()
+    );
     Ok(())
 }
 
@@ -192,22 +250,52 @@ async fn nothing_that_a_sandbox_makes_is_written_outside_of_the_target() -> Resu
     let copied = cli.cp(&["-r", &format!("{id}:tree"), &target])?;
     assert_eq!(copied.failure(), (70, "partial_copy".to_owned()));
     for name in ["out", "up", "mixed", "passwd"] {
-        assert!(copied.stderr.contains(&format!("left out: {name}: ")), "{name}: {}", copied.stderr);
+        assert!(
+            copied.stderr.contains(&format!("left out: {name}: ")),
+            "{name}: {}",
+            copied.stderr
+        );
     }
-    assert!(!copied.stderr.contains('\u{1b}') && !copied.stderr.contains('\u{7}'), "names are shown escaped: {:?}", copied.stderr);
-    assert_eq!(tree(&here.join("copy"))?, ["esc\u{1b}[31m 644 \"x\\n\"", "inside -> sub", "plain 777 \"x\\n\"", "sub/ 755"]);
+    assert!(
+        !copied.stderr.contains('\u{1b}') && !copied.stderr.contains('\u{7}'),
+        "names are shown escaped: {:?}",
+        copied.stderr
+    );
+    assert_eq!(
+        tree(&here.join("copy"))?,
+        [
+            "esc\u{1b}[31m 644 \"x\\n\"",
+            "inside -> sub",
+            "plain 777 \"x\\n\"",
+            "sub/ 755"
+        ]
+    );
 
     // A link that came first is no way for what comes second.
-    cli.sh(&id, "cd tree; rm inside; mkdir inside; echo evil > inside/evil")?;
+    cli.sh(
+        &id,
+        "cd tree; rm inside; mkdir inside; echo evil > inside/evil",
+    )?;
     let refused = cli.cp(&["-r", &format!("{id}:tree/."), &target])?;
-    assert_eq!(refused.failure(), (70, "unsafe_archive".to_owned()), "{refused:?}");
+    assert_eq!(
+        refused.failure(),
+        (70, "unsafe_archive".to_owned()),
+        "{refused:?}"
+    );
     // Nor is one that the person has there.
     let mine = here.join("mine");
     fs_err::create_dir(&mine)?;
     symlink(&outside, mine.join("out"))?;
     symlink(outside.join("file"), mine.join("file"))?;
-    cli.sh(&id, "mkdir -p second/out; echo evil > second/out/evil; echo evil > second/file")?;
-    assert_eq!(cli.cp(&["-r", &format!("{id}:second/."), &mine.display().to_string()])?.failure(), (70, "unsafe_archive".to_owned()));
+    cli.sh(
+        &id,
+        "mkdir -p second/out; echo evil > second/out/evil; echo evil > second/file",
+    )?;
+    assert_eq!(
+        cli.cp(&["-r", &format!("{id}:second/."), &mine.display().to_string()])?
+            .failure(),
+        (70, "unsafe_archive".to_owned())
+    );
     assert_eq!(tree(&outside)?, untouched);
     assert!(!here.join("copy/sub/evil").exists());
     Ok(())
@@ -222,8 +310,19 @@ async fn hostile_worker(archive: Vec<u8>) -> Result<String> {
             let mut request = vec![0; 16 * 1024];
             let count = socket.read(&mut request).await.unwrap_or(0);
             let is_export = String::from_utf8_lossy(&request[..count]).starts_with("POST");
-            let head = if is_export { format!("content-length: {}", archive.len()) } else { "content-length: 0\r\nx-type: dir".to_owned() };
-            drop(socket.write_all(format!("HTTP/1.1 200 OK\r\nconnection: close\r\n{head}\r\n\r\n").as_bytes()).await);
+            let head = if is_export {
+                format!("content-length: {}", archive.len())
+            } else {
+                "content-length: 0\r\nx-type: dir".to_owned()
+            };
+            drop(
+                socket
+                    .write_all(
+                        format!("HTTP/1.1 200 OK\r\nconnection: close\r\n{head}\r\n\r\n")
+                            .as_bytes(),
+                    )
+                    .await,
+            );
             if is_export {
                 drop(socket.write_all(&archive).await);
             }
@@ -256,7 +355,10 @@ async fn an_archive_that_was_forged_is_refused() -> Result<()> {
     for entries in [
         vec![entry(EntryType::Regular, "../outside/evil", "", b"x")],
         vec![entry(EntryType::Regular, &beside, "", b"x")],
-        vec![entry(EntryType::Symlink, "link", "sub", b""), entry(EntryType::Regular, "link/evil", "", b"x")],
+        vec![
+            entry(EntryType::Symlink, "link", "sub", b""),
+            entry(EntryType::Regular, "link/evil", "", b"x"),
+        ],
         vec![entry(EntryType::Directory, "a/../../outside/evil", "", b"")],
     ] {
         let mut archive = entries.concat();
@@ -264,7 +366,14 @@ async fn an_archive_that_was_forged_is_refused() -> Result<()> {
         let url = hostile_worker(archive).await?;
         let target = world.directory().join("copy");
         let id = "01890000-0000-7000-8000-000000000001";
-        let ran = run(cynode(&world)?.env("CYNODE_URL", url).env("CYNODE_TOKEN", "x").args(["session", "cp", "-r", &format!("{id}:tree")]).arg(&target), b"")?;
+        let ran = run(
+            cynode(&world)?
+                .env("CYNODE_URL", url)
+                .env("CYNODE_TOKEN", "x")
+                .args(["session", "cp", "-r", &format!("{id}:tree")])
+                .arg(&target),
+            b"",
+        )?;
         assert_eq!(ran.failure(), (70, "unsafe_archive".to_owned()), "{ran:?}");
         assert_eq!(tree(&outside)?, ["file 644 \"kept\\n\""]);
     }

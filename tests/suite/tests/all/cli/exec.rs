@@ -18,39 +18,100 @@ use super::{Cli, begin_exec, run};
 async fn a_command_ends_here_as_it_ended_there() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
-    let exec = |arguments: &[&str]| cli.run(&[&["session", "exec", id.as_str()], arguments].concat());
+    let exec =
+        |arguments: &[&str]| cli.run(&[&["session", "exec", id.as_str()], arguments].concat());
     let sh = |script: &str| exec(&["--", "sh", "-c", script]);
-    for (script, code) in
-        [("exit 0", 0), ("exit 7", 7), ("exit 255", 255), ("kill -9 $$", 137), ("kill -TERM $$", 143), ("kill -SEGV $$", 139), ("exit 69", 69)]
-    {
+    for (script, code) in [
+        ("exit 0", 0),
+        ("exit 7", 7),
+        ("exit 255", 255),
+        ("kill -9 $$", 137),
+        ("kill -TERM $$", 143),
+        ("kill -SEGV $$", 139),
+        ("exit 69", 69),
+    ] {
         let ran = sh(script)?;
-        assert_eq!((ran.code, ran.stderr.as_str()), (Some(code), ""), "{script}: {ran:?}");
+        assert_eq!(
+            (ran.code, ran.stderr.as_str()),
+            (Some(code), ""),
+            "{script}: {ran:?}"
+        );
     }
     let ran = sh("echo out; echo err >&2; exit 3")?;
-    assert_eq!((ran.code, ran.text(), ran.stderr.as_str()), (Some(3), "out\n".to_owned(), "err\n"));
-    assert_eq!(exec(&["none-such"])?.failure(), (127, "exec_failed".to_owned()));
-    assert_eq!(exec(&["/etc/passwd"])?.failure(), (126, "exec_failed".to_owned()));
-    assert_eq!(exec(&["--cwd", "/nowhere", "true"])?.failure(), (127, "exec_failed".to_owned()));
-    assert_eq!(exec(&["-w", "/tmp", "-e", "A=b c", "--", "sh", "-c", "pwd; echo $A"])?.good()?, "/tmp\nb c\n");
+    assert_eq!(
+        (ran.code, ran.text(), ran.stderr.as_str()),
+        (Some(3), "out\n".to_owned(), "err\n")
+    );
+    assert_eq!(
+        exec(&["none-such"])?.failure(),
+        (127, "exec_failed".to_owned())
+    );
+    assert_eq!(
+        exec(&["/etc/passwd"])?.failure(),
+        (126, "exec_failed".to_owned())
+    );
+    assert_eq!(
+        exec(&["--cwd", "/nowhere", "true"])?.failure(),
+        (127, "exec_failed".to_owned())
+    );
+    assert_eq!(
+        exec(&[
+            "-w",
+            "/tmp",
+            "-e",
+            "A=b c",
+            "--",
+            "sh",
+            "-c",
+            "pwd; echo $A"
+        ])?
+        .good()?,
+        "/tmp\nb c\n"
+    );
     // What follows the command belongs to it.
-    assert_eq!(exec(&["echo", "--output", "json", "-i"])?.good()?, "--output json -i\n");
+    assert_eq!(
+        exec(&["echo", "--output", "json", "-i"])?.good()?,
+        "--output json -i\n"
+    );
 
     let json = exec(&["--output", "json", "--", "sh", "-c", "echo out; exit 4"])?;
     assert_eq!(json.code, Some(4));
     let result: serde_json::Value = serde_json::from_slice(&json.stdout)?;
-    assert_eq!((&result["exit_code"], &result["stdout"]), (&4.into(), &"out\n".into()));
+    assert_eq!(
+        (&result["exit_code"], &result["stdout"]),
+        (&4.into(), &"out\n".into())
+    );
 
     // Raw to a pipe: every byte, and much of it.
-    let bytes = sh("i=0; while [ $i -lt 256 ]; do printf \"\\\\$(printf %o $i)\"; i=$((i+1)); done")?;
+    let bytes =
+        sh("i=0; while [ $i -lt 256 ]; do printf \"\\\\$(printf %o $i)\"; i=$((i+1)); done")?;
     assert_eq!(bytes.stdout, (0..=255).collect::<Vec<u8>>());
     let much = sh("seq 1 600000")?;
-    let expected = (1..=600_000).map(|number: u32| number.to_string()).collect::<Vec<_>>().join("\n") + "\n";
-    assert_eq!((much.stdout.len(), Sha256::digest(&much.stdout) == Sha256::digest(&expected)), (expected.len(), true));
+    let expected = (1..=600_000)
+        .map(|number: u32| number.to_string())
+        .collect::<Vec<_>>()
+        .join("\n")
+        + "\n";
+    assert_eq!(
+        (
+            much.stdout.len(),
+            Sha256::digest(&much.stdout) == Sha256::digest(&expected)
+        ),
+        (expected.len(), true)
+    );
 
     // In the background it runs on, and its id is printed.
     let begun = exec(&["--detach", "--", "sh", "-c", "echo x > made; sleep 300"])?.good()?;
-    assert!(begun.trim_end().parse::<cynode_api::ExecId>().is_ok(), "{begun:?}");
-    eventually("the background command has begun", Duration::from_secs(10), async || Ok(exec(&["cat", "made"])?.code == Some(0))).await
+    assert!(
+        begun.trim_end().parse::<cynode_api::ExecId>().is_ok(),
+        "{begun:?}"
+    );
+    eventually(
+        "the background command has begun",
+        Duration::from_secs(10),
+        async || Ok(exec(&["cat", "made"])?.code == Some(0)),
+    )
+    .await
 }
 
 // proves: ISC-24
@@ -61,7 +122,18 @@ async fn a_command_that_waits_for_an_answer_is_ended_by_its_deadline() -> Result
     // Somebody holds the other end of its input and says nothing.
     let mut child = cli
         .command()?
-        .args(["session", "exec", &id, "-i", "--timeout", "500ms", "--", "sh", "-c", "printf 'Password: '; read answer"])
+        .args([
+            "session",
+            "exec",
+            &id,
+            "-i",
+            "--timeout",
+            "500ms",
+            "--",
+            "sh",
+            "-c",
+            "printf 'Password: '; read answer",
+        ])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -70,29 +142,103 @@ async fn a_command_that_waits_for_an_answer_is_ended_by_its_deadline() -> Result
     let begun = Instant::now();
     let output = child.wait_with_output()?;
     drop(held);
-    assert_eq!((output.status.code(), String::from_utf8_lossy(&output.stdout).as_ref()), (Some(124), "Password: "));
-    assert!(String::from_utf8_lossy(&output.stderr).contains("deadline") && begun.elapsed() < Duration::from_secs(20));
+    assert_eq!(
+        (
+            output.status.code(),
+            String::from_utf8_lossy(&output.stdout).as_ref()
+        ),
+        (Some(124), "Password: ")
+    );
+    assert!(
+        String::from_utf8_lossy(&output.stderr).contains("deadline")
+            && begun.elapsed() < Duration::from_secs(20)
+    );
     // Without -i there is nobody to ask, and it learns so at once.
-    assert_eq!(cli.run_with(&["session", "exec", &id, "--", "sh", "-c", "read answer || echo nobody"], b"here\n")?.good()?, "nobody\n");
+    assert_eq!(
+        cli.run_with(
+            &[
+                "session",
+                "exec",
+                &id,
+                "--",
+                "sh",
+                "-c",
+                "read answer || echo nobody"
+            ],
+            b"here\n"
+        )?
+        .good()?,
+        "nobody\n"
+    );
     // All that it started is gone with it.
-    assert_eq!(cli.run(&["session", "exec", &id, "--timeout", "300ms", "--", "sh", "-c", "sleep 4242 & sleep 4242"])?.code, Some(124));
-    eventually("nothing of it is left", Duration::from_secs(10), async || Ok(!cli.sh(&id, "ps -o args")?.lines().any(|line| line == "sleep 4242"))).await
+    assert_eq!(
+        cli.run(&[
+            "session",
+            "exec",
+            &id,
+            "--timeout",
+            "300ms",
+            "--",
+            "sh",
+            "-c",
+            "sleep 4242 & sleep 4242"
+        ])?
+        .code,
+        Some(124)
+    );
+    eventually(
+        "nothing of it is left",
+        Duration::from_secs(10),
+        async || {
+            Ok(!cli
+                .sh(&id, "ps -o args")?
+                .lines()
+                .any(|line| line == "sleep 4242"))
+        },
+    )
+    .await
 }
 
 #[tokio::test]
 async fn input_is_forwarded_to_its_end() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
-    let input: Vec<u8> = (0..3_000_000_u32).flat_map(|number| [number.to_le_bytes()[0], number.to_le_bytes()[1] ^ 0x5a]).collect();
+    let input: Vec<u8> = (0..3_000_000_u32)
+        .flat_map(|number| [number.to_le_bytes()[0], number.to_le_bytes()[1] ^ 0x5a])
+        .collect();
     let expected = hex(&Sha256::digest(&input));
-    assert_eq!(cli.run_with(&["session", "exec", &id, "-i", "sha256sum"], &input)?.good()?, format!("{expected}  -\n"));
+    assert_eq!(
+        cli.run_with(&["session", "exec", &id, "-i", "sha256sum"], &input)?
+            .good()?,
+        format!("{expected}  -\n")
+    );
     let echoed = cli.run_with(&["session", "exec", &id, "-i", "cat"], &input)?;
-    assert!(echoed.code == Some(0) && echoed.stdout == input, "{} bytes came back", echoed.stdout.len());
-    let json = cli.run_with(&["session", "exec", &id, "-i", "--output", "json", "wc", "-c"], &input[..1_000_000])?.json()?;
+    assert!(
+        echoed.code == Some(0) && echoed.stdout == input,
+        "{} bytes came back",
+        echoed.stdout.len()
+    );
+    let json = cli
+        .run_with(
+            &["session", "exec", &id, "-i", "--output", "json", "wc", "-c"],
+            &input[..1_000_000],
+        )?
+        .json()?;
     assert_eq!(json["stdout"].as_str().map(str::trim), Some("1000000"));
     // A command that stops reading ends all the same.
-    assert_eq!(cli.run_with(&["session", "exec", &id, "-i", "head", "-c", "3"], b"abcdef")?.good()?, "abc");
-    assert_eq!(cli.run_with(&["session", "exec", &id, "-i", "true"], &input)?.code, Some(0));
+    assert_eq!(
+        cli.run_with(
+            &["session", "exec", &id, "-i", "head", "-c", "3"],
+            b"abcdef"
+        )?
+        .good()?,
+        "abc"
+    );
+    assert_eq!(
+        cli.run_with(&["session", "exec", &id, "-i", "true"], &input)?
+            .code,
+        Some(0)
+    );
     Ok(())
 }
 
@@ -101,11 +247,16 @@ async fn a_signal_or_a_reader_that_leaves_reaches_the_command() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
     let begin = |script: &str| begin_exec(cli.command()?, &id, script);
-    let signal =
-        |child: &std::process::Child, signal: Signal| -> Result<()> { Ok(kill_process(Pid::from_raw(child.id().cast_signed()).context("a pid")?, signal)?) };
+    let signal = |child: &std::process::Child, signal: Signal| -> Result<()> {
+        Ok(kill_process(
+            Pid::from_raw(child.id().cast_signed()).context("a pid")?,
+            signal,
+        )?)
+    };
 
     // Ctrl-C interrupts it once; it may have its own way of ending.
-    let (mut child, mut stdout) = begin("trap 'echo interrupted; exit 42' INT; echo begun; while :; do sleep 0.05; done")?;
+    let (mut child, mut stdout) =
+        begin("trap 'echo interrupted; exit 42' INT; echo begun; while :; do sleep 0.05; done")?;
     signal(&child, Signal::INT)?;
     assert_eq!(child.wait()?.code(), Some(42));
     let mut rest = String::new();
@@ -119,9 +270,18 @@ async fn a_signal_or_a_reader_that_leaves_reaches_the_command() -> Result<()> {
     let (mut child, stdout) = begin("echo begun; while :; do echo more; done")?;
     drop(stdout);
     assert_eq!(child.wait()?.code(), Some(141));
-    eventually("what was signalled is gone", Duration::from_secs(20), async || {
-        let left = run(cli.command()?.args(["session", "exec", &id, "--", "ps", "-o", "args"]), b"")?.good()?;
-        Ok(!left.contains("sleep 4343") && !left.contains("echo more"))
-    })
+    eventually(
+        "what was signalled is gone",
+        Duration::from_secs(20),
+        async || {
+            let left = run(
+                cli.command()?
+                    .args(["session", "exec", &id, "--", "ps", "-o", "args"]),
+                b"",
+            )?
+            .good()?;
+            Ok(!left.contains("sleep 4343") && !left.contains("echo more"))
+        },
+    )
     .await
 }

@@ -62,7 +62,10 @@ impl Cli {
     fn at_terminal(&self, id: &str, steps: &Value) -> Result<Value> {
         let mut command = self.command()?;
         let program = command.get_program().to_owned();
-        let environment: Vec<_> = command.get_envs().map(|(name, value)| (name.to_owned(), value.map(std::ffi::OsStr::to_owned))).collect();
+        let environment: Vec<_> = command
+            .get_envs()
+            .map(|(name, value)| (name.to_owned(), value.map(std::ffi::OsStr::to_owned)))
+            .collect();
         command = std::process::Command::new("python3");
         for (name, value) in environment {
             match value {
@@ -70,7 +73,14 @@ impl Cli {
                 None => command.env_remove(name),
             };
         }
-        run(command.args(["-c", PERSON, &steps.to_string()]).arg(program).args(["session", "shell", id]), b"")?.json()
+        run(
+            command
+                .args(["-c", PERSON, &steps.to_string()])
+                .arg(program)
+                .args(["session", "shell", id]),
+            b"",
+        )?
+        .json()
     }
 }
 
@@ -101,11 +111,19 @@ async fn a_shell_is_a_terminal_that_can_be_resized_and_ends_with_its_own_code() 
             ["type", "exit 7\r"]
         ]),
     )?;
-    assert_eq!((&seen["code"], &seen["restored"]), (&7.into(), &true.into()), "{seen}");
+    assert_eq!(
+        (&seen["code"], &seen["restored"]),
+        (&7.into(), &true.into()),
+        "{seen}"
+    );
 
     // The next one is a terminal again, and can be left by its keys.
     let seen = cli.at_terminal(&id, &json!([["expect", "$ "], ["type", "\u{4}"]]))?;
-    assert_eq!((&seen["code"], &seen["restored"]), (&0.into(), &true.into()), "{seen}");
+    assert_eq!(
+        (&seen["code"], &seen["restored"]),
+        (&0.into(), &true.into()),
+        "{seen}"
+    );
     Ok(())
 }
 
@@ -114,9 +132,26 @@ async fn a_shell_without_a_terminal_here_takes_its_input_as_it_comes() -> Result
     let cli = Cli::new().await?;
     let id = cli.create(&["--pty"])?;
     let ran = cli.run_with(&["session", "shell", &id], b"echo ha''llo\nexit 3\n")?;
-    assert!(ran.code == Some(3) && ran.text().contains("hallo"), "{ran:?}");
-    let ran = cli.run(&["session", "shell", &id, "--", "sh", "-c", "echo \"$0 $1\"; exit 4", "a b", "c"])?;
-    assert_eq!((ran.code, ran.text()), (Some(4), "a b c\r\n".to_owned()), "{ran:?}");
+    assert!(
+        ran.code == Some(3) && ran.text().contains("hallo"),
+        "{ran:?}"
+    );
+    let ran = cli.run(&[
+        "session",
+        "shell",
+        &id,
+        "--",
+        "sh",
+        "-c",
+        "echo \"$0 $1\"; exit 4",
+        "a b",
+        "c",
+    ])?;
+    assert_eq!(
+        (ran.code, ran.text()),
+        (Some(4), "a b c\r\n".to_owned()),
+        "{ran:?}"
+    );
     let ran = cli.run(&["session", "shell", &id, "none-such"])?;
     assert!(ran.code.is_some_and(|code| code != 0), "{ran:?}");
     Ok(())
@@ -126,10 +161,19 @@ async fn a_shell_without_a_terminal_here_takes_its_input_as_it_comes() -> Result
 async fn a_session_has_no_terminal_unless_it_was_asked_for() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&[])?;
-    for arguments in [vec!["session", "shell", &id], vec!["session", "shell", "--pty", &id]] {
+    for arguments in [
+        vec!["session", "shell", &id],
+        vec!["session", "shell", "--pty", &id],
+    ] {
         let ran = cli.run(&arguments)?;
-        assert_eq!((ran.failure(), ran.text().as_str()), ((77, "pty_not_allowed".to_owned()), ""));
-        assert!(ran.stderr.contains("Create the session with --pty"), "{ran:?}");
+        assert_eq!(
+            (ran.failure(), ran.text().as_str()),
+            ((77, "pty_not_allowed".to_owned()), "")
+        );
+        assert!(
+            ran.stderr.contains("Create the session with --pty"),
+            "{ran:?}"
+        );
     }
     let exec = cli.run(&["session", "exec", "--pty", &id, "top"])?;
     assert_eq!(exec.failure(), (64, "usage".to_owned()));
@@ -141,21 +185,50 @@ async fn a_session_has_no_terminal_unless_it_was_asked_for() -> Result<()> {
 async fn what_runs_in_a_terminal_ends_when_its_person_goes_away() -> Result<()> {
     let cli = Cli::new().await?;
     let id = cli.create(&["--pty"])?;
-    let seen = cli.at_terminal(&id, &json!([["expect", "$ "], ["type", "echo be''gun; sleep 4444\r"], ["expect", "begun\r\n"], ["leave"]]))?;
+    let seen = cli.at_terminal(
+        &id,
+        &json!([
+            ["expect", "$ "],
+            ["type", "echo be''gun; sleep 4444\r"],
+            ["expect", "begun\r\n"],
+            ["leave"]
+        ]),
+    )?;
     assert_eq!(seen["code"], -9);
-    eventually("the terminal's processes end", Duration::from_secs(20), async || Ok(!cli.sh(&id, "ps -o args")?.contains("sleep 4444\n"))).await?;
+    eventually(
+        "the terminal's processes end",
+        Duration::from_secs(20),
+        async || Ok(!cli.sh(&id, "ps -o args")?.contains("sleep 4444\n")),
+    )
+    .await?;
 
     // As does a shell whose cynode was asked to end.
     let mut child = cli
         .command()?
-        .args(["session", "shell", &id, "--", "sh", "-c", "echo begun; sleep 4545"])
+        .args([
+            "session",
+            "shell",
+            &id,
+            "--",
+            "sh",
+            "-c",
+            "echo begun; sleep 4545",
+        ])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()?;
     let mut stdout = std::io::BufReader::new(child.stdout.take().context("stdout")?);
     std::io::BufRead::read_line(&mut stdout, &mut String::new())?;
-    rustix::process::kill_process(rustix::process::Pid::from_raw(child.id().cast_signed()).context("a pid")?, rustix::process::Signal::TERM)?;
+    rustix::process::kill_process(
+        rustix::process::Pid::from_raw(child.id().cast_signed()).context("a pid")?,
+        rustix::process::Signal::TERM,
+    )?;
     assert_eq!(child.wait()?.code(), Some(143));
-    eventually("the terminal's processes end", Duration::from_secs(20), async || Ok(!cli.sh(&id, "ps -o args")?.contains("sleep 4545\n"))).await
+    eventually(
+        "the terminal's processes end",
+        Duration::from_secs(20),
+        async || Ok(!cli.sh(&id, "ps -o args")?.contains("sleep 4545\n")),
+    )
+    .await
 }

@@ -10,7 +10,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::{ExecId, ExecRequest, ExecState, SessionCreate, SessionEnd, SessionId, SessionState, TaskId};
+use cynode_api::{
+    ExecId, ExecRequest, ExecState, SessionCreate, SessionEnd, SessionId, SessionState, TaskId,
+};
 use cynode_client::WorkerClient;
 use cynode_tests::{Options, Random, RunningWorker, World, eventually, session, sh};
 
@@ -24,7 +26,13 @@ enum Phase {
     Refill,
 }
 
-const PHASES: [Phase; 5] = [Phase::ColdCreate, Phase::WarmCreate, Phase::Exec, Phase::End, Phase::Refill];
+const PHASES: [Phase; 5] = [
+    Phase::ColdCreate,
+    Phase::WarmCreate,
+    Phase::Exec,
+    Phase::End,
+    Phase::Refill,
+];
 
 #[derive(Clone, Debug)]
 struct Known {
@@ -65,17 +73,36 @@ impl Book {
 }
 
 fn mark(id: SessionId) -> ExecRequest {
-    ExecRequest { exec_id: Some(ExecId::generate()), ..sh(&format!("echo {id} > mark; cat mark")) }
+    ExecRequest {
+        exec_id: Some(ExecId::generate()),
+        ..sh(&format!("echo {id} > mark; cat mark"))
+    }
 }
 
 /// One after the other: a session is made, marked, and every second one ended. Until the worker is gone.
 async fn traffic(client: WorkerClient, book: Arc<Book>, warm: bool) {
     for round in 0_u64.. {
-        let request = if warm { SessionCreate::new(TaskId::generate(), SessionId::generate(), "default") } else { session() };
+        let request = if warm {
+            SessionCreate::new(TaskId::generate(), SessionId::generate(), "default")
+        } else {
+            session()
+        };
         let id = request.session_id;
-        book.sessions.lock().expect("not poisoned").insert(id, Known { request: request.clone(), marked: None, ending: false, ended: false });
+        book.sessions.lock().expect("not poisoned").insert(
+            id,
+            Known {
+                request: request.clone(),
+                marked: None,
+                ending: false,
+                ended: false,
+            },
+        );
         {
-            let _open = book.open(if warm { Phase::WarmCreate } else { Phase::ColdCreate });
+            let _open = book.open(if warm {
+                Phase::WarmCreate
+            } else {
+                Phase::ColdCreate
+            });
             if client.create_session(&request).await.is_err() {
                 return;
             }
@@ -91,7 +118,11 @@ async fn traffic(client: WorkerClient, book: Arc<Book>, warm: bool) {
         if round.is_multiple_of(2) {
             let _open = book.open(Phase::End);
             book.change(id, |known| known.ending = true);
-            if client.end_session(id, &SessionEnd::default()).await.is_err() {
+            if client
+                .end_session(id, &SessionEnd::default())
+                .await
+                .is_err()
+            {
                 return;
             }
             book.change(id, |known| known.ended = true);
@@ -103,11 +134,16 @@ async fn traffic(client: WorkerClient, book: Arc<Book>, warm: bool) {
 fn refilling(worker: &RunningWorker, from: usize) -> Result<bool> {
     let log = fs_err::read(worker.log())?;
     let log = String::from_utf8_lossy(&log[from.min(log.len())..]);
-    Ok(log.matches("Making a spare sandbox.").count() > log.matches("A spare sandbox is ready.").count())
+    Ok(log.matches("Making a spare sandbox.").count()
+        > log.matches("A spare sandbox is ready.").count())
 }
 
 fn under_way(worker: &RunningWorker, book: &Book, from: usize) -> Result<Vec<Phase>> {
-    let mut phases: Vec<Phase> = PHASES[..4].iter().copied().filter(|phase| book.open[*phase as usize].load(Ordering::SeqCst) > 0).collect();
+    let mut phases: Vec<Phase> = PHASES[..4]
+        .iter()
+        .copied()
+        .filter(|phase| book.open[*phase as usize].load(Ordering::SeqCst) > 0)
+        .collect();
     if refilling(worker, from)? {
         phases.push(Phase::Refill);
     }
@@ -120,9 +156,21 @@ pub(crate) async fn kill_again_and_again(rounds: usize) -> Result<()> {
     let world = World::new()?;
     let options = Options::default().set("pool_size", "2");
     let mut worker = world.worker(&options).await?;
-    let witness = worker.client()?.create_session(&session()).await?.session_id;
-    let running = ExecRequest { background: true, timeout_ms: 0, ..sh("while :; do sleep 1; done") };
-    let running = worker.client()?.exec_background(witness, &running).await?.exec_id;
+    let witness = worker
+        .client()?
+        .create_session(&session())
+        .await?
+        .session_id;
+    let running = ExecRequest {
+        background: true,
+        timeout_ms: 0,
+        ..sh("while :; do sleep 1; done")
+    };
+    let running = worker
+        .client()?
+        .exec_background(witness, &running)
+        .await?
+        .exec_id;
     let book = Arc::new(Book::default());
     let mut hits: BTreeMap<Phase, usize> = BTreeMap::new();
     // Where the log of this worker begins: a spare that it began at its start is told before it takes calls.
@@ -134,8 +182,12 @@ pub(crate) async fn kill_again_and_again(rounds: usize) -> Result<()> {
             calls.spawn(traffic(client.clone(), Arc::clone(&book), warm));
         }
         let wanted = PHASES[round % PHASES.len()];
-        eventually("the worker does what it is to be killed in", Duration::from_secs(60), async || Ok(under_way(&worker, &book, from)?.contains(&wanted)))
-            .await?;
+        eventually(
+            "the worker does what it is to be killed in",
+            Duration::from_secs(60),
+            async || Ok(under_way(&worker, &book, from)?.contains(&wanted)),
+        )
+        .await?;
         // A random moment within it: some phases last for less than a thread's turn, so each try comes sooner than the last.
         let mut phases = Vec::new();
         for narrower in 0..15 {
@@ -144,7 +196,10 @@ pub(crate) async fn kill_again_and_again(rounds: usize) -> Result<()> {
             if phases.contains(&wanted) {
                 break;
             }
-            eventually("it does so again", Duration::from_secs(60), async || Ok(under_way(&worker, &book, from)?.contains(&wanted))).await?;
+            eventually("it does so again", Duration::from_secs(60), async || {
+                Ok(under_way(&worker, &book, from)?.contains(&wanted))
+            })
+            .await?;
         }
         worker.kill()?;
         #[expect(clippy::print_stdout, reason = "the report of the run")]
@@ -157,16 +212,24 @@ pub(crate) async fn kill_again_and_again(rounds: usize) -> Result<()> {
         calls.join_all().await;
         from = fs_err::metadata(worker.log())?.len().try_into()?;
         worker = world.worker(&options).await?;
-        check(&worker, &book).await.with_context(|| format!("after kill {}", round + 1))?;
+        check(&worker, &book)
+            .await
+            .with_context(|| format!("after kill {}", round + 1))?;
         let witness = worker.client()?.get_exec(witness, running).await?;
         ensure!(witness.state == ExecState::Running, "{witness:?}");
     }
-    ensure!(rounds < PHASES.len() || PHASES.iter().all(|phase| hits.contains_key(phase)), "not every phase was hit: {hits:?}");
+    ensure!(
+        rounds < PHASES.len() || PHASES.iter().all(|phase| hits.contains_key(phase)),
+        "not every phase was hit: {hits:?}"
+    );
     worker.shut_down().await?;
     world.assert_clean().await?;
     #[expect(clippy::print_stdout, reason = "the report of the run")]
     {
-        println!("soak: kills: {rounds}, phases hit {hits:?}, no session lost or mixed up; CYNODE_SEED={}", random.seed());
+        println!(
+            "soak: kills: {rounds}, phases hit {hits:?}, no session lost or mixed up; CYNODE_SEED={}",
+            random.seed()
+        );
     }
     Ok(())
 }
@@ -178,21 +241,43 @@ async fn check(worker: &RunningWorker, book: &Book) -> Result<()> {
     for (id, known) in sessions {
         if known.ended {
             let found = client.get_session(id).await?;
-            ensure!(found.state == SessionState::Ended, "ended, and now {found:?}");
+            ensure!(
+                found.state == SessionState::Ended,
+                "ended, and now {found:?}"
+            );
             continue;
         }
         let made = client.create_session(&known.request).await?;
-        ensure!(made.session_id == id && made.task_id == known.request.task_id, "{made:?} for {:?}", known.request);
+        ensure!(
+            made.session_id == id && made.task_id == known.request.task_id,
+            "{made:?} for {:?}",
+            known.request
+        );
         if made.state == SessionState::Running {
             if let Some(exec_id) = known.marked {
                 let found = client.get_exec(id, exec_id).await?;
-                ensure!(found.state == ExecState::Exited, "answered, and now {found:?}");
+                ensure!(
+                    found.state == ExecState::Exited,
+                    "answered, and now {found:?}"
+                );
             }
-            let holds = client.exec(id, &if known.marked.is_some() { sh("cat mark") } else { mark(id) }).await?;
+            let holds = client
+                .exec(
+                    id,
+                    &if known.marked.is_some() {
+                        sh("cat mark")
+                    } else {
+                        mark(id)
+                    },
+                )
+                .await?;
             ensure!(holds.stdout == format!("{id}\n"), "{id} holds {holds:?}");
             client.end_session(id, &SessionEnd::default()).await?;
         } else {
-            ensure!(known.ending && matches!(made.state, SessionState::Ended | SessionState::Ending), "{made:?}");
+            ensure!(
+                known.ending && matches!(made.state, SessionState::Ended | SessionState::Ending),
+                "{made:?}"
+            );
         }
     }
     Ok(())

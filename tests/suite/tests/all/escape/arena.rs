@@ -54,7 +54,12 @@ impl Arena {
     }
 
     /// With an attacker as it is asked for, and settings of the worker on top of the runtime's.
-    pub(crate) async fn with(world: World, topic: &str, mut attacker: SessionCreate, settings: &[(&str, &str)]) -> Result<Self> {
+    pub(crate) async fn with(
+        world: World,
+        topic: &str,
+        mut attacker: SessionCreate,
+        settings: &[(&str, &str)],
+    ) -> Result<Self> {
         // As `cargo xtask escape` knows them.
         let runtime = match world.engine() {
             Engine::Podman => "podman-root",
@@ -66,15 +71,40 @@ impl Arena {
         // What an earlier run wrote must not pass for this one's.
         drop(fs_err::remove_file(&table));
         world.load(&attacker.image_ref).await?;
-        let options = settings.iter().fold(Options::default(), |options, (key, value)| options.set(key, value));
+        let options = settings
+            .iter()
+            .fold(Options::default(), |options, (key, value)| {
+                options.set(key, value)
+            });
         let worker = world.worker(&options).await?;
         let client = worker.client()?;
         let http = reqwest::Client::builder().timeout(PATIENCE).build()?;
         attacker.pty_allowed = Some(true);
-        let neighbour = SessionCreate { pty_allowed: Some(true), ..session() };
-        let (attacker, neighbour) = tokio::try_join!(client.create_session(&attacker), client.create_session(&neighbour))?;
-        let (unenforced, attacker, neighbour) = (attacker.unenforced, attacker.session_id, neighbour.session_id);
-        Ok(Self { world, worker, client, http, attacker, neighbour, unenforced, attempts: Vec::new(), named: Vec::new(), table })
+        let neighbour = SessionCreate {
+            pty_allowed: Some(true),
+            ..session()
+        };
+        let (attacker, neighbour) = tokio::try_join!(
+            client.create_session(&attacker),
+            client.create_session(&neighbour)
+        )?;
+        let (unenforced, attacker, neighbour) = (
+            attacker.unenforced,
+            attacker.session_id,
+            neighbour.session_id,
+        );
+        Ok(Self {
+            world,
+            worker,
+            client,
+            http,
+            attacker,
+            neighbour,
+            unenforced,
+            attempts: Vec::new(),
+            named: Vec::new(),
+            table,
+        })
     }
 
     /// Whether an attempt can be run at all: one that nothing would stop but a limit that this host does not enforce is only noted.
@@ -83,7 +113,10 @@ impl Arena {
     pub(crate) fn bounded_by(&mut self, limit: Unenforced, attempt: &str) -> bool {
         let enforced = !self.unenforced.contains(&limit);
         if !enforced {
-            self.attempts.push((attempt.to_owned(), format!("not enforced, refused by default: {limit}")));
+            self.attempts.push((
+                attempt.to_owned(),
+                format!("not enforced, refused by default: {limit}"),
+            ));
         }
         enforced
     }
@@ -96,17 +129,46 @@ impl Arena {
     /// Puts the program of attempts into a sandbox.
     pub(crate) async fn equip(&self, id: SessionId) -> Result<()> {
         let program = fs_err::read(attempts_program()?)?;
-        self.client.put_file(id, Path::new("attempts"), program, &PutOptions { mode: Some(0o755), ..Default::default() }).await?;
+        self.client
+            .put_file(
+                id,
+                Path::new("attempts"),
+                program,
+                &PutOptions {
+                    mode: Some(0o755),
+                    ..Default::default()
+                },
+            )
+            .await?;
         Ok(())
     }
 
     /// That the neighbour's sandbox and the worker answer.
     pub(crate) async fn others_answer(&self) -> Result<()> {
-        let answer = tokio::time::timeout(PATIENCE, self.client.exec(self.neighbour, &exec(["echo", "unharmed"]))).await;
-        let answer = answer.context("the neighbour hangs")?.context("the neighbour fails")?;
-        ensure!(answer.stdout == "unharmed\n", "the neighbour answers {answer:?}");
-        let health = self.http.get(format!("{}/healthz", self.worker.url()?)).send().await.context("the worker does not answer")?;
-        ensure!(health.status().is_success(), "the worker says {}", health.status());
+        let answer = tokio::time::timeout(
+            PATIENCE,
+            self.client
+                .exec(self.neighbour, &exec(["echo", "unharmed"])),
+        )
+        .await;
+        let answer = answer
+            .context("the neighbour hangs")?
+            .context("the neighbour fails")?;
+        ensure!(
+            answer.stdout == "unharmed\n",
+            "the neighbour answers {answer:?}"
+        );
+        let health = self
+            .http
+            .get(format!("{}/healthz", self.worker.url()?))
+            .send()
+            .await
+            .context("the worker does not answer")?;
+        ensure!(
+            health.status().is_success(),
+            "the worker says {}",
+            health.status()
+        );
         Ok(())
     }
 
@@ -136,7 +198,12 @@ impl Arena {
     }
 
     /// An attempt with its outcome. That it failed for the attacker is `held`.
-    pub(crate) fn expect(&mut self, attempt: impl Into<String>, held: bool, seen: impl std::fmt::Debug) -> Result<()> {
+    pub(crate) fn expect(
+        &mut self,
+        attempt: impl Into<String>,
+        held: bool,
+        seen: impl std::fmt::Debug,
+    ) -> Result<()> {
         let attempt = attempt.into();
         ensure!(held, "'{attempt}' had success: {seen:?}");
         self.attempts.push((attempt, "refused".to_owned()));
@@ -144,8 +211,16 @@ impl Arena {
     }
 
     /// An attempt by a script in the attacker's sandbox; what it printed decides.
-    pub(crate) async fn script(&mut self, attempt: &str, script: &str, held: impl FnOnce(&str) -> bool) -> Result<()> {
-        let result = self.attack(async { Ok(self.client.exec(self.attacker, &sh(script)).await?) }).await.with_context(|| attempt.to_owned())?;
+    pub(crate) async fn script(
+        &mut self,
+        attempt: &str,
+        script: &str,
+        held: impl FnOnce(&str) -> bool,
+    ) -> Result<()> {
+        let result = self
+            .attack(async { Ok(self.client.exec(self.attacker, &sh(script)).await?) })
+            .await
+            .with_context(|| attempt.to_owned())?;
         let seen = format!("{}{}", result.stdout, result.stderr);
         self.expect(attempt, held(&seen), &seen)
     }
@@ -157,33 +232,62 @@ impl Arena {
         let mut done = false;
         for line in printed.lines().filter(|line| line.starts_with('{')) {
             let mut line: Line = serde_json::from_str(line).with_context(|| line.to_owned())?;
-            line.name = self.named.iter().fold(line.name, |name, (text, word)| name.replace(text, word));
+            line.name = self
+                .named
+                .iter()
+                .fold(line.name, |name, (text, word)| name.replace(text, word));
             if line.name == "done" {
                 done = true;
                 continue;
             }
             count += 1;
             match (line.outcome.as_str(), line.errno, line.signal) {
-                ("refused", Some(errno), _) => self.attempts.push((format!("{prefix}{}", line.name), format!("refused, errno {errno}"))),
-                ("refused", _, Some(signal)) => self.attempts.push((format!("{prefix}{}", line.name), format!("refused, signal {signal}"))),
+                ("refused", Some(errno), _) => self.attempts.push((
+                    format!("{prefix}{}", line.name),
+                    format!("refused, errno {errno}"),
+                )),
+                ("refused", _, Some(signal)) => self.attempts.push((
+                    format!("{prefix}{}", line.name),
+                    format!("refused, signal {signal}"),
+                )),
                 _ => succeeded.push(line),
             }
         }
-        ensure!(succeeded.is_empty(), "these had success: {succeeded:#?}\n{printed}");
+        ensure!(
+            succeeded.is_empty(),
+            "these had success: {succeeded:#?}\n{printed}"
+        );
         ensure!(done, "the attempts did not come to their end:\n{printed}");
         Ok(count)
     }
 
     /// Starts a command of the attacker that stays, and waits until it has printed a word.
-    pub(crate) async fn until_said(&self, id: SessionId, argv: &[&str], word: &str) -> Result<ExecId> {
-        let request = ExecRequest { background: true, timeout_ms: 0, ..exec(argv.iter().copied()) };
+    pub(crate) async fn until_said(
+        &self,
+        id: SessionId,
+        argv: &[&str],
+        word: &str,
+    ) -> Result<ExecId> {
+        let request = ExecRequest {
+            background: true,
+            timeout_ms: 0,
+            ..exec(argv.iter().copied())
+        };
         let exec_id = self.client.exec_background(id, &request).await?.exec_id;
         let mut said = String::new();
         let mut after_seq = 0;
         while !said.contains(word) {
-            let query = OutputQuery { after_seq: Some(after_seq), wait_ms: Some(20_000), ..Default::default() };
+            let query = OutputQuery {
+                after_seq: Some(after_seq),
+                wait_ms: Some(20_000),
+                ..Default::default()
+            };
             let page = self.client.exec_output(id, exec_id, &query).await?;
-            ensure!(!page.chunks.is_empty(), "{argv:?} did not say '{word}': {said} {:?}", page.exit);
+            ensure!(
+                !page.chunks.is_empty(),
+                "{argv:?} did not say '{word}': {said} {:?}",
+                page.exit
+            );
             after_seq = page.next_seq;
             said.extend(page.chunks.into_iter().filter_map(|chunk| chunk.data));
         }
@@ -192,10 +296,20 @@ impl Arena {
 
     /// All that ran in the attacker's sandbox is gone, and commands run there again.
     pub(crate) async fn recover(&self) -> Result<()> {
-        self.client.signal_session(self.attacker, cynode_api::SignalName::KILL).await?;
-        cynode_tests::eventually("the attacker's sandbox can be used again", PATIENCE, async || {
-            Ok(self.client.exec(self.attacker, &exec(["true"])).await.is_ok_and(|result| result.exit.exit_code == Some(0)))
-        })
+        self.client
+            .signal_session(self.attacker, cynode_api::SignalName::KILL)
+            .await?;
+        cynode_tests::eventually(
+            "the attacker's sandbox can be used again",
+            PATIENCE,
+            async || {
+                Ok(self
+                    .client
+                    .exec(self.attacker, &exec(["true"]))
+                    .await
+                    .is_ok_and(|result| result.exit.exit_code == Some(0)))
+            },
+        )
         .await
     }
 
@@ -219,13 +333,25 @@ impl Arena {
 fn attempts_program() -> Result<PathBuf> {
     let source = repository().join("tests/suite/escape/attempts.c");
     let directory = repository().join("target/escape");
-    let program = directory.join(format!("attempts-{}", &hex(&Sha256::digest(fs_err::read(&source)?))[..16]));
+    let program = directory.join(format!(
+        "attempts-{}",
+        &hex(&Sha256::digest(fs_err::read(&source)?))[..16]
+    ));
     if !program.is_file() {
         fs_err::create_dir_all(&directory)?;
         // Several tests may compile at once; each renames a whole file.
         let staged = directory.join(format!(".{}", uuid::Uuid::new_v4().simple()));
-        let compiled = Command::new("cc").args(["-static", "-O1", "-Wall", "-o"]).arg(&staged).arg(&source).output().context("running cc")?;
-        ensure!(compiled.status.success(), "cc: {}", String::from_utf8_lossy(&compiled.stderr));
+        let compiled = Command::new("cc")
+            .args(["-static", "-O1", "-Wall", "-o"])
+            .arg(&staged)
+            .arg(&source)
+            .output()
+            .context("running cc")?;
+        ensure!(
+            compiled.status.success(),
+            "cc: {}",
+            String::from_utf8_lossy(&compiled.stderr)
+        );
         fs_err::rename(&staged, &program)?;
     }
     Ok(program)

@@ -21,8 +21,20 @@ on_every_runtime!(
 
 /// Without a limit of processors a bomb's size is its weight on this machine: an ordinary user's is small.
 fn small(world: &World) -> SessionCreate {
-    let pids = if world.engine() == Engine::Rootless { 24 } else { 128 };
-    SessionCreate { limits: Some(LimitsRequest { memory_bytes: Some(128 << 20), pids: Some(pids), cpus: Some(0.5), ..Default::default() }), ..session() }
+    let pids = if world.engine() == Engine::Rootless {
+        24
+    } else {
+        128
+    };
+    SessionCreate {
+        limits: Some(LimitsRequest {
+            memory_bytes: Some(128 << 20),
+            pids: Some(pids),
+            cpus: Some(0.5),
+            ..Default::default()
+        }),
+        ..session()
+    }
 }
 
 /// What is taken, and the limit without which nothing but the host's own size would stop it.
@@ -51,17 +63,41 @@ async fn what_one_sandbox_uses_up_another_still_has(world: World) -> Result<()> 
         if limit.is_some_and(|limit| !arena.bounded_by(limit, &attempt)) {
             continue;
         }
-        let probe = async || client.exec(neighbour, &exec(["./attempts", "probe", kind])).await;
-        ensure!(probe().await?.exit.exit_code == Some(0), "{kind}: the neighbour has none before");
-        arena.attack(async { arena.until_said(attacker, &["./attempts", "exhaust", kind], "full").await }).await?;
+        let probe = async || {
+            client
+                .exec(neighbour, &exec(["./attempts", "probe", kind]))
+                .await
+        };
+        ensure!(
+            probe().await?.exit.exit_code == Some(0),
+            "{kind}: the neighbour has none before"
+        );
+        arena
+            .attack(async {
+                arena
+                    .until_said(attacker, &["./attempts", "exhaust", kind], "full")
+                    .await
+            })
+            .await?;
         let after = probe().await?;
         arena.expect(attempt, after.exit.exit_code == Some(0), after)?;
         if kind == "terminals" {
             // For the attacker itself there is none left, and that is said.
-            let own = tokio::time::timeout(Duration::from_secs(60), at_terminal(&client, attacker, &["echo", "another"])).await;
+            let own = tokio::time::timeout(
+                Duration::from_secs(60),
+                at_terminal(&client, attacker, &["echo", "another"]),
+            )
+            .await;
             let own = own.context("a terminal where there is none hangs")?;
-            ensure!(!own.is_ok_and(|said| said.contains("another")), "more terminals than allowed");
-            ensure!(at_terminal(&client, neighbour, &["echo", "a terminal"]).await?.contains("a terminal"));
+            ensure!(
+                !own.is_ok_and(|said| said.contains("another")),
+                "more terminals than allowed"
+            );
+            ensure!(
+                at_terminal(&client, neighbour, &["echo", "a terminal"])
+                    .await?
+                    .contains("a terminal")
+            );
         }
         arena.recover().await?;
     }
@@ -77,42 +113,100 @@ async fn bombs_stay_in_their_sandbox_and_it_recovers_without_a_fork(world: World
     // First by processes that do nothing: what does not hold now would not hold a bomb either. Not even the shell of a remedy
     // could be started.
     let mut held = 0;
-    while client.exec_background(attacker, &ExecRequest { background: true, timeout_ms: 0, ..exec(["sleep", "1000"]) }).await.is_ok() {
+    while client
+        .exec_background(
+            attacker,
+            &ExecRequest {
+                background: true,
+                timeout_ms: 0,
+                ..exec(["sleep", "1000"])
+            },
+        )
+        .await
+        .is_ok()
+    {
         held += 1;
         ensure!(held < 200, "the limit of processes does not hold");
     }
-    ensure!(client.exec(attacker, &sh("true")).await.is_err(), "there is room");
+    ensure!(
+        client.exec(attacker, &sh("true")).await.is_err(),
+        "there is room"
+    );
     arena.recover().await?;
     arena.expect("a process table full of sleepers", true, ())?;
     // Whether it keeps the table of processes full; a shell that can not fork ends.
     let bombs = [
         ("fork bomb", true, "exec ./attempts forks"),
-        ("fork bomb of a shell", false, "echo lit; b() { b & b; }; while :; do b & done 2>/dev/null"),
-        ("daemons", false, "echo lit; while :; do setsid sleep 1000 & done 2>/dev/null"),
-        ("memory in tmpfs", false, "echo lit; for d in /tmp /dev/shm /run; do dd if=/dev/zero of=$d/big bs=1M; done; rm -f /tmp/big /dev/shm/big /run/big"),
-        ("small files in tmpfs", false, "echo lit; i=0; while [ $i -lt 20000 ]; do : > /tmp/f$i; i=$((i+1)); done; rm -rf /tmp/f*"),
-        ("deep directories", false, "echo lit; ./attempts deep /tmp 10000"),
+        (
+            "fork bomb of a shell",
+            false,
+            "echo lit; b() { b & b; }; while :; do b & done 2>/dev/null",
+        ),
+        (
+            "daemons",
+            false,
+            "echo lit; while :; do setsid sleep 1000 & done 2>/dev/null",
+        ),
+        (
+            "memory in tmpfs",
+            false,
+            "echo lit; for d in /tmp /dev/shm /run; do dd if=/dev/zero of=$d/big bs=1M; done; rm -f /tmp/big /dev/shm/big /run/big",
+        ),
+        (
+            "small files in tmpfs",
+            false,
+            "echo lit; i=0; while [ $i -lt 20000 ]; do : > /tmp/f$i; i=$((i+1)); done; rm -rf /tmp/f*",
+        ),
+        (
+            "deep directories",
+            false,
+            "echo lit; ./attempts deep /tmp 10000",
+        ),
     ];
     for (bomb, fills, script) in bombs {
         let burning = async {
-            arena.until_said(attacker, &["sh", "-c", script], "lit").await?;
+            arena
+                .until_said(attacker, &["sh", "-c", script], "lit")
+                .await?;
             if fills {
-                let full = async || Ok(client.exec(attacker, &exec(["true"])).await.is_err_and(|error| error.is(ErrorCode::PidsExhausted)));
-                eventually("there is no room for a process", Duration::from_secs(60), full).await?;
+                let full = async || {
+                    Ok(client
+                        .exec(attacker, &exec(["true"]))
+                        .await
+                        .is_err_and(|error| error.is(ErrorCode::PidsExhausted)))
+                };
+                eventually(
+                    "there is no room for a process",
+                    Duration::from_secs(60),
+                    full,
+                )
+                .await?;
             }
             Ok(())
         };
-        arena.attack(burning).await.with_context(|| bomb.to_owned())?;
+        arena
+            .attack(burning)
+            .await
+            .with_context(|| bomb.to_owned())?;
         // It burns while the neighbour is asked a few times, and is then put out.
         for _ in 0..10 {
-            arena.others_answer().await.with_context(|| bomb.to_owned())?;
+            arena
+                .others_answer()
+                .await
+                .with_context(|| bomb.to_owned())?;
         }
         arena.recover().await.with_context(|| bomb.to_owned())?;
         arena.expect(bomb, true, ())?;
     }
     // Its own supervisor is stopped with all the others, so its start may not be reported.
-    let stopping = ExecRequest { background: true, timeout_ms: 0, ..sh("while :; do kill -STOP -1; done") };
-    let started = arena.attack(async { Ok(client.exec_background(attacker, &stopping).await) }).await?;
+    let stopping = ExecRequest {
+        background: true,
+        timeout_ms: 0,
+        ..sh("while :; do kill -STOP -1; done")
+    };
+    let started = arena
+        .attack(async { Ok(client.exec_background(attacker, &stopping).await) })
+        .await?;
     arena.recover().await.context("stopping everybody")?;
     arena.expect("stopping everybody", true, started)?;
     arena.end().await
@@ -124,13 +218,27 @@ async fn a_flood_of_output_reaches_nobody_else(world: World) -> Result<()> {
     let mut arena = Arena::with(world, "log-flood", attacker, &[]).await?;
     let (client, attacker) = (arena.client.clone(), arena.attacker);
     for _ in 0..8 {
-        let request = ExecRequest { background: true, timeout_ms: 0, ..sh("yes flood & yes flood >&2") };
+        let request = ExecRequest {
+            background: true,
+            timeout_ms: 0,
+            ..sh("yes flood & yes flood >&2")
+        };
         client.exec_background(attacker, &request).await?;
     }
     // The segments of output that the host keeps: their names change as it flows.
     let kept = || -> Result<Vec<(std::ffi::OsString, u64)>> {
-        let directory = arena.world.state_dir().join("worker/sessions").join(attacker.to_string()).join("execs");
-        let entries = fs_err::read_dir(directory)?.filter_map(|entry| Some((entry.as_ref().ok()?.file_name(), entry.ok()?.metadata().ok()?.len())));
+        let directory = arena
+            .world
+            .state_dir()
+            .join("worker/sessions")
+            .join(attacker.to_string())
+            .join("execs");
+        let entries = fs_err::read_dir(directory)?.filter_map(|entry| {
+            Some((
+                entry.as_ref().ok()?.file_name(),
+                entry.ok()?.metadata().ok()?.len(),
+            ))
+        });
         Ok(entries.collect())
     };
     let before = kept()?;
@@ -144,9 +252,22 @@ async fn a_flood_of_output_reaches_nobody_else(world: World) -> Result<()> {
     let bound = cynode_api::exec_limits::KEPT_PER_SESSION + (64 << 20);
     let memory = arena.worker.memory()?.1;
     arena.expect("a flood of output on the host's disk", kept <= bound, kept)?;
-    arena.expect("a flood of output in the worker's memory", memory < 512 << 20, memory)?;
+    arena.expect(
+        "a flood of output in the worker's memory",
+        memory < 512 << 20,
+        memory,
+    )?;
     arena.recover().await?;
-    let drivers: Vec<Value> = arena.world.inspect()?.iter().map(|container| container["HostConfig"]["LogConfig"]["Type"].clone()).collect();
-    arena.expect("a flood of output in the engine's logs", drivers == ["none", "none"], drivers)?;
+    let drivers: Vec<Value> = arena
+        .world
+        .inspect()?
+        .iter()
+        .map(|container| container["HostConfig"]["LogConfig"]["Type"].clone())
+        .collect();
+    arena.expect(
+        "a flood of output in the engine's logs",
+        drivers == ["none", "none"],
+        drivers,
+    )?;
     arena.end().await
 }

@@ -22,16 +22,38 @@ async fn proc_sys_and_devices_give_nothing_of_the_host(world: World) -> Result<(
     let mut arena = Arena::new(world, "proc-sys-dev").await?;
     arena.equip(arena.attacker).await?;
     let (client, attacker) = (arena.client.clone(), arena.attacker);
-    let printed = arena.attack(async { Ok(client.exec(attacker, &exec(["./attempts", "files"])).await?) }).await?;
+    let printed = arena
+        .attack(async {
+            Ok(client
+                .exec(attacker, &exec(["./attempts", "files"]))
+                .await?)
+        })
+        .await?;
     let count = arena.expect_lines(&format!("{}\n{}", printed.stdout, printed.stderr), "")?;
     ensure!(count > 80, "{count} attempts only");
-    let printed = arena.attack(at_terminal(&client, attacker, &["/workspace/attempts", "files"])).await?;
+    let printed = arena
+        .attack(at_terminal(
+            &client,
+            attacker,
+            &["/workspace/attempts", "files"],
+        ))
+        .await?;
     arena.expect_lines(&printed, "at a terminal: ")?;
 
     // A setuid file of one's own, and one that root would have to have made.
     let script = "for d in /workspace /tmp; do cp /bin/busybox $d && chmod 6755 $d/busybox && $d/busybox id -u; done";
-    arena.script("setuid files of one's own", script, |seen| seen == "1000\n1000\n").await?;
-    arena.script("root by su", "su -c id </dev/null; su root -c id </dev/null", |seen| !seen.contains("uid=0")).await?;
+    arena
+        .script("setuid files of one's own", script, |seen| {
+            seen == "1000\n1000\n"
+        })
+        .await?;
+    arena
+        .script(
+            "root by su",
+            "su -c id </dev/null; su root -c id </dev/null",
+            |seen| !seen.contains("uid=0"),
+        )
+        .await?;
     arena.end().await
 }
 
@@ -57,52 +79,161 @@ async fn links_lead_to_the_sandboxs_own_files_only(world: World) -> Result<()> {
     fs_err::write(&file, SECRET)?;
     let places = [
         ("an absolute link", file.display().to_string()),
-        ("a link by process 1's root", format!("/proc/1/root{}", file.display())),
-        ("a link by one's own root", format!("/proc/self/root{}", file.display())),
-        ("a link upwards", format!("{}{}", "../".repeat(40), file.display())),
+        (
+            "a link by process 1's root",
+            format!("/proc/1/root{}", file.display()),
+        ),
+        (
+            "a link by one's own root",
+            format!("/proc/self/root{}", file.display()),
+        ),
+        (
+            "a link upwards",
+            format!("{}{}", "../".repeat(40), file.display()),
+        ),
         ("a link to shadow", "/etc/shadow".to_owned()),
     ];
     for (number, (what, target)) in places.iter().enumerate() {
         let link = format!("link{number}");
-        let made = client.exec(attacker, &exec(["ln", "-s", target, &link])).await?;
+        let made = client
+            .exec(attacker, &exec(["ln", "-s", target, &link]))
+            .await?;
         ensure!(made.exit.exit_code == Some(0), "{made:?}");
         let seen = arena.attack(read(&client, attacker, &link)).await?;
-        arena.expect(format!("read {what}"), !seen.contains(SECRET) && !seen.contains("root:"), seen)?;
-        let written = arena.attack(async { Ok(client.put_file(attacker, Path::new(&link), "overwritten", &PutOptions::default()).await.is_ok()) }).await?;
-        arena.expect(format!("write {what}"), fs_err::read_to_string(&file)? == SECRET, written)?;
+        arena.expect(
+            format!("read {what}"),
+            !seen.contains(SECRET) && !seen.contains("root:"),
+            seen,
+        )?;
+        let written = arena
+            .attack(async {
+                Ok(client
+                    .put_file(
+                        attacker,
+                        Path::new(&link),
+                        "overwritten",
+                        &PutOptions::default(),
+                    )
+                    .await
+                    .is_ok())
+            })
+            .await?;
+        arena.expect(
+            format!("write {what}"),
+            fs_err::read_to_string(&file)? == SECRET,
+            written,
+        )?;
     }
-    let made = client.exec(attacker, &sh(&format!("mkdir -p d && ln -s {} d/into && ln -s / d/root", precious.display()))).await?;
+    let made = client
+        .exec(
+            attacker,
+            &sh(&format!(
+                "mkdir -p d && ln -s {} d/into && ln -s / d/root",
+                precious.display()
+            )),
+        )
+        .await?;
     ensure!(made.exit.exit_code == Some(0), "{made:?}");
-    let listed = arena.attack(async { Ok(format!("{:?}", client.list_files(attacker, &ListRequest { depth: Some(8), ..Default::default() }).await)) }).await?;
-    arena.expect("list through a link", !listed.contains("d/into/") && !listed.contains("d/root/"), listed)?;
-    let request = SearchRequest { pattern: "own secret".to_owned(), ..Default::default() };
-    let searched = arena.attack(async { Ok(format!("{:?}", client.search_files(attacker, &request).await)) }).await?;
-    arena.expect("search through a link", !searched.contains("host's own"), searched)?;
-    let below = client.put_file(attacker, Path::new("d/into/new"), "x", &PutOptions::default()).await.is_ok();
-    arena.expect("write below a link", fs_err::read_dir(&precious)?.count() == 1, below)?;
+    let listed = arena
+        .attack(async {
+            Ok(format!(
+                "{:?}",
+                client
+                    .list_files(
+                        attacker,
+                        &ListRequest {
+                            depth: Some(8),
+                            ..Default::default()
+                        }
+                    )
+                    .await
+            ))
+        })
+        .await?;
+    arena.expect(
+        "list through a link",
+        !listed.contains("d/into/") && !listed.contains("d/root/"),
+        listed,
+    )?;
+    let request = SearchRequest {
+        pattern: "own secret".to_owned(),
+        ..Default::default()
+    };
+    let searched = arena
+        .attack(async {
+            Ok(format!(
+                "{:?}",
+                client.search_files(attacker, &request).await
+            ))
+        })
+        .await?;
+    arena.expect(
+        "search through a link",
+        !searched.contains("host's own"),
+        searched,
+    )?;
+    let below = client
+        .put_file(
+            attacker,
+            Path::new("d/into/new"),
+            "x",
+            &PutOptions::default(),
+        )
+        .await
+        .is_ok();
+    arena.expect(
+        "write below a link",
+        fs_err::read_dir(&precious)?.count() == 1,
+        below,
+    )?;
 
     // The host removes the workspace at the end; what its links name must stay.
     client.end_session(attacker, &SessionEnd::default()).await?;
-    arena.expect("removal through a link", fs_err::read_to_string(&file)? == SECRET, "gone")?;
+    arena.expect(
+        "removal through a link",
+        fs_err::read_to_string(&file)? == SECRET,
+        "gone",
+    )?;
     arena.end().await
 }
 
 /// A working directory that is a descriptor of the runtime's own, by which older versions of runc let code out.
 // proves: CYNAI.SANDBX.SandboxThreatModel
 async fn the_runtimes_own_descriptors_are_no_working_directory(world: World) -> Result<()> {
-    let mut arena = Arena::with(world, "runtime-exec", cynode_tests::session(), &[("exec_via", "\"runtime\"")]).await?;
+    let mut arena = Arena::with(
+        world,
+        "runtime-exec",
+        cynode_tests::session(),
+        &[("exec_via", "\"runtime\"")],
+    )
+    .await?;
     let (client, attacker) = (arena.client.clone(), arena.attacker);
     let file = arena.world.directory().join("secret");
     fs_err::write(&file, SECRET)?;
-    let prepared = client.exec(attacker, &sh("for n in $(seq 3 12); do ln -s /proc/self/fd/$n fd$n; done; ls | wc -l")).await?;
+    let prepared = client
+        .exec(
+            attacker,
+            &sh("for n in $(seq 3 12); do ln -s /proc/self/fd/$n fd$n; done; ls | wc -l"),
+        )
+        .await?;
     ensure!(prepared.stdout == "10\n", "{prepared:?}");
     for number in 3..=12 {
         let request = ExecRequest {
             cwd: Some(format!("/workspace/fd{number}")),
-            ..sh(&format!("cat {}{}; ls ../../../../../../proc/1/root/", "../".repeat(12), &file.display().to_string()[1..]))
+            ..sh(&format!(
+                "cat {}{}; ls ../../../../../../proc/1/root/",
+                "../".repeat(12),
+                &file.display().to_string()[1..]
+            ))
         };
-        let seen = arena.attack(async { Ok(format!("{:?}", client.exec(attacker, &request).await)) }).await?;
-        arena.expect(format!("working directory by the runtime's descriptor {number}"), !seen.contains(SECRET), seen)?;
+        let seen = arena
+            .attack(async { Ok(format!("{:?}", client.exec(attacker, &request).await)) })
+            .await?;
+        arena.expect(
+            format!("working directory by the runtime's descriptor {number}"),
+            !seen.contains(SECRET),
+            seen,
+        )?;
     }
     arena.end().await
 }

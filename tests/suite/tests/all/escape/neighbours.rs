@@ -5,22 +5,46 @@ use cynode_tests::{World, exec, on_every_runtime, sh};
 
 use super::arena::Arena;
 
-on_every_runtime!(another_sandbox_can_be_neither_seen_nor_signalled, nobody_poses_as_the_agent_and_a_flood_of_connections_hurts_nobody);
+on_every_runtime!(
+    another_sandbox_can_be_neither_seen_nor_signalled,
+    nobody_poses_as_the_agent_and_a_flood_of_connections_hurts_nobody
+);
 
 // proves: CYNAI.SANDBX.SandboxThreatModel
 async fn another_sandbox_can_be_neither_seen_nor_signalled(world: World) -> Result<()> {
     let mut arena = Arena::new(world, "neighbours").await?;
     arena.equip(arena.attacker).await?;
     let (client, neighbour) = (arena.client.clone(), arena.neighbour);
-    let prepared =
-        "echo mine > /tmp/neighbour; echo mine > /dev/shm/neighbour; echo mine > /workspace/neighbour; echo mine > ~/neighbour; echo ready; exec sleep 86399";
-    let sleeper = arena.until_said(neighbour, &["sh", "-c", prepared], "ready").await?;
-    arena.script("the neighbour's processes", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '", |seen| !seen.contains("86399")).await?;
-    arena
-        .script("the neighbour's files", "find / -xdev -name neighbour 2>/dev/null; ls /tmp /dev/shm /workspace ~", |seen| !seen.contains("neighbour"))
+    let prepared = "echo mine > /tmp/neighbour; echo mine > /dev/shm/neighbour; echo mine > /workspace/neighbour; echo mine > ~/neighbour; echo ready; exec sleep 86399";
+    let sleeper = arena
+        .until_said(neighbour, &["sh", "-c", prepared], "ready")
         .await?;
-    arena.script("other sockets of the worker", "ls -A /run/cynode", |seen| seen == "control.sock\ncynode-sba\n").await?;
-    arena.script("mounts that name the host", "cat /proc/self/mountinfo", |seen| !seen.contains("worker.token") && !seen.contains("/journal")).await?;
+    arena
+        .script(
+            "the neighbour's processes",
+            "cat /proc/[0-9]*/cmdline | tr '\\0' ' '",
+            |seen| !seen.contains("86399"),
+        )
+        .await?;
+    arena
+        .script(
+            "the neighbour's files",
+            "find / -xdev -name neighbour 2>/dev/null; ls /tmp /dev/shm /workspace ~",
+            |seen| !seen.contains("neighbour"),
+        )
+        .await?;
+    arena
+        .script("other sockets of the worker", "ls -A /run/cynode", |seen| {
+            seen == "control.sock\ncynode-sba\n"
+        })
+        .await?;
+    arena
+        .script(
+            "mounts that name the host",
+            "cat /proc/self/mountinfo",
+            |seen| !seen.contains("worker.token") && !seen.contains("/journal"),
+        )
+        .await?;
     arena
         .script(
             "ids below the sandbox's own",
@@ -30,21 +54,43 @@ async fn another_sandbox_can_be_neither_seen_nor_signalled(world: World) -> Resu
         .await?;
     // Everything that a signal can reach, which is oneself.
     let attack = exec(["sh", "-c", "kill -9 -1; kill -9 1; echo still"]);
-    let killed = arena.attack(async { Ok(client.exec(arena.attacker, &attack).await.map(|result| result.exit)) }).await;
+    let killed = arena
+        .attack(async {
+            Ok(client
+                .exec(arena.attacker, &attack)
+                .await
+                .map(|result| result.exit))
+        })
+        .await;
     arena.recover().await?;
     let alive = client.get_exec(neighbour, sleeper).await?.exit.is_none();
     arena.expect("KILL to all that can be seen", alive, killed)?;
-    arena.script("every signal to process 1", "./attempts signals", |seen| seen.ends_with(" signals\n")).await?;
-    let after = client.exec(arena.attacker, &sh("echo here; cat /proc/1/comm")).await?.stdout;
+    arena
+        .script("every signal to process 1", "./attempts signals", |seen| {
+            seen.ends_with(" signals\n")
+        })
+        .await?;
+    let after = client
+        .exec(arena.attacker, &sh("echo here; cat /proc/1/comm"))
+        .await?
+        .stdout;
     ensure!(after == "here\ncynode-sba\n", "{after}");
     arena.end().await
 }
 
 // proves: CYNAI.SANDBX.SandboxThreatModel
-async fn nobody_poses_as_the_agent_and_a_flood_of_connections_hurts_nobody(world: World) -> Result<()> {
+async fn nobody_poses_as_the_agent_and_a_flood_of_connections_hurts_nobody(
+    world: World,
+) -> Result<()> {
     let mut arena = Arena::new(world, "control-socket").await?;
     arena.equip(arena.attacker).await?;
-    arena.script("500 connections that lie", "./attempts control 500", |seen| seen == "500 of 500 turned away\n").await?;
+    arena
+        .script(
+            "500 connections that lie",
+            "./attempts control 500",
+            |seen| seen == "500 of 500 turned away\n",
+        )
+        .await?;
     // From many processes at once, while the attacker's own commands still run.
     let flood = "for i in $(seq 16); do ./attempts control 400 & done; wait";
     let (client, attacker) = (arena.client.clone(), arena.attacker);
@@ -55,8 +101,19 @@ async fn nobody_poses_as_the_agent_and_a_flood_of_connections_hurts_nobody(world
         }
         Ok(())
     };
-    let (seen, ()) = arena.attack(async { tokio::try_join!(async { Ok(client.exec(attacker, &sh(flood)).await?.stdout) }, own) }).await?;
-    arena.expect("6,400 connections from 16 processes", seen == "400 of 400 turned away\n".repeat(16), seen)?;
+    let (seen, ()) = arena
+        .attack(async {
+            tokio::try_join!(
+                async { Ok(client.exec(attacker, &sh(flood)).await?.stdout) },
+                own
+            )
+        })
+        .await?;
+    arena.expect(
+        "6,400 connections from 16 processes",
+        seen == "400 of 400 turned away\n".repeat(16),
+        seen,
+    )?;
     arena
         .script("replacing the socket", "rm -f /run/cynode/control.sock; mv /tmp /run/cynode/x; ln -s x /run/cynode/y; ls -A /run/cynode", |seen| {
             seen.starts_with("control.sock\ncynode-sba\n")

@@ -26,7 +26,10 @@ fn host_addresses() -> Result<Vec<String>> {
             addresses.push(candidate.to_owned());
         }
     }
-    for line in fs_err::read_to_string("/proc/net/if_inet6").unwrap_or_default().lines() {
+    for line in fs_err::read_to_string("/proc/net/if_inet6")
+        .unwrap_or_default()
+        .lines()
+    {
         let digits = line.split(' ').next().unwrap_or_default();
         addresses.push(Ipv6Addr::from(u128::from_str_radix(digits, 16)?).to_string());
     }
@@ -43,15 +46,30 @@ async fn no_socket_leads_out_of_a_sandbox(world: World) -> Result<()> {
     listener.set_nonblocking(true)?;
     let port = listener.local_addr()?.port();
     let unique = uuid::Uuid::new_v4().simple().to_string();
-    let (on_host, in_sandbox) = (format!("cynode-host-{unique}"), format!("cynode-sandbox-{unique}"));
-    let abstract_listener = UnixListener::bind_addr(&std::os::unix::net::SocketAddr::from_abstract_name(&on_host)?)?;
+    let (on_host, in_sandbox) = (
+        format!("cynode-host-{unique}"),
+        format!("cynode-sandbox-{unique}"),
+    );
+    let abstract_listener = UnixListener::bind_addr(
+        &std::os::unix::net::SocketAddr::from_abstract_name(&on_host)?,
+    )?;
     abstract_listener.set_nonblocking(true)?;
     // In another sandbox too; its own processes do reach it.
     let neighbour = arena.neighbour;
-    let waiting = arena.until_said(neighbour, &["./attempts", "listen", &in_sandbox], "listening").await?;
+    let waiting = arena
+        .until_said(
+            neighbour,
+            &["./attempts", "listen", &in_sandbox],
+            "listening",
+        )
+        .await?;
 
     let mut argv = vec!["./attempts".to_owned(), "network".to_owned()];
-    argv.extend(host_addresses()?.iter().map(|address| format!("reach {address} {port}")));
+    argv.extend(
+        host_addresses()?
+            .iter()
+            .map(|address| format!("reach {address} {port}")),
+    );
     argv.extend(
         [
             "169.254.169.254 80",
@@ -65,8 +83,17 @@ async fn no_socket_leads_out_of_a_sandbox(world: World) -> Result<()> {
         ]
         .map(|target| format!("reach {target}")),
     );
-    argv.extend([format!("abstract {on_host}"), format!("abstract {in_sandbox}")]);
-    let sockets = ["/run/podman/podman.sock", "/var/run/docker.sock", "/run/dbus/system_bus_socket", "/run/systemd/private", "/dev/log"];
+    argv.extend([
+        format!("abstract {on_host}"),
+        format!("abstract {in_sandbox}"),
+    ]);
+    let sockets = [
+        "/run/podman/podman.sock",
+        "/var/run/docker.sock",
+        "/run/dbus/system_bus_socket",
+        "/run/systemd/private",
+        "/dev/log",
+    ];
     argv.extend(sockets.map(|path| format!("unix {path}")));
     let engine = arena.world.engine_socket().display().to_string();
     argv.push(format!("unix {engine}"));
@@ -75,34 +102,97 @@ async fn no_socket_leads_out_of_a_sandbox(world: World) -> Result<()> {
     arena.name(in_sandbox.as_str(), "of the neighbour");
     arena.name(format!(" {port}"), ", a port of the host");
     let (client, attacker) = (arena.client.clone(), arena.attacker);
-    let printed = arena.attack(async { Ok(client.exec(attacker, &exec(argv)).await?.stdout) }).await?;
+    let printed = arena
+        .attack(async { Ok(client.exec(attacker, &exec(argv)).await?.stdout) })
+        .await?;
     let count = arena.expect_lines(&printed, "")?;
     ensure!(count > 120, "{count} attempts only");
 
-    ensure!(listener.accept().is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock), "somebody reached the host's port");
-    ensure!(abstract_listener.accept().is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock), "somebody reached the host's abstract socket");
+    ensure!(
+        listener
+            .accept()
+            .is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock),
+        "somebody reached the host's port"
+    );
+    ensure!(
+        abstract_listener
+            .accept()
+            .is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock),
+        "somebody reached the host's abstract socket"
+    );
     let came = |id: SessionId| {
         let client = client.clone();
         async move {
-            let page = client.exec_output(id, waiting, &OutputQuery::default()).await?;
-            Ok::<_, anyhow::Error>(page.chunks.iter().filter_map(|chunk| chunk.data.as_deref()).any(|text| text.contains("came")))
+            let page = client
+                .exec_output(id, waiting, &OutputQuery::default())
+                .await?;
+            Ok::<_, anyhow::Error>(
+                page.chunks
+                    .iter()
+                    .filter_map(|chunk| chunk.data.as_deref())
+                    .any(|text| text.contains("came")),
+            )
         }
     };
-    ensure!(!came(neighbour).await?, "somebody reached the neighbour's abstract socket");
+    ensure!(
+        !came(neighbour).await?,
+        "somebody reached the neighbour's abstract socket"
+    );
     // The listener is real: whoever is inside gets through.
-    let inside = client.exec(neighbour, &exec(["./attempts", "network", &format!("abstract {in_sandbox}")])).await?.stdout;
-    ensure!(inside.lines().any(|line| line.contains("abstract") && line.contains("succeeded")), "{inside}");
-    cynode_tests::eventually("the listener sees its own sandbox", std::time::Duration::from_secs(10), async || came(neighbour).await).await?;
-    client.signal_exec(neighbour, waiting, SignalName::KILL, cynode_api::SignalScope::Tree).await.context("ending the listener")?;
+    let inside = client
+        .exec(
+            neighbour,
+            &exec(["./attempts", "network", &format!("abstract {in_sandbox}")]),
+        )
+        .await?
+        .stdout;
+    ensure!(
+        inside
+            .lines()
+            .any(|line| line.contains("abstract") && line.contains("succeeded")),
+        "{inside}"
+    );
+    cynode_tests::eventually(
+        "the listener sees its own sandbox",
+        std::time::Duration::from_secs(10),
+        async || came(neighbour).await,
+    )
+    .await?;
+    client
+        .signal_exec(
+            neighbour,
+            waiting,
+            SignalName::KILL,
+            cynode_api::SignalScope::Tree,
+        )
+        .await
+        .context("ending the listener")?;
 
     for (attempt, script) in [
-        ("a name by DNS", "timeout 20 nslookup example.com && echo REACHED"),
-        ("a name by a public server", "timeout 20 nslookup example.com 8.8.8.8 && echo REACHED"),
-        ("metadata by HTTP", "timeout 20 wget -T 5 -qO- http://169.254.169.254/latest/meta-data/ && echo REACHED"),
+        (
+            "a name by DNS",
+            "timeout 20 nslookup example.com && echo REACHED",
+        ),
+        (
+            "a name by a public server",
+            "timeout 20 nslookup example.com 8.8.8.8 && echo REACHED",
+        ),
+        (
+            "metadata by HTTP",
+            "timeout 20 wget -T 5 -qO- http://169.254.169.254/latest/meta-data/ && echo REACHED",
+        ),
     ] {
-        arena.script(attempt, script, |seen| !seen.contains("REACHED")).await?;
+        arena
+            .script(attempt, script, |seen| !seen.contains("REACHED"))
+            .await?;
     }
-    let devices = client.exec(attacker, &sh("ls /sys/class/net; tail -n +2 /proc/net/route | wc -l")).await?.stdout;
+    let devices = client
+        .exec(
+            attacker,
+            &sh("ls /sys/class/net; tail -n +2 /proc/net/route | wc -l"),
+        )
+        .await?
+        .stdout;
     ensure!(devices == "lo\n0\n", "{devices}");
     arena.end().await
 }

@@ -11,7 +11,10 @@ on_every_runtime!(tools_work_in_a_sandbox_and_git_reaches_no_remote);
 // One world for both: giving an ordinary user the image takes longer than all that is done with it.
 // proves: CYNAI.SANDBX.SandboxThreatModel
 async fn tools_work_in_a_sandbox_and_git_reaches_no_remote(world: World) -> Result<()> {
-    let request = SessionCreate { image_ref: RUNNER.to_owned(), ..session() };
+    let request = SessionCreate {
+        image_ref: RUNNER.to_owned(),
+        ..session()
+    };
     let mut arena = Arena::with(world, "git", request, &[]).await?;
     tools(&arena).await?;
     git(&mut arena).await?;
@@ -63,9 +66,21 @@ if __name__ == "__main__":
 
 async fn tools(arena: &Arena) -> Result<()> {
     let (client, id) = (&arena.client, arena.attacker);
-    client.put_file(id, std::path::Path::new("t.py"), PYTHON, &cynode_client::PutOptions::default()).await?;
+    client
+        .put_file(
+            id,
+            std::path::Path::new("t.py"),
+            PYTHON,
+            &cynode_client::PutOptions::default(),
+        )
+        .await?;
     let python = client.exec(id, &exec(["python3", "t.py"])).await?;
-    ensure!(python.stdout == "well\n", "{}{}", python.stdout, python.stderr);
+    ensure!(
+        python.stdout == "well\n",
+        "{}{}",
+        python.stdout,
+        python.stderr
+    );
     let git = "set -e; git init -q a; cd a; git config user.name a; git config user.email a; for i in 1 2 3; do seq $i 1000 > f; git add f; git commit -qm $i; done
                git clone -q . ../b; git clone -q file:///workspace/a ../c; git -C ../c gc -q --aggressive; git -C ../c fsck; git worktree add -q ../w HEAD~1; git -C ../w log --oneline | wc -l
                git bundle create -q ../bundle HEAD; git clone -q ../bundle ../d; echo well";
@@ -110,13 +125,19 @@ async fn git(arena: &mut Arena) -> Result<()> {
             ("submodule add", format!("submodule add -q {remote} s")),
         ] {
             let script = format!("{git} {command} && echo REACHED");
-            arena.script(&format!("git {what} {remote}"), &script, |seen| !seen.contains("REACHED")).await?;
+            arena
+                .script(&format!("git {what} {remote}"), &script, |seen| {
+                    !seen.contains("REACHED")
+                })
+                .await?;
         }
     }
     // Git LFS asks a server of objects by HTTP before anything else; that server can't be reached, with or without its program.
     let lfs = "cd /workspace/copy; git config lfs.url http://192.0.2.1/lfs; git lfs push origin --all && echo REACHED; \
                python3 -c 'import urllib.request; urllib.request.urlopen(\"http://192.0.2.1/lfs/objects/batch\", b\"{}\", 5)' && echo REACHED";
-    arena.script("git LFS", lfs, |seen| !seen.contains("REACHED")).await?;
+    arena
+        .script("git LFS", lfs, |seen| !seen.contains("REACHED"))
+        .await?;
     Ok(())
 }
 
@@ -157,24 +178,55 @@ async fn compilers_runtimes_and_debuggers_work_in_a_sandbox() -> Result<()> {
     let world = World::new()?;
     let worker = world.worker(&cynode_tests::Options::default()).await?;
     let client = worker.client()?;
-    let mut request = SessionCreate { image_ref: "localhost/cynode/toolchains:latest".to_owned(), ..session() };
-    request.limits = Some(cynode_api::LimitsRequest { memory_bytes: Some(1 << 30), cpus: Some(2.0), ..Default::default() });
+    let mut request = SessionCreate {
+        image_ref: "localhost/cynode/toolchains:latest".to_owned(),
+        ..session()
+    };
+    request.limits = Some(cynode_api::LimitsRequest {
+        memory_bytes: Some(1 << 30),
+        cpus: Some(2.0),
+        ..Default::default()
+    });
     let id = client.create_session(&request).await?.session_id;
     for (name, text) in [("t.c", C), ("t.js", NODE)] {
-        client.put_file(id, std::path::Path::new(name), text, &cynode_client::PutOptions::default()).await?;
+        client
+            .put_file(
+                id,
+                std::path::Path::new(name),
+                text,
+                &cynode_client::PutOptions::default(),
+            )
+            .await?;
     }
     for (script, expected) in [
         ("gcc -O2 -g -pthread -o t t.c && ./t", "120\n"),
-        ("gdb -batch -ex 'break add' -ex run -ex 'info threads' -ex continue ./t 2>&1 | grep -c 'hit Breakpoint\\|Breakpoint 1'", ""),
-        ("strace -f -o trace ./t && grep -c 'clone' trace | grep -qv '^0' && echo traced", "120\ntraced\n"),
+        (
+            "gdb -batch -ex 'break add' -ex run -ex 'info threads' -ex continue ./t 2>&1 | grep -c 'hit Breakpoint\\|Breakpoint 1'",
+            "",
+        ),
+        (
+            "strace -f -o trace ./t && grep -c 'clone' trace | grep -qv '^0' && echo traced",
+            "120\ntraced\n",
+        ),
         ("node t.js", "42 served child\n"),
         (
             "cargo init -q --vcs git --name app app && cd app && cargo run -q --offline && cargo test -q --offline 2>&1 | grep -c '^test result: ok'",
             "Hello, world!\n1\n",
         ),
     ] {
-        let ran = client.exec(id, &cynode_api::ExecRequest { timeout_ms: 240_000, ..sh(script) }).await?;
-        ensure!(ran.exit.exit_code == Some(0) && (expected.is_empty() || ran.stdout == expected), "{script}: {ran:?}");
+        let ran = client
+            .exec(
+                id,
+                &cynode_api::ExecRequest {
+                    timeout_ms: 240_000,
+                    ..sh(script)
+                },
+            )
+            .await?;
+        ensure!(
+            ran.exit.exit_code == Some(0) && (expected.is_empty() || ran.stdout == expected),
+            "{script}: {ran:?}"
+        );
     }
     Ok(())
 }

@@ -11,8 +11,15 @@ async fn the_changes_of_a_repository_are_exported_with_untracked_files() -> Resu
     let mut request = session();
     request.image_ref = RUNNER.to_owned();
     let sandbox = Sandbox::with(&request).await?;
-    let export = async |base: Option<&str>| sandbox.call("export", &json!({"format": "patch", "base": base})).await;
-    assert_eq!(export(None).await?.outcome(), (409, "not_a_repository".to_owned()));
+    let export = async |base: Option<&str>| {
+        sandbox
+            .call("export", &json!({"format": "patch", "base": base}))
+            .await
+    };
+    assert_eq!(
+        export(None).await?.outcome(),
+        (409, "not_a_repository".to_owned())
+    );
 
     sandbox
         .sh("git init -q -b main . && git config user.name x && git config user.email x@example.org
@@ -22,21 +29,47 @@ async fn the_changes_of_a_repository_are_exported_with_untracked_files() -> Resu
             printf 'one\\nTWO\\n' > tracked; rm deleted; mv old new; mkdir sub; echo fresh > 'sub/un tracked'; echo secret > ignored
             echo staged > staged; git add staged; printf 'a\\0b' > binary; chmod +x tracked")
         .await?;
-    let state = "sha256sum .git/index; git status --porcelain; find .git -type f | sort | xargs sha256sum";
+    let state =
+        "sha256sum .git/index; git status --porcelain; find .git -type f | sort | xargs sha256sum";
     let before = sandbox.sh(state).await?;
     let exported = export(None).await?;
-    assert_eq!((exported.status, exported.header("content-type")), (200, "text/x-diff"));
+    assert_eq!(
+        (exported.status, exported.header("content-type")),
+        (200, "text/x-diff")
+    );
     let diff = String::from_utf8(exported.body.to_vec())?;
-    assert_eq!(sandbox.sh(state).await?, before, "the user's index and objects are as they were");
-    for part in ["+TWO", "new mode 100755", "deleted file mode 100644", "rename from old", "+++ b/sub/un tracked", "+fresh", "+++ b/staged", "GIT binary patch"]
-    {
+    assert_eq!(
+        sandbox.sh(state).await?,
+        before,
+        "the user's index and objects are as they were"
+    );
+    for part in [
+        "+TWO",
+        "new mode 100755",
+        "deleted file mode 100644",
+        "rename from old",
+        "+++ b/sub/un tracked",
+        "+fresh",
+        "+++ b/staged",
+        "GIT binary patch",
+    ] {
         assert!(diff.contains(part), "{part} is missing in\n{diff}");
     }
-    assert!(!diff.contains("secret") && !diff.contains("second"), "{diff}");
+    assert!(
+        !diff.contains("secret") && !diff.contains("second"),
+        "{diff}"
+    );
     let against = String::from_utf8(export(Some("base")).await?.body.to_vec())?;
-    assert!(against.contains("+second") && against.contains("+fresh"), "{against}");
+    assert!(
+        against.contains("+second") && against.contains("+fresh"),
+        "{against}"
+    );
     for base in ["nonsense", "--output=/tmp/x", "", "a b"] {
-        assert_eq!(export(Some(base)).await?.outcome(), (400, "invalid_request".to_owned()), "{base:?}");
+        assert_eq!(
+            export(Some(base)).await?.outcome(),
+            (400, "invalid_request".to_owned()),
+            "{base:?}"
+        );
     }
     assert_eq!(sandbox.sh("ls -A /tmp").await?, "");
 

@@ -16,10 +16,20 @@ impl Sandbox {
     /// The rejects of a diff that must not apply.
     async fn rejects(&self, body: Value) -> Result<Vec<PatchReject>> {
         let answer = self.call("files:patch", &body).await?;
-        assert_eq!(answer.outcome(), (409, "patch_rejected".to_owned()), "{body}");
+        assert_eq!(
+            answer.outcome(),
+            (409, "patch_rejected".to_owned()),
+            "{body}"
+        );
         let problem = answer.problem()?;
-        assert!(problem.detail.contains("nothing was changed"), "{}", problem.detail);
-        Ok(serde_json::from_value(problem.extensions["rejects"].clone())?)
+        assert!(
+            problem.detail.contains("nothing was changed"),
+            "{}",
+            problem.detail
+        );
+        Ok(serde_json::from_value(
+            problem.extensions["rejects"].clone(),
+        )?)
     }
 }
 
@@ -79,20 +89,48 @@ async fn before() -> Result<Sandbox> {
 async fn a_diff_makes_changes_deletes_and_renames_files() -> Result<()> {
     let sandbox = before().await?;
     let untouched = sandbox.snapshot("/workspace").await?;
-    let dry = sandbox.patch(json!({"diff": DIFF, "dry_run": true})).await?;
+    let dry = sandbox
+        .patch(json!({"diff": DIFF, "dry_run": true}))
+        .await?;
     assert_eq!(sandbox.snapshot("/workspace").await?, untouched);
     let done = sandbox.patch(json!({"diff": DIFF})).await?;
     assert_eq!(done, dry);
 
-    let files: Vec<_> = done.files.iter().map(|file| (file.path.as_str(), file.operation, file.sha256_before.clone(), file.sha256_after.clone())).collect();
+    let files: Vec<_> = done
+        .files
+        .iter()
+        .map(|file| {
+            (
+                file.path.as_str(),
+                file.operation,
+                file.sha256_before.clone(),
+                file.sha256_after.clone(),
+            )
+        })
+        .collect();
     let hash = |content: &str| Some(sha256(content.as_bytes()));
     assert_eq!(
         files,
         [
-            ("changed", PatchOperation::Modify, hash("one\ntwo\nthree\n"), hash("one\nzwei\nthree\nfour\n")),
+            (
+                "changed",
+                PatchOperation::Modify,
+                hash("one\ntwo\nthree\n"),
+                hash("one\nzwei\nthree\nfour\n")
+            ),
             ("gone", PatchOperation::Delete, hash("gone\n"), None),
-            ("new/file with space", PatchOperation::Create, None, hash("made\nhere")),
-            ("renamed", PatchOperation::Rename, hash("a\nb\nc\n"), hash("a\nb\nC\n")),
+            (
+                "new/file with space",
+                PatchOperation::Create,
+                None,
+                hash("made\nhere")
+            ),
+            (
+                "renamed",
+                PatchOperation::Rename,
+                hash("a\nb\nc\n"),
+                hash("a\nb\nC\n")
+            ),
             ("tool", PatchOperation::Modify, hash("run\n"), hash("run\n")),
         ]
     );
@@ -103,10 +141,15 @@ async fn a_diff_makes_changes_deletes_and_renames_files() -> Result<()> {
     );
 
     // A plain diff without a prefix, and one whose place has moved.
-    sandbox.patch(json!({"diff": "--- same\n+++ same\n@@ -1 +1 @@\n-same\n+other\n", "strip": 0})).await?;
+    sandbox
+        .patch(json!({"diff": "--- same\n+++ same\n@@ -1 +1 @@\n-same\n+other\n", "strip": 0}))
+        .await?;
     sandbox.sh("(seq 20; cat changed) > longer").await?;
     sandbox.patch(json!({"diff": "--- a/longer\n+++ b/longer\n@@ -1,3 +1,3 @@\n one\n-zwei\n+two\n three"})).await?;
-    assert_eq!(sandbox.sh("cat same; tail -n 4 longer").await?, "other\none\ntwo\nthree\nfour\n");
+    assert_eq!(
+        sandbox.sh("cat same; tail -n 4 longer").await?,
+        "other\none\ntwo\nthree\nfour\n"
+    );
     Ok(())
 }
 
@@ -121,27 +164,60 @@ async fn a_diff_that_does_not_apply_names_every_place_and_changes_nothing() -> R
         --- /dev/null\n+++ b/gone\n@@ -0,0 +1 @@\n+it is there already\n\
         --- a/old\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n";
     let rejects = sandbox.rejects(json!({"diff": diff})).await?;
-    let places: Vec<_> = rejects.iter().map(|reject| (reject.path.as_str(), reject.hunk, reject.line)).collect();
-    assert_eq!(places, [("changed", Some(1), Some(1)), ("missing", None, None), ("gone", None, None), ("old", None, None)]);
+    let places: Vec<_> = rejects
+        .iter()
+        .map(|reject| (reject.path.as_str(), reject.hunk, reject.line))
+        .collect();
+    assert_eq!(
+        places,
+        [
+            ("changed", Some(1), Some(1)),
+            ("missing", None, None),
+            ("gone", None, None),
+            ("old", None, None)
+        ]
+    );
     assert!(rejects.iter().all(|reject| !reject.reason.is_empty()));
-    assert_eq!(sandbox.rejects(json!({"diff": diff, "dry_run": true})).await?, rejects);
+    assert_eq!(
+        sandbox
+            .rejects(json!({"diff": diff, "dry_run": true}))
+            .await?,
+        rejects
+    );
 
-    sandbox.sh("mkdir dir; ln -s same link; chmod 444 same").await?;
+    sandbox
+        .sh("mkdir dir; ln -s same link; chmod 444 same")
+        .await?;
     let untouched = [untouched, sandbox.snapshot("/workspace").await?];
     for (diff, reason) in [
         ("--- a/dir\n+++ b/dir\n@@ -1 +1 @@\n-x\n+y\n", "directory"),
-        ("--- a/link\n+++ b/link\n@@ -1 +1 @@\n-same\n+y\n", "symbolic link"),
-        ("--- a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+y\n", "may not"),
-        ("diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/etc/passwd\n", "No newline at end of file"),
+        (
+            "--- a/link\n+++ b/link\n@@ -1 +1 @@\n-same\n+y\n",
+            "symbolic link",
+        ),
+        (
+            "--- a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+y\n",
+            "may not",
+        ),
+        (
+            "diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+/etc/passwd\n",
+            "No newline at end of file",
+        ),
         (
             "diff --git a/l b/l\nnew file mode 120000\n--- /dev/null\n+++ b/l\n@@ -0,0 +1 @@\n+dir\n\\ No newline at end of file\n\
              diff --git a/l/x b/l/x\nnew file mode 100644\n--- /dev/null\n+++ b/l/x\n@@ -0,0 +1 @@\n+x\n",
             "below 'l', a symbolic link",
         ),
-        ("diff --git a/b b/b\nnew file mode 100644\nGIT binary patch\nliteral 0\nHcmV?d00001\n\n", "binary"),
+        (
+            "diff --git a/b b/b\nnew file mode 100644\nGIT binary patch\nliteral 0\nHcmV?d00001\n\n",
+            "binary",
+        ),
     ] {
         let rejects = sandbox.rejects(json!({"diff": diff})).await?;
-        assert!(rejects.len() == 1 && rejects[0].reason.contains(reason), "{reason}: {rejects:?}");
+        assert!(
+            rejects.len() == 1 && rejects[0].reason.contains(reason),
+            "{reason}: {rejects:?}"
+        );
     }
     assert_eq!(sandbox.snapshot("/workspace").await?, untouched[1]);
     Ok(())
@@ -151,7 +227,12 @@ async fn a_diff_that_does_not_apply_names_every_place_and_changes_nothing() -> R
 async fn no_diff_reaches_out_of_the_workspace_or_into_git() -> Result<()> {
     let sandbox = before().await?;
     sandbox.sh("mkdir -p /tmp/outside .git/hooks sub; echo kept > /tmp/outside/file; ln -s /tmp/outside out; ln -s ../.. sub/up; ln -s .git alias; echo x > .git/config").await?;
-    let state = async || Ok::<_, anyhow::Error>((sandbox.snapshot("/workspace").await?, sandbox.snapshot("/tmp").await?));
+    let state = async || {
+        Ok::<_, anyhow::Error>((
+            sandbox.snapshot("/workspace").await?,
+            sandbox.snapshot("/tmp").await?,
+        ))
+    };
     let untouched = state().await?;
     for (path, strip) in [
         ("b/../evil", 1),
@@ -177,7 +258,10 @@ async fn no_diff_reaches_out_of_the_workspace_or_into_git() -> Result<()> {
         "diff --git a/same b/../evil\nsimilarity index 100%\ncopy from same\ncopy to ../evil\n",
         "diff --git a/same b/out/evil\nsimilarity index 100%\nrename from same\nrename to out/evil\n",
     ] {
-        assert!(!sandbox.rejects(json!({"diff": diff})).await?.is_empty(), "{diff}");
+        assert!(
+            !sandbox.rejects(json!({"diff": diff})).await?.is_empty(),
+            "{diff}"
+        );
     }
     assert_eq!(state().await?, untouched);
     Ok(())
@@ -201,12 +285,31 @@ async fn a_text_that_is_no_diff_is_not_half_applied() -> Result<()> {
         "--- \"a/same\n+++ b/same\n@@ -1 +1 @@\n-same\n+x\n",
     ] {
         let answer = sandbox.call("files:patch", &json!({"diff": diff})).await?;
-        assert_eq!(answer.outcome(), (400, "invalid_request".to_owned()), "{diff:?}");
+        assert_eq!(
+            answer.outcome(),
+            (400, "invalid_request".to_owned()),
+            "{diff:?}"
+        );
     }
-    assert_eq!(sandbox.call("files:patch", &json!({"diff": DIFF, "strip": 33})).await?.outcome(), (400, "invalid_request".to_owned()));
+    assert_eq!(
+        sandbox
+            .call("files:patch", &json!({"diff": DIFF, "strip": 33}))
+            .await?
+            .outcome(),
+        (400, "invalid_request".to_owned())
+    );
     // Over 10 MiB of diff: the body's own limit comes first.
-    let large = format!("--- /dev/null\n+++ b/large\n@@ -0,0 +1 @@\n+{}\n", "x".repeat(10 << 20));
-    assert_eq!(sandbox.call("files:patch", &json!({"diff": large})).await?.outcome(), (413, "too_large".to_owned()));
+    let large = format!(
+        "--- /dev/null\n+++ b/large\n@@ -0,0 +1 @@\n+{}\n",
+        "x".repeat(10 << 20)
+    );
+    assert_eq!(
+        sandbox
+            .call("files:patch", &json!({"diff": large}))
+            .await?
+            .outcome(),
+        (413, "too_large".to_owned())
+    );
     assert_eq!(sandbox.snapshot("/workspace").await?, untouched);
     Ok(())
 }

@@ -25,24 +25,53 @@ fn witness(number: u64) -> JobRun {
 
 /// What a job must have said in the end, but for its first line; and that line.
 fn check(number: u64, done: &Job) -> Result<String> {
-    let (identity, rest) = done.output.stdout.split_once('\n').with_context(|| format!("{done:?}"))?;
-    let counted: String = (1..=number * 5).map(|line| line.to_string() + "\n").collect();
-    ensure!(identity.len() == 36 && rest == format!("{counted}1\n"), "{done:?}");
-    let state = if number.is_multiple_of(3) { JobState::Completed } else { JobState::Failed };
-    ensure!(done.state == state && done.exit_code == i32::try_from(number % 3).ok() && done.error.is_none(), "{done:?}");
+    let (identity, rest) = done
+        .output
+        .stdout
+        .split_once('\n')
+        .with_context(|| format!("{done:?}"))?;
+    let counted: String = (1..=number * 5)
+        .map(|line| line.to_string() + "\n")
+        .collect();
+    ensure!(
+        identity.len() == 36 && rest == format!("{counted}1\n"),
+        "{done:?}"
+    );
+    let state = if number.is_multiple_of(3) {
+        JobState::Completed
+    } else {
+        JobState::Failed
+    };
+    ensure!(
+        done.state == state
+            && done.exit_code == i32::try_from(number % 3).ok()
+            && done.error.is_none(),
+        "{done:?}"
+    );
     Ok(identity.to_owned())
 }
 
 /// What a job has said so far, as far as that can be had.
 async fn said(client: &WorkerClient, request: &JobRun) -> String {
-    let page = client.job_output(request.job_id, &OutputQuery::default()).await;
-    page.map(|page| page.chunks.into_iter().filter_map(|chunk| chunk.data).collect()).unwrap_or_default()
+    let page = client
+        .job_output(request.job_id, &OutputQuery::default())
+        .await;
+    page.map(|page| {
+        page.chunks
+            .into_iter()
+            .filter_map(|chunk| chunk.data)
+            .collect()
+    })
+    .unwrap_or_default()
 }
 
 /// Whether a command was begun to be started, by the worker's log from `from` on.
 fn starts(worker: &RunningWorker, from: u64) -> Result<bool> {
     let log = fs_err::read(worker.log())?;
-    Ok(String::from_utf8_lossy(&log[usize::try_from(from)?.min(log.len())..]).contains("Starting the command of a job."))
+    Ok(
+        String::from_utf8_lossy(&log[usize::try_from(from)?.min(log.len())..])
+            .contains("Starting the command of a job."),
+    )
 }
 
 /// In each round jobs are handed over, the worker is killed up to so many times while they run, and every job must have run
@@ -66,19 +95,26 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
         for _ in 0..=random.below(most_kills) {
             // Every second time in the short moment in which a command is started.
             let at_a_start = random.below(2) == 0;
-            let moment = Instant::now() + Duration::from_millis(random.below(if at_a_start { 500 } else { 6_000 }));
+            let moment = Instant::now()
+                + Duration::from_millis(random.below(if at_a_start { 500 } else { 6_000 }));
             let client = worker.client()?;
             while Instant::now() < moment {
                 for (request, heard) in requests.iter().zip(&mut heard) {
                     let now = said(&client, request).await;
-                    ensure!(now.starts_with(heard.as_str()), "round {round}: {heard:?} became {now:?}");
+                    ensure!(
+                        now.starts_with(heard.as_str()),
+                        "round {round}: {heard:?} became {now:?}"
+                    );
                     *heard = now;
                 }
             }
             for job in client.list_jobs(&JobFilter::default()).await? {
                 *hit.entry(job.state.as_str()).or_default() += 1;
             }
-            let (from, patience) = (fs_err::metadata(worker.log())?.len(), Instant::now() + Duration::from_secs(3));
+            let (from, patience) = (
+                fs_err::metadata(worker.log())?.len(),
+                Instant::now() + Duration::from_secs(3),
+            );
             while at_a_start && Instant::now() < patience {
                 if starts(&worker, from)? {
                     tokio::time::sleep(Duration::from_micros(random.below(2_000))).await;
@@ -99,13 +135,23 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
         for (number, request) in requests.iter().enumerate() {
             // What was accepted is there without being asked for again.
             if accepted[number] {
-                client.job(request.job_id).await.with_context(|| format!("round {round}: an accepted job is gone"))?;
+                client
+                    .job(request.job_id)
+                    .await
+                    .with_context(|| format!("round {round}: an accepted job is gone"))?;
             }
             let done = client.run_job(request).await?;
             let identity = check(number as u64, &done).with_context(|| format!("round {round}"))?;
-            ensure!(done.output.stdout.starts_with(&heard[number]), "round {round}: {:?} became {done:?}", heard[number]);
+            ensure!(
+                done.output.stdout.starts_with(&heard[number]),
+                "round {round}: {:?} became {done:?}",
+                heard[number]
+            );
             ensure!(!first.contains(&identity), "two jobs with one identity");
-            ensure!(said(&client, request).await == done.output.stdout, "round {round}: output and result differ");
+            ensure!(
+                said(&client, request).await == done.output.stdout,
+                "round {round}: output and result differ"
+            );
             first.push(identity);
             if number % 2 == 0 {
                 client.ack_job(request.job_id).await?;
@@ -118,19 +164,30 @@ async fn kill_again_and_again(rounds: usize, most_kills: u64) -> Result<()> {
         for (number, request) in requests.iter().enumerate() {
             let again = client.run_job(request).await?;
             if number % 2 == 0 {
-                ensure!(again.acknowledged && again.output.stdout.is_empty(), "{again:?}");
+                ensure!(
+                    again.acknowledged && again.output.stdout.is_empty(),
+                    "{again:?}"
+                );
             } else {
-                ensure!(check(number as u64, &again)? == first[number], "round {round}: {again:?}");
+                ensure!(
+                    check(number as u64, &again)? == first[number],
+                    "round {round}: {again:?}"
+                );
                 client.ack_job(request.job_id).await?;
             }
         }
         no_container(&world).await?;
         ensure!(client.list_jobs(&JobFilter::default()).await?.is_empty());
-        eventually("no output is left", LONG, async || Ok(fs_err::read_dir(world.state_dir().join("worker/sessions"))?.count() == 0)).await?;
+        eventually("no output is left", LONG, async || {
+            Ok(fs_err::read_dir(world.state_dir().join("worker/sessions"))?.count() == 0)
+        })
+        .await?;
     }
     #[expect(clippy::print_stdout, reason = "the report of the run")]
     {
-        println!("{rounds} rounds of {JOBS} jobs; states of jobs when the worker was killed: {hit:?}");
+        println!(
+            "{rounds} rounds of {JOBS} jobs; states of jobs when the worker was killed: {hit:?}"
+        );
     }
     worker.shut_down().await?;
     world.assert_clean().await
@@ -151,44 +208,84 @@ async fn a_job_whose_sandbox_is_gone_has_failed_and_is_not_run_again() -> Result
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
-    let (first, second) = (job("cat /proc/sys/kernel/random/uuid; exec sleep 999"), job("cat /proc/sys/kernel/random/uuid; exec sleep 999"));
+    let (first, second) = (
+        job("cat /proc/sys/kernel/random/uuid; exec sleep 999"),
+        job("cat /proc/sys/kernel/random/uuid; exec sleep 999"),
+    );
     let mut heard = Vec::new();
     for request in [&first, &second] {
         started(&client, request).await?;
-        eventually("it has spoken", LONG, async || Ok(said(&client, request).await.len() == 37)).await?;
+        eventually("it has spoken", LONG, async || {
+            Ok(said(&client, request).await.len() == 37)
+        })
+        .await?;
         heard.push(said(&client, request).await);
     }
     let remove = |request: &JobRun| -> Result<()> {
-        let removed = world.podman().args(["rm", "--force", "--time", "0", &format!("cynode-{}", request.job_id)]).output()?;
+        let removed = world
+            .podman()
+            .args([
+                "rm",
+                "--force",
+                "--time",
+                "0",
+                &format!("cynode-{}", request.job_id),
+            ])
+            .output()?;
         ensure!(removed.status.success(), "{removed:?}");
         Ok(())
     };
     // While a worker looks, and while none does.
     remove(&first)?;
     let gone = client.run_job(&first).await?;
-    assert_eq!((gone.state, code(&gone), gone.output.stdout.as_str()), (JobState::Failed, Some("runner_interrupted"), heard[0].as_str()));
+    assert_eq!(
+        (gone.state, code(&gone), gone.output.stdout.as_str()),
+        (
+            JobState::Failed,
+            Some("runner_interrupted"),
+            heard[0].as_str()
+        )
+    );
     worker.kill()?;
     remove(&second)?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let gone = client.run_job(&second).await?;
-    assert_eq!((gone.state, code(&gone), gone.output.stdout.as_str()), (JobState::Failed, Some("runner_interrupted"), heard[1].as_str()));
+    assert_eq!(
+        (gone.state, code(&gone), gone.output.stdout.as_str()),
+        (
+            JobState::Failed,
+            Some("runner_interrupted"),
+            heard[1].as_str()
+        )
+    );
     no_container(&world).await?;
-    eventually("no workspace is left", LONG, async || Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0)).await
+    eventually("no workspace is left", LONG, async || {
+        Ok(fs_err::read_dir(world.state_dir().join("worker/workspaces"))?.count() == 0)
+    })
+    .await
 }
 
 #[tokio::test]
-async fn a_worker_that_does_not_know_that_its_command_was_started_finds_it_and_starts_no_other() -> Result<()> {
+async fn a_worker_that_does_not_know_that_its_command_was_started_finds_it_and_starts_no_other()
+-> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let request = job("echo x >> begun; sleep 5; wc -l < begun");
     started(&worker.client()?, &request).await?;
     worker.kill()?;
-    let session = fs_err::read_dir(world.state_dir().join("worker/sessions"))?.next().context("a sandbox")??.path();
+    let session = fs_err::read_dir(world.state_dir().join("worker/sessions"))?
+        .next()
+        .context("a sandbox")??
+        .path();
     fs_err::write(session.join("execs/log"), "")?;
     worker = world.worker(&Options::default()).await?;
     let done = worker.client()?.run_job(&request).await?;
-    assert_eq!((done.state, done.output.stdout.as_str()), (JobState::Completed, "1\n"), "{done:?}");
+    assert_eq!(
+        (done.state, done.output.stdout.as_str()),
+        (JobState::Completed, "1\n"),
+        "{done:?}"
+    );
     Ok(())
 }
 
@@ -199,24 +296,40 @@ async fn a_job_whose_record_can_not_be_read_is_not_run_again() -> Result<()> {
     let request = job("exec sleep 999");
     started(&worker.client()?, &request).await?;
     worker.kill()?;
-    let record = world.state_dir().join(format!("worker/jobs/{}.json", request.job_id));
+    let record = world
+        .state_dir()
+        .join(format!("worker/jobs/{}.json", request.job_id));
     fs_err::write(&record, "{")?;
     let worker = world.worker(&Options::default()).await?;
-    let refused = worker.client()?.run_job(&request).await.expect_err("its record is gone");
-    assert!(refused.is(ErrorCode::JobIdInUse) && refused.to_string().contains("unreadable"), "{refused}");
-    assert!(record.with_extension("unreadable").is_file(), "a person can look at it");
+    let refused = worker
+        .client()?
+        .run_job(&request)
+        .await
+        .expect_err("its record is gone");
+    assert!(
+        refused.is(ErrorCode::JobIdInUse) && refused.to_string().contains("unreadable"),
+        "{refused}"
+    );
+    assert!(
+        record.with_extension("unreadable").is_file(),
+        "a person can look at it"
+    );
     no_container(&world).await
 }
 
 #[tokio::test]
-async fn a_node_that_is_told_to_stop_cancels_its_jobs_and_keeps_what_is_not_acknowledged() -> Result<()> {
+async fn a_node_that_is_told_to_stop_cancels_its_jobs_and_keeps_what_is_not_acknowledged()
+-> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let done = client.run_job(&job("echo kept; exit 4")).await?;
     let running = job("trap 'echo bye; exit 0' TERM; echo begun; while :; do sleep 0.1; done");
     started(&client, &running).await?;
-    eventually("its trap is set", LONG, async || Ok(!said(&client, &running).await.is_empty())).await?;
+    eventually("its trap is set", LONG, async || {
+        Ok(!said(&client, &running).await.is_empty())
+    })
+    .await?;
     let waiting = tokio::spawn({
         let (client, running) = (client.clone(), running.clone());
         async move { client.run_job(&running).await }
@@ -225,16 +338,36 @@ async fn a_node_that_is_told_to_stop_cancels_its_jobs_and_keeps_what_is_not_ackn
     client.run_job_async(&starting).await?;
     worker.shut_down().await?;
     world.assert_clean().await?;
-    assert!(waiting.await?.is_err(), "whoever waits is told that the worker stops");
+    assert!(
+        waiting.await?.is_err(),
+        "whoever waits is told that the worker stops"
+    );
 
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     assert_eq!(client.job(done.job_id).await?, done);
-    assert_eq!(client.job_output(done.job_id, &OutputQuery::default()).await?.chunks.len(), 1);
+    assert_eq!(
+        client
+            .job_output(done.job_id, &OutputQuery::default())
+            .await?
+            .chunks
+            .len(),
+        1
+    );
     let stopped = client.run_job(&running).await?;
-    assert_eq!((stopped.state, code(&stopped), stopped.output.stdout.as_str()), (JobState::Canceled, Some("node_stopped"), "begun\nbye\n"));
+    assert_eq!(
+        (
+            stopped.state,
+            code(&stopped),
+            stopped.output.stdout.as_str()
+        ),
+        (JobState::Canceled, Some("node_stopped"), "begun\nbye\n")
+    );
     let stopped = client.job(starting.job_id).await?;
-    assert_eq!((stopped.state, code(&stopped)), (JobState::Canceled, Some("node_stopped")));
+    assert_eq!(
+        (stopped.state, code(&stopped)),
+        (JobState::Canceled, Some("node_stopped"))
+    );
     worker.shut_down().await?;
     world.assert_clean().await
 }

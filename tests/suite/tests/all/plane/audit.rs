@@ -13,7 +13,9 @@ mod truncation;
 use std::time::Duration;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use cynode_api::{AuditKind, AuditRecord, AuditVerdict, AuditVerifyLine, CALL_HEADER, TaskCreate, event_limits};
+use cynode_api::{
+    AuditKind, AuditRecord, AuditVerdict, AuditVerifyLine, CALL_HEADER, TaskCreate, event_limits,
+};
 use cynode_client::{AuditFilter, UserClient};
 use cynode_tests::{Answer, Plane, RunningOrchestrator, eventually, hex};
 use http::Method;
@@ -38,7 +40,10 @@ async fn verdict(client: &UserClient) -> Result<AuditVerdict> {
 /// Fails unless nothing was changed.
 pub(super) async fn intact(client: &UserClient) -> Result<AuditVerdict> {
     let verdict = verdict(client).await?;
-    ensure!(verdict.intact && verdict.problems.is_empty(), "{verdict:#?}");
+    ensure!(
+        verdict.intact && verdict.problems.is_empty(),
+        "{verdict:#?}"
+    );
     Ok(verdict)
 }
 
@@ -57,7 +62,14 @@ pub(super) async fn records(client: &UserClient, filter: &AuditFilter) -> Result
 }
 
 async fn of_action(client: &UserClient, action: &str) -> Result<Vec<AuditRecord>> {
-    records(client, &AuditFilter { action: Some(action.to_owned()), ..Default::default() }).await
+    records(
+        client,
+        &AuditFilter {
+            action: Some(action.to_owned()),
+            ..Default::default()
+        },
+    )
+    .await
 }
 
 /// What the trail tells of a call.
@@ -69,7 +81,14 @@ struct Told {
 
 /// One intent and one outcome, in this order, of the same thing by the same caller.
 async fn told(client: &UserClient, call_id: &str) -> Result<Told> {
-    let found = records(client, &AuditFilter { call: Some(call_id.to_owned()), ..Default::default() }).await?;
+    let found = records(
+        client,
+        &AuditFilter {
+            call: Some(call_id.to_owned()),
+            ..Default::default()
+        },
+    )
+    .await?;
     let (mut intents, mut outcomes) = (Vec::new(), Vec::new());
     for record in found {
         match record.body.kind {
@@ -78,13 +97,22 @@ async fn told(client: &UserClient, call_id: &str) -> Result<Told> {
             _ => {}
         }
     }
-    let (Ok([intent]), Ok([outcome])) = (<[_; 1]>::try_from(intents), <[_; 1]>::try_from(outcomes)) else {
+    let (Ok([intent]), Ok([outcome])) = (<[_; 1]>::try_from(intents), <[_; 1]>::try_from(outcomes))
+    else {
         bail!("call {call_id} has not one intent and one outcome");
     };
     ensure!(intent.cursor < outcome.cursor, "{intent:?} {outcome:?}");
     let about = |record: &AuditRecord| {
         let body = &record.body;
-        json!([body.action, body.subject, body.session_id, body.task_id, body.job_id, body.exec_id, body.resource])
+        json!([
+            body.action,
+            body.subject,
+            body.session_id,
+            body.task_id,
+            body.job_id,
+            body.exec_id,
+            body.resource
+        ])
     };
     ensure!(about(&intent) == about(&outcome), "{intent:?} {outcome:?}");
     Ok(Told { intent, outcome })
@@ -93,7 +121,10 @@ async fn told(client: &UserClient, call_id: &str) -> Result<Told> {
 /// The call that an answer is to.
 fn call_of(answer: &Answer) -> Result<String> {
     let call_id = answer.header(CALL_HEADER);
-    ensure!(!call_id.is_empty(), "the answer does not name its call: {answer:?}");
+    ensure!(
+        !call_id.is_empty(),
+        "the answer does not name its call: {answer:?}"
+    );
     Ok(call_id.to_owned())
 }
 
@@ -101,26 +132,49 @@ fn call_of(answer: &Answer) -> Result<String> {
 async fn call(client: &UserClient, request: RequestBuilder) -> Result<(Answer, Told)> {
     let answer = Answer::of(request).await?;
     let told = told(client, &call_of(&answer)?).await?;
-    ensure!(told.outcome.body.status == Some(answer.status), "{}: {told:?}", answer.status);
+    ensure!(
+        told.outcome.body.status == Some(answer.status),
+        "{}: {told:?}",
+        answer.status
+    );
     Ok((answer, told))
 }
 
 /// The same, when it must be done.
 async fn done(client: &UserClient, request: RequestBuilder) -> Result<(Answer, Told)> {
     let (answer, told) = call(client, request).await?;
-    ensure!((200..300).contains(&answer.status), "{}: {}", answer.status, String::from_utf8_lossy(&answer.body));
-    ensure!(told.outcome.body.result == Some(cynode_api::AuditResult::Done), "{told:?}");
+    ensure!(
+        (200..300).contains(&answer.status),
+        "{}: {}",
+        answer.status,
+        String::from_utf8_lossy(&answer.body)
+    );
+    ensure!(
+        told.outcome.body.result == Some(cynode_api::AuditResult::Done),
+        "{told:?}"
+    );
     Ok((answer, told))
 }
 
 fn body(answer: &Answer) -> Result<Value> {
-    serde_json::from_slice(&answer.body).with_context(|| String::from_utf8_lossy(&answer.body).into_owned())
+    serde_json::from_slice(&answer.body)
+        .with_context(|| String::from_utf8_lossy(&answer.body).into_owned())
 }
 
 /// A request to an orchestrator that stands alone.
-fn request(orchestrator: &RunningOrchestrator, token: &str, method: Method, path: &str) -> Result<RequestBuilder> {
-    let http = reqwest::Client::builder().no_proxy().timeout(PATIENCE).build()?;
-    Ok(http.request(method, format!("{}{path}", orchestrator.url()?)).bearer_auth(token))
+fn request(
+    orchestrator: &RunningOrchestrator,
+    token: &str,
+    method: Method,
+    path: &str,
+) -> Result<RequestBuilder> {
+    let http = reqwest::Client::builder()
+        .no_proxy()
+        .timeout(PATIENCE)
+        .build()?;
+    Ok(http
+        .request(method, format!("{}{path}", orchestrator.url()?))
+        .bearer_auth(token))
 }
 
 fn sha256(bytes: impl AsRef<[u8]>) -> String {
@@ -130,9 +184,13 @@ fn sha256(bytes: impl AsRef<[u8]>) -> String {
 /// Waits until all that was written is signed, in the database and in the file outside it. Nobody may call meanwhile.
 async fn signed(plane: &Plane, orchestrator: &RunningOrchestrator) -> Result<()> {
     let unsigned = "select count(*) from audit_streams s left join audit_signed g on g.stream = s.stream where s.seq > coalesce(g.seq, 0)";
-    let file = orchestrator.state_dir().join("orchestrator/audit-checkpoints.jsonl");
+    let file = orchestrator
+        .state_dir()
+        .join("orchestrator/audit-checkpoints.jsonl");
     eventually("all that was written is signed", PATIENCE, async || {
-        let newest = plane.postgres.ask("select line from audit_checkpoints order by number desc limit 1")?;
+        let newest = plane
+            .postgres
+            .ask("select line from audit_checkpoints order by number desc limit 1")?;
         let outside = fs_err::read_to_string(&file).unwrap_or_default();
         Ok(plane.postgres.ask(unsigned)? == "0" && outside.lines().last() == Some(newest.as_str()))
     })
@@ -143,7 +201,12 @@ async fn signed(plane: &Plane, orchestrator: &RunningOrchestrator) -> Result<()>
 async fn tasks(plane: &Plane, orchestrator: &RunningOrchestrator, count: usize) -> Result<()> {
     let client = orchestrator.client()?;
     for number in 0..count {
-        client.create_task(&TaskCreate { name: format!("task {number}"), ..Default::default() }).await?;
+        client
+            .create_task(&TaskCreate {
+                name: format!("task {number}"),
+                ..Default::default()
+            })
+            .await?;
     }
     signed(plane, orchestrator).await
 }

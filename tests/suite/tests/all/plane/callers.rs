@@ -21,7 +21,13 @@ struct Row {
 }
 
 const fn row(route: &'static str, body: Option<fn() -> Value>, person: u16, admin: u16) -> Row {
-    Row { route, body, person, admin, agent: 403 }
+    Row {
+        route,
+        body,
+        person,
+        admin,
+        agent: 403,
+    }
 }
 
 fn rows() -> Vec<Row> {
@@ -35,23 +41,53 @@ fn rows() -> Vec<Row> {
         row("GET /v1/tasks", None, 200, 200),
         row("GET /v1/tasks/{id}", None, 404, 404),
         row("PATCH /v1/tasks/{id}", empty, 404, 404),
-        row("POST /v1/users", Some(|| json!({"name": uuid_name()})), 403, 201),
+        row(
+            "POST /v1/users",
+            Some(|| json!({"name": uuid_name()})),
+            403,
+            201,
+        ),
         row("GET /v1/users", None, 200, 200),
         row("GET /v1/users/{id}", None, 404, 404),
-        row("POST /v1/groups", Some(|| json!({"name": uuid_name()})), 403, 201),
+        row(
+            "POST /v1/groups",
+            Some(|| json!({"name": uuid_name()})),
+            403,
+            201,
+        ),
         row("GET /v1/groups", None, 200, 200),
         row("GET /v1/groups/{id}", None, 404, 404),
-        row("POST /v1/tokens", Some(|| json!({"kind": "user"})), 201, 201),
+        row(
+            "POST /v1/tokens",
+            Some(|| json!({"kind": "user"})),
+            201,
+            201,
+        ),
         row("GET /v1/tokens", None, 200, 200),
         row("GET /v1/tokens/{id}", None, 404, 404),
         row("DELETE /v1/tokens/{id}", None, 404, 404),
         row("GET /v1/settings", None, 200, 200),
         row("GET /v1/settings/{key}", None, 404, 404),
-        row("PUT /v1/settings/{key}", Some(|| json!({"value": 1})), 403, 200),
+        row(
+            "PUT /v1/settings/{key}",
+            Some(|| json!({"value": 1})),
+            403,
+            200,
+        ),
         row("GET /v1/preferences", None, 200, 200),
         row("GET /v1/preferences/{scope}/{scope_id}", None, 200, 200),
-        row("PUT /v1/preferences/{scope}/{scope_id}/{key}", Some(|| json!({"value": 1})), 403, 200),
-        row("POST /v1/images", Some(|| json!({"image_ref": format!("localhost/{}:x", uuid_name())})), 403, 201),
+        row(
+            "PUT /v1/preferences/{scope}/{scope_id}/{key}",
+            Some(|| json!({"value": 1})),
+            403,
+            200,
+        ),
+        row(
+            "POST /v1/images",
+            Some(|| json!({"image_ref": format!("localhost/{}:x", uuid_name())})),
+            403,
+            201,
+        ),
         row("GET /v1/images", None, 200, 200),
         row("GET /v1/images/{id}", None, 404, 404),
         row("PATCH /v1/images/{id}", empty, 403, 404),
@@ -60,16 +96,34 @@ fn rows() -> Vec<Row> {
         row("POST /v1/nodes/{id}/drain", empty, 403, 404),
         row("POST /v1/nodes/keys", empty, 403, 201),
         row("GET /v1/policies", None, 403, 200),
-        row("POST /v1/policies:test", Some(|| json!({"action": "task.list"})), 403, 200),
+        row(
+            "POST /v1/policies:test",
+            Some(|| json!({"action": "task.list"})),
+            403,
+            200,
+        ),
         row("GET /v1/policies/{id}", None, 403, 404),
         row("DELETE /v1/policies/{id}", None, 403, 404),
-        row("PUT /v1/policies/{id}", Some(|| json!({"text": ""})), 403, 200),
+        row(
+            "PUT /v1/policies/{id}",
+            Some(|| json!({"text": ""})),
+            403,
+            200,
+        ),
         row("GET /v1/audit", None, 403, 200),
         row("GET /v1/audit/checkpoints", None, 403, 200),
         row("GET /v1/audit/verify", None, 403, 200),
-        Row { agent: 200, ..row("GET /v1/events", None, 200, 200) },
+        Row {
+            agent: 200,
+            ..row("GET /v1/events", None, 200, 200)
+        },
         // Allowed to ask; no image is allowed.
-        row("POST /v1/jobs", Some(|| json!({"command": ["true"]})), 403, 403),
+        row(
+            "POST /v1/jobs",
+            Some(|| json!({"command": ["true"]})),
+            403,
+            403,
+        ),
         row("GET /v1/jobs", None, 200, 200),
         row("GET /v1/jobs/{id}", None, 404, 404),
         row("POST /v1/jobs/{id}/stop", None, 404, 404),
@@ -82,10 +136,28 @@ fn rows() -> Vec<Row> {
         row("POST /v1/sessions", empty, 403, 403),
         row("GET /v1/sessions", None, 200, 200),
         row("PATCH /v1/sessions/{id}", empty, 404, 404),
-        row("POST /v1/sessions/{id}/export", Some(|| json!({"format": "tar"})), 404, 404),
+        row(
+            "POST /v1/sessions/{id}/export",
+            Some(|| json!({"format": "tar"})),
+            404,
+            404,
+        ),
     ];
-    for route in ["GET /v1/sessions/{id}", "POST /v1/sessions/{id}/end", "POST /v1/sessions/{id}/resume"] {
-        rows.push(row(route, if route.starts_with("GET") { None } else { empty }, 404, 404));
+    for route in [
+        "GET /v1/sessions/{id}",
+        "POST /v1/sessions/{id}/end",
+        "POST /v1/sessions/{id}/resume",
+    ] {
+        rows.push(row(
+            route,
+            if route.starts_with("GET") {
+                None
+            } else {
+                empty
+            },
+            404,
+            404,
+        ));
     }
     // Passed on to a node, if there is such a session.
     for route in [
@@ -133,20 +205,42 @@ async fn every_route_lets_in_whom_it_should_and_nobody_else() -> Result<()> {
     let rows = rows();
     let listed: BTreeSet<String> = rows.iter().map(|row| row.route.to_owned()).collect();
     let described = described()?;
-    ensure!(listed == described, "without a row: {:?}; without a route: {:?}", described.difference(&listed), listed.difference(&described));
+    ensure!(
+        listed == described,
+        "without a row: {:?}; without a route: {:?}",
+        described.difference(&listed),
+        listed.difference(&described)
+    );
 
     let plane = Plane::new().await?;
     let orchestrator = plane.orchestrator("", &[]).await?;
     let client = orchestrator.client()?;
     let url = orchestrator.url()?;
-    let http = reqwest::Client::builder().no_proxy().timeout(std::time::Duration::from_secs(30)).build()?;
+    let http = reqwest::Client::builder()
+        .no_proxy()
+        .timeout(std::time::Duration::from_secs(30))
+        .build()?;
     let admin = orchestrator.token()?;
     let post = async |path: &str, body: Value| -> Result<Value> {
-        let answer = http.post(format!("{url}{path}")).bearer_auth(&admin).json(&body).send().await?;
-        ensure!(answer.status().is_success(), "{path}: {}", answer.text().await?);
+        let answer = http
+            .post(format!("{url}{path}"))
+            .bearer_auth(&admin)
+            .json(&body)
+            .send()
+            .await?;
+        ensure!(
+            answer.status().is_success(),
+            "{path}: {}",
+            answer.text().await?
+        );
         Ok(answer.json().await?)
     };
-    let task = client.create_task(&TaskCreate { name: "t".to_owned(), ..Default::default() }).await?;
+    let task = client
+        .create_task(&TaskCreate {
+            name: "t".to_owned(),
+            ..Default::default()
+        })
+        .await?;
     post("/v1/users", json!({"name": "ann"})).await?;
     let token = async |kind: TokenKind, tasks: bool| -> Result<String> {
         let request = TokenCreate {
@@ -162,7 +256,10 @@ async fn every_route_lets_in_whom_it_should_and_nobody_else() -> Result<()> {
         Ok(client.create_token(&request).await?.token)
     };
     let person = token(TokenKind::User, false).await?;
-    let (manager, analyst) = (token(TokenKind::ProjectManager, true).await?, token(TokenKind::ProjectAnalyst, true).await?);
+    let (manager, analyst) = (
+        token(TokenKind::ProjectManager, true).await?,
+        token(TokenKind::ProjectAnalyst, true).await?,
+    );
     let revoked = client
         .create_token(&TokenCreate {
             version: None,
@@ -188,7 +285,11 @@ async fn every_route_lets_in_whom_it_should_and_nobody_else() -> Result<()> {
             .replace("{scope_id}", SOME_ID)
             .replace("{key}", "some.key")
             .replace("{path}", "a/b");
-        let path = if row.route == "GET /v1/artifacts" { format!("{path}?task_id={SOME_ID}") } else { path };
+        let path = if row.route == "GET /v1/artifacts" {
+            format!("{path}?task_id={SOME_ID}")
+        } else {
+            path
+        };
         let callers = [
             (None, 401),
             (Some(&revoked.token), 401),
@@ -208,7 +309,10 @@ async fn every_route_lets_in_whom_it_should_and_nobody_else() -> Result<()> {
             let answer = request.send().await?;
             let status = answer.status().as_u16();
             if status != expected {
-                wrong.insert(format!("{} by caller {number}", row.route), format!("{status} instead of {expected}: {}", answer.text().await?));
+                wrong.insert(
+                    format!("{} by caller {number}", row.route),
+                    format!("{status} instead of {expected}: {}", answer.text().await?),
+                );
             }
         }
     }
@@ -224,13 +328,24 @@ async fn no_path_leads_from_ones_own_session_to_anothers() -> Result<()> {
     let orchestrator = plane.orchestrator("", &[]).await?;
     let address = orchestrator.url()?.trim_start_matches("http://").to_owned();
     let token = orchestrator.token()?;
-    for step in ["..\\..\\x", "%2e%2e%5c%2e%2e", "..%2f..%2fx", "%2e%2e", ".."] {
+    for step in [
+        "..\\..\\x",
+        "%2e%2e%5c%2e%2e",
+        "..%2f..%2fx",
+        "%2e%2e",
+        "..",
+    ] {
         let mut stream = tokio::net::TcpStream::connect(&address).await?;
-        let request = format!("GET /v1/sessions/{SOME_ID}/execs/{step} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n\r\n");
+        let request = format!(
+            "GET /v1/sessions/{SOME_ID}/execs/{step} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nConnection: close\r\n\r\n"
+        );
         stream.write_all(request.as_bytes()).await?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await?;
-        ensure!(answer.starts_with("HTTP/1.1 404") && answer.contains("exec_not_found"), "{step}: {answer}");
+        ensure!(
+            answer.starts_with("HTTP/1.1 404") && answer.contains("exec_not_found"),
+            "{step}: {answer}"
+        );
     }
     Ok(())
 }
@@ -243,14 +358,23 @@ async fn a_call_that_takes_no_body_does_not_wait_for_one() -> Result<()> {
     let orchestrator = plane.orchestrator("", &[]).await?;
     let address = orchestrator.url()?.trim_start_matches("http://").to_owned();
     let token = orchestrator.token()?;
-    for (request, status) in [("GET /v1/tasks".to_owned(), 200), (format!("DELETE /v1/tokens/{SOME_ID}"), 404), (format!("POST /v1/jobs/{SOME_ID}/stop"), 404)]
-    {
+    for (request, status) in [
+        ("GET /v1/tasks".to_owned(), 200),
+        (format!("DELETE /v1/tokens/{SOME_ID}"), 404),
+        (format!("POST /v1/jobs/{SOME_ID}/stop"), 404),
+    ] {
         let mut stream = tokio::net::TcpStream::connect(&address).await?;
-        let head = format!("{request} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 9\r\nConnection: close\r\n\r\nnot yet,");
+        let head = format!(
+            "{request} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: 9\r\nConnection: close\r\n\r\nnot yet,"
+        );
         stream.write_all(head.as_bytes()).await?;
         let expected = format!("HTTP/1.1 {status} ");
         let mut answer = vec![0; expected.len()];
-        let read = tokio::time::timeout(std::time::Duration::from_secs(10), stream.read_exact(&mut answer)).await;
+        let read = tokio::time::timeout(
+            std::time::Duration::from_secs(10),
+            stream.read_exact(&mut answer),
+        )
+        .await;
         read.with_context(|| format!("{request}: no answer"))??;
         assert_eq!(String::from_utf8_lossy(&answer), expected, "{request}");
     }

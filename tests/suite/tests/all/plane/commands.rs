@@ -18,12 +18,17 @@ impl Cli {
     async fn new() -> Result<Self> {
         let plane = Plane::new().await?;
         let orchestrator = plane.orchestrator("", &[]).await?;
-        Ok(Self { orchestrator, plane })
+        Ok(Self {
+            orchestrator,
+            plane,
+        })
     }
 
     fn command(&self) -> Result<std::process::Command> {
         let mut command = cynode(&self.plane.world)?;
-        command.env("CYNODE_URL", self.orchestrator.url()?).env("CYNODE_TOKEN", self.orchestrator.token()?);
+        command
+            .env("CYNODE_URL", self.orchestrator.url()?)
+            .env("CYNODE_TOKEN", self.orchestrator.token()?);
         Ok(command)
     }
 
@@ -32,7 +37,8 @@ impl Cli {
     }
 
     fn json(&self, arguments: &[&str]) -> Result<Value> {
-        self.run(&[arguments, &["--output", "json"]].concat())?.json()
+        self.run(&[arguments, &["--output", "json"]].concat())?
+            .json()
     }
 
     /// What a command prints, without the line's end.
@@ -44,26 +50,63 @@ impl Cli {
 #[tokio::test]
 async fn tasks_are_made_listed_and_shown() -> Result<()> {
     let cli = Cli::new().await?;
-    let made = cli.run(&["task", "create", "Write the report", "--description", "all of it", "--requirement", "short", "--criterion", "it is read"])?;
+    let made = cli.run(&[
+        "task",
+        "create",
+        "Write the report",
+        "--description",
+        "all of it",
+        "--requirement",
+        "short",
+        "--criterion",
+        "it is read",
+    ])?;
     let id = made.text().trim_end().to_owned();
-    assert!(made.code == Some(0) && id.parse::<cynode_api::TaskId>().is_ok() && made.stderr.contains("open"), "{made:?}");
+    assert!(
+        made.code == Some(0)
+            && id.parse::<cynode_api::TaskId>().is_ok()
+            && made.stderr.contains("open"),
+        "{made:?}"
+    );
     let shown = cli.json(&["task", "show", &id])?;
     assert_eq!(
-        (&shown["name"], &shown["requirements"], &shown["acceptance_criteria"]),
-        (&json!("Write the report"), &json!(["short"]), &json!(["it is read"]))
+        (
+            &shown["name"],
+            &shown["requirements"],
+            &shown["acceptance_criteria"]
+        ),
+        (
+            &json!("Write the report"),
+            &json!(["short"]),
+            &json!(["it is read"])
+        )
     );
     let table = cli.good(&["task", "show", &id])?;
-    assert!(table.contains("name        Write the report") && table.contains("all of it"), "{table}");
-    assert_eq!(cli.json(&["task", "list"])?["items"].as_array().map(Vec::len), Some(1));
+    assert!(
+        table.contains("name        Write the report") && table.contains("all of it"),
+        "{table}"
+    );
+    assert_eq!(
+        cli.json(&["task", "list"])?["items"]
+            .as_array()
+            .map(Vec::len),
+        Some(1)
+    );
     let table = cli.good(&["task", "list"])?;
-    assert!(table.starts_with("TASK") && table.contains(&id) && table.contains("admin"), "{table}");
+    assert!(
+        table.starts_with("TASK") && table.contains(&id) && table.contains("admin"),
+        "{table}"
+    );
     let missing = cli.run(&["task", "show", "01890000-0000-7000-8000-000000000001"])?;
     assert_eq!(missing.failure(), (64, "not_found".to_owned()));
 
     // What can't be seen, or turns what can, is shown and never sent to a terminal; as JSON it is the same text.
     let odd = "gpj.\u{202e}exe \u{200b}\u{2066}\u{feff}\u{e0041}";
     let escaped = "gpj.\\u{202e}exe \\u{200b}\\u{2066}\\u{feff}\\u{e0041}";
-    let hidden = |text: &str| text.chars().any(|c| "\u{202e}\u{200b}\u{2066}\u{feff}\u{e0041}".contains(c));
+    let hidden = |text: &str| {
+        text.chars()
+            .any(|c| "\u{202e}\u{200b}\u{2066}\u{feff}\u{e0041}".contains(c))
+    };
     let made = cli.run(&["task", "create", odd])?;
     let id = made.text().trim_end().to_owned();
     for arguments in [&["task", "list"][..], &["task", "show", &id]] {
@@ -74,7 +117,10 @@ async fn tasks_are_made_listed_and_shown() -> Result<()> {
     }
     assert_eq!(cli.json(&["task", "show", &id])?["name"], json!(odd));
     let refused = cli.run(&["setting", "get", odd])?;
-    assert!(refused.code != Some(0) && !hidden(&refused.stderr) && !hidden(&made.stderr), "{refused:?}");
+    assert!(
+        refused.code != Some(0) && !hidden(&refused.stderr) && !hidden(&made.stderr),
+        "{refused:?}"
+    );
     Ok(())
 }
 
@@ -82,8 +128,16 @@ async fn tasks_are_made_listed_and_shown() -> Result<()> {
 #[tokio::test]
 async fn images_are_added_allowed_and_denied_by_name_id_or_reference() -> Result<()> {
     let cli = Cli::new().await?;
-    let id = cli.good(&["image", "add", "registry.example/team/tools:1.2", "--description", "tools"])?;
-    let allowed = |cli: &Cli| -> Result<Value> { Ok(cli.json(&["image", "show", "tools"])?["versions"][0]["is_allowed"].clone()) };
+    let id = cli.good(&[
+        "image",
+        "add",
+        "registry.example/team/tools:1.2",
+        "--description",
+        "tools",
+    ])?;
+    let allowed = |cli: &Cli| -> Result<Value> {
+        Ok(cli.json(&["image", "show", "tools"])?["versions"][0]["is_allowed"].clone())
+    };
     assert_eq!(allowed(&cli)?, false);
     for name in ["tools", id.as_str(), "registry.example/team/tools:1.2"] {
         cli.run(&["image", "allow", name])?.good()?;
@@ -92,14 +146,40 @@ async fn images_are_added_allowed_and_denied_by_name_id_or_reference() -> Result
         assert_eq!(allowed(&cli)?, false, "{name}");
     }
     let digest = format!("sha256:{}", "ab".repeat(32));
-    cli.run(&["image", "add", "registry.example/team/tools:1.3", "--digest", &digest, "--allow"])?.good()?;
-    cli.run(&["image", "allow", "tools", "--version", "1.2"])?.good()?;
-    cli.run(&["image", "deny", "registry.example/team/tools:1.3"])?.good()?;
+    cli.run(&[
+        "image",
+        "add",
+        "registry.example/team/tools:1.3",
+        "--digest",
+        &digest,
+        "--allow",
+    ])?
+    .good()?;
+    cli.run(&["image", "allow", "tools", "--version", "1.2"])?
+        .good()?;
+    cli.run(&["image", "deny", "registry.example/team/tools:1.3"])?
+        .good()?;
     let table = cli.good(&["image", "list"])?;
-    let row = |version: &str| table.lines().find(|line| line.contains(&format!("tools:{version}"))).unwrap_or_default().to_owned();
-    assert!(row("1.2").contains("yes") && row("1.3").contains("no"), "{table}");
-    assert_eq!(cli.run(&["image", "allow", "nothing"])?.failure(), (64, "not_found".to_owned()));
-    assert_eq!(cli.run(&["image", "allow", "tools", "--version", "9"])?.failure(), (64, "not_found".to_owned()));
+    let row = |version: &str| {
+        table
+            .lines()
+            .find(|line| line.contains(&format!("tools:{version}")))
+            .unwrap_or_default()
+            .to_owned()
+    };
+    assert!(
+        row("1.2").contains("yes") && row("1.3").contains("no"),
+        "{table}"
+    );
+    assert_eq!(
+        cli.run(&["image", "allow", "nothing"])?.failure(),
+        (64, "not_found".to_owned())
+    );
+    assert_eq!(
+        cli.run(&["image", "allow", "tools", "--version", "9"])?
+            .failure(),
+        (64, "not_found".to_owned())
+    );
     Ok(())
 }
 
@@ -109,46 +189,137 @@ async fn tokens_are_shown_once_and_good_until_they_are_revoked() -> Result<()> {
     let task = cli.good(&["task", "create", "t"])?;
     let made = cli.run(&["token", "create", "--expires", "1h"])?;
     let token = made.text().trim_end().to_owned();
-    assert!(made.code == Some(0) && token.starts_with("cyn_") && made.stderr.contains("not shown again"), "{made:?}");
-    let as_other = |token: &str| run(cli.command()?.env("CYNODE_TOKEN", token).args(["task", "list"]), b"");
+    assert!(
+        made.code == Some(0)
+            && token.starts_with("cyn_")
+            && made.stderr.contains("not shown again"),
+        "{made:?}"
+    );
+    let as_other = |token: &str| {
+        run(
+            cli.command()?
+                .env("CYNODE_TOKEN", token)
+                .args(["task", "list"]),
+            b"",
+        )
+    };
     assert_eq!(as_other(&token)?.code, Some(0));
     let list = cli.good(&["token", "list"])?;
     assert!(!list.contains(&token) && list.contains("good"), "{list}");
     let tokens = cli.json(&["token", "list"])?;
-    let newest = tokens["items"].as_array().context("items")?.iter().max_by_key(|token| token["created_at"].to_string()).context("one")?["id"].clone();
+    let newest = tokens["items"]
+        .as_array()
+        .context("items")?
+        .iter()
+        .max_by_key(|token| token["created_at"].to_string())
+        .context("one")?["id"]
+        .clone();
     let newest = newest.as_str().context("an id")?;
     cli.run(&["token", "revoke", newest])?.good()?;
     assert_eq!(as_other(&token)?.failure(), (77, "unauthorized".to_owned()));
     assert!(cli.good(&["token", "list"])?.contains("revoked"));
 
     // An agent's token names what it is for, and is not a person's.
-    assert_eq!(cli.run(&["token", "create", "--kind", "project_manager"])?.failure(), (64, "invalid_request".to_owned()));
-    let agent = cli.good(&["token", "create", "--kind", "project_manager", "--task", &task])?;
+    assert_eq!(
+        cli.run(&["token", "create", "--kind", "project_manager"])?
+            .failure(),
+        (64, "invalid_request".to_owned())
+    );
+    let agent = cli.good(&[
+        "token",
+        "create",
+        "--kind",
+        "project_manager",
+        "--task",
+        &task,
+    ])?;
     assert_eq!(as_other(&agent)?.failure(), (77, "forbidden".to_owned()));
-    assert_eq!(run(cli.command()?.env("CYNODE_TOKEN", &agent).args(["event", "list"]), b"")?.code, Some(0));
+    assert_eq!(
+        run(
+            cli.command()?
+                .env("CYNODE_TOKEN", &agent)
+                .args(["event", "list"]),
+            b""
+        )?
+        .code,
+        Some(0)
+    );
     Ok(())
 }
 
 #[tokio::test]
 async fn settings_and_preferences_are_read_and_changed() -> Result<()> {
     let cli = Cli::new().await?;
-    assert_eq!(cli.good(&["setting", "get", "sandbox.default_image"])?, cynode_tests::IMAGE);
-    cli.run(&["setting", "set", "sandbox.default_image", "localhost/other:1"])?.good()?;
+    assert_eq!(
+        cli.good(&["setting", "get", "sandbox.default_image"])?,
+        cynode_tests::IMAGE
+    );
+    cli.run(&[
+        "setting",
+        "set",
+        "sandbox.default_image",
+        "localhost/other:1",
+    ])?
+    .good()?;
     let setting = cli.json(&["setting", "get", "sandbox.default_image"])?;
-    assert_eq!((&setting["value"], &setting["revision"], &setting["updated_by"]), (&json!("localhost/other:1"), &json!(2), &json!("admin")));
-    assert!(cli.good(&["setting", "list"])?.contains("localhost/other:1"));
-    assert_eq!(cli.run(&["setting", "set", "sandbox.default_image", "7"])?.failure(), (64, "invalid_request".to_owned()));
-    assert_eq!(cli.run(&["setting", "get", "nothing"])?.failure(), (64, "not_found".to_owned()));
+    assert_eq!(
+        (
+            &setting["value"],
+            &setting["revision"],
+            &setting["updated_by"]
+        ),
+        (&json!("localhost/other:1"), &json!(2), &json!("admin"))
+    );
+    assert!(
+        cli.good(&["setting", "list"])?
+            .contains("localhost/other:1")
+    );
+    assert_eq!(
+        cli.run(&["setting", "set", "sandbox.default_image", "7"])?
+            .failure(),
+        (64, "invalid_request".to_owned())
+    );
+    assert_eq!(
+        cli.run(&["setting", "get", "nothing"])?.failure(),
+        (64, "not_found".to_owned())
+    );
 
     let task = cli.good(&["task", "create", "t"])?;
     let key = "agents.sandbox_agent.additional_context";
-    cli.run(&["preference", "set", "--scope", "system", key, "for all"])?.good()?;
-    cli.run(&["preference", "set", "--scope", &format!("task:{task}"), key, "for this"])?.good()?;
-    assert_eq!((cli.good(&["preference", "get", key])?, cli.good(&["preference", "get", key, "--task", &task])?), ("for all".into(), "for this".into()));
-    assert_eq!(cli.json(&["preference", "list", "--task", &task])?["items"].as_array().map(Vec::len), Some(1));
+    cli.run(&["preference", "set", "--scope", "system", key, "for all"])?
+        .good()?;
+    cli.run(&[
+        "preference",
+        "set",
+        "--scope",
+        &format!("task:{task}"),
+        key,
+        "for this",
+    ])?
+    .good()?;
+    assert_eq!(
+        (
+            cli.good(&["preference", "get", key])?,
+            cli.good(&["preference", "get", key, "--task", &task])?
+        ),
+        ("for all".into(), "for this".into())
+    );
+    assert_eq!(
+        cli.json(&["preference", "list", "--task", &task])?["items"]
+            .as_array()
+            .map(Vec::len),
+        Some(1)
+    );
     let own = cli.good(&["preference", "list", "--scope", &format!("task:{task}")])?;
-    assert!(own.contains("for this") && own.contains(&format!("task:{task}")), "{own}");
-    assert_eq!(cli.run(&["preference", "set", "--scope", "world", key, "x"])?.failure(), (64, "usage".to_owned()));
+    assert!(
+        own.contains("for this") && own.contains(&format!("task:{task}")),
+        "{own}"
+    );
+    assert_eq!(
+        cli.run(&["preference", "set", "--scope", "world", key, "x"])?
+            .failure(),
+        (64, "usage".to_owned())
+    );
     Ok(())
 }
 
@@ -156,44 +327,138 @@ async fn settings_and_preferences_are_read_and_changed() -> Result<()> {
 async fn artifacts_go_in_and_come_out_as_they_were() -> Result<()> {
     let cli = Cli::new().await?;
     let task = cli.good(&["task", "create", "t"])?;
-    let bytes: Vec<u8> = (0..3_000_000_u32).map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()[2]).collect();
-    let (file, copy) = (cli.plane.world.directory().join("in.bin"), cli.plane.world.directory().join("out.bin"));
+    let bytes: Vec<u8> = (0..3_000_000_u32)
+        .map(|n| n.wrapping_mul(2_654_435_761).to_le_bytes()[2])
+        .collect();
+    let (file, copy) = (
+        cli.plane.world.directory().join("in.bin"),
+        cli.plane.world.directory().join("out.bin"),
+    );
     fs_err::write(&file, &bytes)?;
-    let (file, copy) = (file.to_str().context("a path")?, copy.to_str().context("a path")?);
+    let (file, copy) = (
+        file.to_str().context("a path")?,
+        copy.to_str().context("a path")?,
+    );
     let id = cli.good(&["artifact", "put", "--task", &task, file, "dir/my file"])?;
-    cli.run(&["artifact", "get", "--task", &task, "dir/my file", "--to", copy])?.good()?;
+    cli.run(&[
+        "artifact",
+        "get",
+        "--task",
+        &task,
+        "dir/my file",
+        "--to",
+        copy,
+    ])?
+    .good()?;
     assert!(fs_err::read(copy)? == bytes);
-    let second = run(cli.command()?.args(["artifact", "put", "--task", &task, "-", "dir/my file", "--type", "text/plain"]), b"second")?.good()?;
+    let second = run(
+        cli.command()?.args([
+            "artifact",
+            "put",
+            "--task",
+            &task,
+            "-",
+            "dir/my file",
+            "--type",
+            "text/plain",
+        ]),
+        b"second",
+    )?
+    .good()?;
     assert_ne!(second.trim_end(), id);
-    assert_eq!(cli.run(&["artifact", "get", "--task", &task, "dir/my file"])?.stdout, b"second");
-    assert!(cli.run(&["artifact", "get", "--task", &task, "dir/my file", "--version", "1"])?.stdout == bytes);
+    assert_eq!(
+        cli.run(&["artifact", "get", "--task", &task, "dir/my file"])?
+            .stdout,
+        b"second"
+    );
+    assert!(
+        cli.run(&[
+            "artifact",
+            "get",
+            "--task",
+            &task,
+            "dir/my file",
+            "--version",
+            "1"
+        ])?
+        .stdout
+            == bytes
+    );
     assert!(cli.run(&["artifact", "get", &id])?.stdout == bytes);
     let list = cli.json(&["artifact", "list", "--task", &task])?;
-    let versions: Vec<&Value> = list["items"].as_array().context("items")?.iter().map(|item| &item["version"]).collect();
+    let versions: Vec<&Value> = list["items"]
+        .as_array()
+        .context("items")?
+        .iter()
+        .map(|item| &item["version"])
+        .collect();
     assert_eq!(versions, [1, 2]);
     assert_eq!(list["items"][1]["media_type"], "text/plain");
-    assert_eq!(cli.run(&["artifact", "get", "--task", &task, "nothing"])?.failure(), (64, "not_found".to_owned()));
-    assert_eq!(cli.run(&["artifact", "put", "--task", &task, file, "../up"])?.failure(), (64, "usage".to_owned()));
+    assert_eq!(
+        cli.run(&["artifact", "get", "--task", &task, "nothing"])?
+            .failure(),
+        (64, "not_found".to_owned())
+    );
+    assert_eq!(
+        cli.run(&["artifact", "put", "--task", &task, file, "../up"])?
+            .failure(),
+        (64, "usage".to_owned())
+    );
     Ok(())
 }
 
 #[tokio::test]
 async fn without_a_node_jobs_wait_and_can_be_stopped() -> Result<()> {
     let cli = Cli::new().await?;
-    assert_eq!(cli.run(&["run", "--", "true"])?.failure(), (77, "image_not_allowed".to_owned()));
-    cli.run(&["image", "add", cynode_tests::IMAGE, "--allow"])?.good()?;
-    let id = cli.good(&["run", "--detach", "--env", "A=b", "--timeout", "1m", "--", "sh", "-c", "exit 3"])?;
+    assert_eq!(
+        cli.run(&["run", "--", "true"])?.failure(),
+        (77, "image_not_allowed".to_owned())
+    );
+    cli.run(&["image", "add", cynode_tests::IMAGE, "--allow"])?
+        .good()?;
+    let id = cli.good(&[
+        "run",
+        "--detach",
+        "--env",
+        "A=b",
+        "--timeout",
+        "1m",
+        "--",
+        "sh",
+        "-c",
+        "exit 3",
+    ])?;
     assert_eq!(cli.json(&["job", "show", &id])?["state"], "accepted");
-    assert!(cli.good(&["job", "list", "--state", "accepted"])?.contains(&id));
+    assert!(
+        cli.good(&["job", "list", "--state", "accepted"])?
+            .contains(&id)
+    );
     assert_eq!(cli.good(&["job", "logs", &id])?, "");
 
     // Somebody waits for another one, and the person's Ctrl-C stops it.
-    let mut waiting = cli.command()?.args(["run", "--", "true"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let mut waiting = cli
+        .command()?
+        .args(["run", "--", "true"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
     let other = || -> Result<Option<String>> {
         let jobs = cli.json(&["job", "list", "--state", "accepted"])?;
-        Ok(jobs["items"].as_array().context("items")?.iter().filter_map(|job| job["job_id"].as_str()).find(|job| *job != id).map(ToOwned::to_owned))
+        Ok(jobs["items"]
+            .as_array()
+            .context("items")?
+            .iter()
+            .filter_map(|job| job["job_id"].as_str())
+            .find(|job| *job != id)
+            .map(ToOwned::to_owned))
     };
-    cynode_tests::eventually("the job is there", std::time::Duration::from_secs(20), async || Ok(other()?.is_some())).await?;
+    cynode_tests::eventually(
+        "the job is there",
+        std::time::Duration::from_secs(20),
+        async || Ok(other()?.is_some()),
+    )
+    .await?;
     let other = other()?.context("the other job")?;
     super::stack::kill(waiting.id(), rustix::process::Signal::INT)?;
     assert_eq!(waiting.wait()?.code(), Some(130));
@@ -202,12 +467,31 @@ async fn without_a_node_jobs_wait_and_can_be_stopped() -> Result<()> {
         assert_eq!(stopped["state"], "canceled");
     }
     let events = cli.json(&["event", "list"])?;
-    let states: Vec<&str> = events["items"].as_array().context("items")?.iter().filter_map(|event| event["state"].as_str()).collect();
-    assert_eq!(states.iter().filter(|state| **state == "canceled").count(), 2, "{states:?}");
+    let states: Vec<&str> = events["items"]
+        .as_array()
+        .context("items")?
+        .iter()
+        .filter_map(|event| event["state"].as_str())
+        .collect();
+    assert_eq!(
+        states.iter().filter(|state| **state == "canceled").count(),
+        2,
+        "{states:?}"
+    );
     let after = events["items"][1]["cursor"].to_string();
-    assert_eq!(cli.json(&["event", "list", "--after", &after])?["items"].as_array().map(Vec::len), Some(states.len() - 2));
+    assert_eq!(
+        cli.json(&["event", "list", "--after", &after])?["items"]
+            .as_array()
+            .map(Vec::len),
+        Some(states.len() - 2)
+    );
 
-    let mut follower = cli.command()?.args(["event", "follow", "--output", "json"]).stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
+    let mut follower = cli
+        .command()?
+        .args(["event", "follow", "--output", "json"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()?;
     let mut lines = std::io::BufReader::new(follower.stdout.take().context("stdout")?).lines();
     for state in states {
         let event: Value = serde_json::from_str(&lines.next().context("a line")??)?;
@@ -223,7 +507,10 @@ async fn nodes_are_registered_by_keys_that_are_shown_once() -> Result<()> {
     let cli = Cli::new().await?;
     assert_eq!(cli.json(&["node", "list"])?["items"], json!([]));
     let key = cli.run(&["node", "key", "create"])?;
-    assert!(key.text().starts_with("cyn_") && key.stderr.contains("one node"), "{key:?}");
+    assert!(
+        key.text().starts_with("cyn_") && key.stderr.contains("one node"),
+        "{key:?}"
+    );
     assert!(cli.json(&["node", "key", "create", "--reusable"])?["psk"].is_string());
     for arguments in [["node", "show", "nobody"], ["node", "drain", "nobody"]] {
         assert_eq!(cli.run(&arguments)?.failure(), (64, "not_found".to_owned()));
@@ -235,15 +522,42 @@ async fn nodes_are_registered_by_keys_that_are_shown_once() -> Result<()> {
     });
     let client = reqwest::Client::builder().no_proxy().build()?;
     let url = format!("{}/v1/nodes/register", cli.orchestrator.control_url()?);
-    assert_eq!(client.post(&url).json(&register).send().await?.status().as_u16(), 201);
-    assert_eq!(client.post(&url).json(&register).send().await?.status().as_u16(), 401, "the key was good for one");
+    assert_eq!(
+        client
+            .post(&url)
+            .json(&register)
+            .send()
+            .await?
+            .status()
+            .as_u16(),
+        201
+    );
+    assert_eq!(
+        client
+            .post(&url)
+            .json(&register)
+            .send()
+            .await?
+            .status()
+            .as_u16(),
+        401,
+        "the key was good for one"
+    );
     let list = cli.good(&["node", "list"])?;
     assert!(list.contains("one") && list.contains("0/3"), "{list}");
     // It says that it is there, and nobody answers at its address.
     let seen = async || Ok(cli.json(&["node", "show", "one"])?["state"] == "unreachable");
-    cynode_tests::eventually("the node is shown as unreachable", std::time::Duration::from_secs(20), seen).await?;
+    cynode_tests::eventually(
+        "the node is shown as unreachable",
+        std::time::Duration::from_secs(20),
+        seen,
+    )
+    .await?;
     let reason = cli.json(&["node", "show", "one"])?["reason"].to_string();
-    assert!(reason.contains("can't call it") && reason.contains("refused"), "{reason}");
+    assert!(
+        reason.contains("can't call it") && reason.contains("refused"),
+        "{reason}"
+    );
     cli.run(&["node", "drain", "one"])?.good()?;
     assert_eq!(cli.json(&["node", "show", "one"])?["state"], "draining");
     cli.run(&["node", "drain", "one", "--undo"])?.good()?;
@@ -257,9 +571,17 @@ async fn an_orchestrator_is_told_from_a_worker_by_whoever_names_it() -> Result<(
     // Without files of a running CyNode, by the environment alone.
     assert_eq!(cli.json(&["session", "list"])?["items"], json!([]));
     let status = cli.json(&["status"])?;
-    assert_eq!((&status["ready"], &status["roles"][0]["role"]), (&json!(true), &json!("orchestrator")));
+    assert_eq!(
+        (&status["ready"], &status["roles"][0]["role"]),
+        (&json!(true), &json!("orchestrator"))
+    );
     // The task of a session is the server's to make: one that nobody knows is refused.
-    let unknown = cli.run(&["session", "create", "--task", "01890000-0000-7000-8000-000000000001"])?;
+    let unknown = cli.run(&[
+        "session",
+        "create",
+        "--task",
+        "01890000-0000-7000-8000-000000000001",
+    ])?;
     assert_eq!(unknown.failure(), (64, "not_found".to_owned()));
     Ok(())
 }
@@ -269,34 +591,82 @@ async fn an_image_that_no_node_has_reported_is_awaited() -> Result<()> {
     let cli = Cli::new().await?;
     let unknown = cli.run(&["session", "create"])?;
     assert_eq!(unknown.failure(), (77, "image_not_allowed".to_owned()));
-    assert!(unknown.stderr.contains(&format!("cynode image add --allow {}", cynode_tests::IMAGE)), "{unknown:?}");
+    assert!(
+        unknown
+            .stderr
+            .contains(&format!("cynode image add --allow {}", cynode_tests::IMAGE)),
+        "{unknown:?}"
+    );
     let added = cli.run(&["image", "add", cynode_tests::IMAGE, "--allow"])?;
-    assert!(added.code == Some(0) && added.stderr.contains("is allowed; awaiting a node that has it"), "{added:?}");
+    assert!(
+        added.code == Some(0)
+            && added
+                .stderr
+                .contains("is allowed; awaiting a node that has it"),
+        "{added:?}"
+    );
     let version = |shown: &Value| shown["versions"][0].clone();
     let shown = version(&cli.json(&["image", "show", cynode_tests::IMAGE])?);
-    assert_eq!((&shown["state"], &shown["capabilities"]), (&json!("awaiting_node"), &json!({})));
+    assert_eq!(
+        (&shown["state"], &shown["capabilities"]),
+        (&json!("awaiting_node"), &json!({}))
+    );
     assert!(cli.good(&["image", "list"])?.contains("awaiting_node"));
     let nowhere = cli.run(&["session", "create"])?;
-    assert_eq!(nowhere.failure(), (69, "image_pending".to_owned()), "no node has said yet what it is");
+    assert_eq!(
+        nowhere.failure(),
+        (69, "image_pending".to_owned()),
+        "no node has said yet what it is"
+    );
     assert!(nowhere.stderr.contains("cynode image show"), "{nowhere:?}");
     // A rule that asks what it is good for can't be decided yet either; one that forbids it in any case can.
-    let narrow =
-        "@id(\"agents\")\nforbid (principal, action == CyNode::Action::\"image.use\", resource is CyNode::Image) unless { resource.agent_compatible };";
-    run(cli.command()?.args(["policy", "put", "narrow", "-"]), narrow.as_bytes())?.good()?;
-    let undecided = async || Ok(cli.run(&["run", "--detach", "--", "true"])?.failure() == (69, "image_pending".to_owned()));
-    cynode_tests::eventually("the rule counts", std::time::Duration::from_secs(20), undecided).await?;
+    let narrow = "@id(\"agents\")\nforbid (principal, action == CyNode::Action::\"image.use\", resource is CyNode::Image) unless { resource.agent_compatible };";
+    run(
+        cli.command()?.args(["policy", "put", "narrow", "-"]),
+        narrow.as_bytes(),
+    )?
+    .good()?;
+    let undecided = async || {
+        Ok(cli.run(&["run", "--detach", "--", "true"])?.failure()
+            == (69, "image_pending".to_owned()))
+    };
+    cynode_tests::eventually(
+        "the rule counts",
+        std::time::Duration::from_secs(20),
+        undecided,
+    )
+    .await?;
     let none = "@id(\"none\")\nforbid (principal, action == CyNode::Action::\"image.use\", resource is CyNode::Image);";
-    run(cli.command()?.args(["policy", "put", "narrow", "-"]), none.as_bytes())?.good()?;
-    let denied = async || Ok(cli.run(&["session", "create"])?.failure() == (77, "denied_by_policy".to_owned()));
-    cynode_tests::eventually("the rule counts", std::time::Duration::from_secs(20), denied).await?;
+    run(
+        cli.command()?.args(["policy", "put", "narrow", "-"]),
+        none.as_bytes(),
+    )?
+    .good()?;
+    let denied = async || {
+        Ok(cli.run(&["session", "create"])?.failure() == (77, "denied_by_policy".to_owned()))
+    };
+    cynode_tests::eventually(
+        "the rule counts",
+        std::time::Duration::from_secs(20),
+        denied,
+    )
+    .await?;
 
     // To add it once more pins it anew, and leaves it allowed.
     let digest = format!("sha256:{}", "ab".repeat(32));
-    cli.run(&["image", "add", cynode_tests::IMAGE, "--digest", &digest])?.good()?;
+    cli.run(&["image", "add", cynode_tests::IMAGE, "--digest", &digest])?
+        .good()?;
     let again = version(&cli.json(&["image", "show", cynode_tests::IMAGE])?);
-    assert_eq!((&again["image_digest"], &again["is_allowed"], &again["id"]), (&json!(digest), &json!(true), &shown["id"]));
+    assert_eq!(
+        (&again["image_digest"], &again["is_allowed"], &again["id"]),
+        (&json!(digest), &json!(true), &shown["id"])
+    );
     // The same version by another reference is another image.
-    let other = cli.run(&["image", "add", "registry.example/cynode/test-busybox:latest"])?;
+    let other = cli.run(&[
+        "image",
+        "add",
+        "registry.example/cynode/test-busybox:latest",
+    ])?;
     assert_eq!(other.failure(), (64, "already_exists".to_owned()));
     Ok(())
 }
@@ -304,8 +674,20 @@ async fn an_image_that_no_node_has_reported_is_awaited() -> Result<()> {
 #[tokio::test]
 async fn a_wrong_token_and_a_wrong_address_are_told_by_their_cause() -> Result<()> {
     let cli = Cli::new().await?;
-    let at = |url: &str, token: &str, arguments: &[&str]| run(cli.command()?.env("CYNODE_URL", url).env("CYNODE_TOKEN", token).args(arguments), b"");
-    let (url, control, token) = (cli.orchestrator.url()?, cli.orchestrator.control_url()?, cli.orchestrator.token()?);
+    let at = |url: &str, token: &str, arguments: &[&str]| {
+        run(
+            cli.command()?
+                .env("CYNODE_URL", url)
+                .env("CYNODE_TOKEN", token)
+                .args(arguments),
+            b"",
+        )
+    };
+    let (url, control, token) = (
+        cli.orchestrator.url()?,
+        cli.orchestrator.control_url()?,
+        cli.orchestrator.token()?,
+    );
     let free = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?;
     // As PostgreSQL does when it is greeted by something else.
     let foreign = std::net::TcpListener::bind("127.0.0.1:0")?;
@@ -314,23 +696,73 @@ async fn a_wrong_token_and_a_wrong_address_are_told_by_their_cause() -> Result<(
     let commands: [&[&str]; 3] = [&["task", "list"], &["session", "list"], &["image", "list"]];
     for arguments in commands {
         for (address, token, failure, words) in [
-            (url.as_str(), "cyn_wrong", (77, "unauthorized"), ["CYNODE_TOKEN is mistyped, expired, revoked", "cynode token create"]),
-            (control.trim(), &token, (64, "not_found"), ["is an orchestrator's port for nodes", "Check CYNODE_URL"]),
-            (&format!("http://{free}"), &token, (69, "unreachable"), ["Nothing listens there", "Check CYNODE_URL"]),
-            (&foreign_url, &token, (69, "unreachable"), ["does not speak plain HTTP", "Check CYNODE_URL"]),
-            (&url.replace("http:", "https:"), &token, (69, "unreachable"), ["does not speak TLS", "http://"]),
+            (
+                url.as_str(),
+                "cyn_wrong",
+                (77, "unauthorized"),
+                [
+                    "CYNODE_TOKEN is mistyped, expired, revoked",
+                    "cynode token create",
+                ],
+            ),
+            (
+                control.trim(),
+                &token,
+                (64, "not_found"),
+                ["is an orchestrator's port for nodes", "Check CYNODE_URL"],
+            ),
+            (
+                &format!("http://{free}"),
+                &token,
+                (69, "unreachable"),
+                ["Nothing listens there", "Check CYNODE_URL"],
+            ),
+            (
+                &foreign_url,
+                &token,
+                (69, "unreachable"),
+                ["does not speak plain HTTP", "Check CYNODE_URL"],
+            ),
+            (
+                &url.replace("http:", "https:"),
+                &token,
+                (69, "unreachable"),
+                ["does not speak TLS", "http://"],
+            ),
         ] {
             let ran = at(address, token, arguments)?;
-            assert_eq!(ran.failure(), (failure.0, failure.1.to_owned()), "{arguments:?} at {address}: {ran:?}");
+            assert_eq!(
+                ran.failure(),
+                (failure.0, failure.1.to_owned()),
+                "{arguments:?} at {address}: {ran:?}"
+            );
             for words in words {
-                assert!(ran.stderr.contains(words), "{words:?} is missing: {arguments:?} at {address}: {}", ran.stderr);
+                assert!(
+                    ran.stderr.contains(words),
+                    "{words:?} is missing: {arguments:?} at {address}: {}",
+                    ran.stderr
+                );
             }
         }
     }
     let as_json = at(&url, "cyn_wrong", &["task", "list", "--output", "json"])?;
     let problem: Value = serde_json::from_str(&as_json.stderr)?;
-    assert_eq!((as_json.text().as_str(), &problem["code"], &problem["status"], &problem["exit"]), ("", &json!("unauthorized"), &json!(401), &json!(77)));
-    assert!(problem["remedy"].as_str().is_some_and(|remedy| remedy.contains("CYNODE_TOKEN")) && problem["request_id"].is_string(), "{problem}");
+    assert_eq!(
+        (
+            as_json.text().as_str(),
+            &problem["code"],
+            &problem["status"],
+            &problem["exit"]
+        ),
+        ("", &json!("unauthorized"), &json!(401), &json!(77))
+    );
+    assert!(
+        problem["remedy"]
+            .as_str()
+            .is_some_and(|remedy| remedy.contains("CYNODE_TOKEN"))
+            && problem["request_id"].is_string(),
+        "{problem}"
+    );
     Ok(())
 }
 
@@ -339,14 +771,32 @@ async fn policy_test_ends_as_the_call_would() -> Result<()> {
     let cli = Cli::new().await?;
     let test = |arguments: &[&str]| cli.run(&[&["policy", "test"], arguments].concat());
     let allowed = test(&["--action", "task.create"])?;
-    assert_eq!((allowed.code, allowed.text().starts_with("allowed")), (Some(0), true), "{allowed:?}");
-    let rule = "@id(\"none\")\nforbid (principal, action == CyNode::Action::\"task.create\", resource);";
-    run(cli.command()?.args(["policy", "put", "site", "-"]), rule.as_bytes())?.good()?;
+    assert_eq!(
+        (allowed.code, allowed.text().starts_with("allowed")),
+        (Some(0), true),
+        "{allowed:?}"
+    );
+    let rule =
+        "@id(\"none\")\nforbid (principal, action == CyNode::Action::\"task.create\", resource);";
+    run(
+        cli.command()?.args(["policy", "put", "site", "-"]),
+        rule.as_bytes(),
+    )?
+    .good()?;
     let counts = async || Ok(test(&["--action", "task.create"])?.code == Some(77));
-    cynode_tests::eventually("the rule counts", std::time::Duration::from_secs(20), counts).await?;
+    cynode_tests::eventually(
+        "the rule counts",
+        std::time::Duration::from_secs(20),
+        counts,
+    )
+    .await?;
     let denied = test(&["--action", "task.create", "--output", "json"])?;
     let verdict: Value = serde_json::from_str(&denied.text())?;
-    assert_eq!((denied.code, &verdict["allowed"], denied.stderr.as_str()), (Some(77), &json!(false), ""), "a verdict is data, and no failure");
+    assert_eq!(
+        (denied.code, &verdict["allowed"], denied.stderr.as_str()),
+        (Some(77), &json!(false), ""),
+        "a verdict is data, and no failure"
+    );
     assert_eq!(test(&["--action", "no.such"])?.code, Some(64));
     Ok(())
 }

@@ -26,7 +26,10 @@ struct Crowd(JoinSet<()>);
 impl Crowd {
     fn gather(&mut self, url: &str, number: usize, begin: &str) {
         for _ in 0..number {
-            let (address, begin) = (url.trim_start_matches("http://").to_owned(), begin.to_owned());
+            let (address, begin) = (
+                url.trim_start_matches("http://").to_owned(),
+                begin.to_owned(),
+            );
             self.0.spawn(async move {
                 let mut returns = tokio::time::interval(Duration::from_secs(1));
                 loop {
@@ -50,7 +53,11 @@ async fn trickle(address: &str, begin: &str) -> Result<()> {
 
 /// A client that makes a new connection for each call.
 fn fresh() -> Result<reqwest::Client> {
-    Ok(reqwest::Client::builder().no_proxy().pool_max_idle_per_host(0).timeout(PATIENCE).build()?)
+    Ok(reqwest::Client::builder()
+        .no_proxy()
+        .pool_max_idle_per_host(0)
+        .timeout(PATIENCE)
+        .build()?)
 }
 
 /// Everybody who must get through does, for so many rounds. Gives how long each look at the health took.
@@ -61,21 +68,46 @@ async fn everybody_gets_through(ruled: &Ruled, rounds: usize, user: &str) -> Res
     for round in 0..rounds {
         for address in [&url, &control] {
             let began = Instant::now();
-            let health = http.get(format!("{address}/healthz")).send().await.with_context(|| format!("health, round {round}"))?;
+            let health = http
+                .get(format!("{address}/healthz"))
+                .send()
+                .await
+                .with_context(|| format!("health, round {round}"))?;
             ensure!(health.status().is_success(), "{health:?}");
             took.push(began.elapsed());
         }
         for token in [&ruled.admin, user] {
-            object(&Answer::of(http.get(format!("{url}/v1/tasks")).bearer_auth(token)).await.with_context(|| format!("round {round}"))?)?;
+            object(
+                &Answer::of(http.get(format!("{url}/v1/tasks")).bearer_auth(token))
+                    .await
+                    .with_context(|| format!("round {round}"))?,
+            )?;
         }
     }
     // The node that is there is heard of anew, and another one gets in.
-    let node_of = async |id| Ok::<_, anyhow::Error>(client.nodes().await?.into_iter().find(|node| node.id == id).context("it is known")?);
+    let node_of = async |id| {
+        Ok::<_, anyhow::Error>(
+            client
+                .nodes()
+                .await?
+                .into_iter()
+                .find(|node| node.id == id)
+                .context("it is known")?,
+        )
+    };
     let before = node_of(ruled.node.node_id()).await?.last_heartbeat_at;
-    let heard = async || node_of(ruled.node.node_id()).await.map(|node| node.state == NodeState::Ready && node.last_heartbeat_at > before);
+    let heard = async || {
+        node_of(ruled.node.node_id())
+            .await
+            .map(|node| node.state == NodeState::Ready && node.last_heartbeat_at > before)
+    };
     eventually("the node is heard of", PATIENCE, heard).await?;
     let late = SimulatedWorker::start("late", &[ONE]).await?;
-    late.join(&control, &client.create_node_key(&NodeKeyCreate::default()).await?.psk).await?;
+    late.join(
+        &control,
+        &client.create_node_key(&NodeKeyCreate::default()).await?.psk,
+    )
+    .await?;
     ensure!(node_of(late.node_id()).await?.state == NodeState::Ready);
     Ok(took)
 }
@@ -86,25 +118,52 @@ async fn crowded(ruled: &Ruled, number: usize, rounds: usize) -> Result<Vec<Dura
     let (_, ann) = ruled.user("ann").await?;
     let task = ruled.task(&ann).await?;
     let session = ruled.session(&ann, &task).await?;
-    let sandbox = text(&ruled.make(&ann, "/v1/tokens", &json!({"kind": "sandbox", "task_ids": [task], "session_id": session})).await?["token"])?;
+    let sandbox = text(
+        &ruled
+            .make(
+                &ann,
+                "/v1/tokens",
+                &json!({"kind": "sandbox", "task_ids": [task], "session_id": session}),
+            )
+            .await?["token"],
+    )?;
     let with_token = format!(
         "POST /mcp HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {sandbox}\r\nContent-Type: application/json\r\nAccept: application/json, text/event-stream\r\nContent-Length: 1000000\r\n\r\n{{"
     );
     let mut crowd = Crowd(JoinSet::new());
-    crowd.gather(&control, number, "POST /v1/nodes/heartbeat HTTP/1.1\r\nX-Long: ");
+    crowd.gather(
+        &control,
+        number,
+        "POST /v1/nodes/heartbeat HTTP/1.1\r\nX-Long: ",
+    );
     crowd.gather(&control, number / 8, "POST /v1/nodes/register HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n{");
     crowd.gather(&url, number / 2, "GET /v1/tasks HTTP/1.1\r\nX-Long: ");
     crowd.gather(&url, number / 2, &with_token);
     // The share of the token is full when its next call is refused.
     let call = json!({"jsonrpc": "2.0", "id": 1, "method": "ping"});
     eventually("the crowd is there", PATIENCE, async || {
-        let answer =
-            Answer::of(fresh()?.post(format!("{url}/mcp")).bearer_auth(&sandbox).header("accept", "application/json, text/event-stream").json(&call)).await?;
+        let answer = Answer::of(
+            fresh()?
+                .post(format!("{url}/mcp"))
+                .bearer_auth(&sandbox)
+                .header("accept", "application/json, text/event-stream")
+                .json(&call),
+        )
+        .await?;
         Ok(answer.status == 429)
     })
     .await?;
-    let refused = Answer::of(fresh()?.post(format!("{url}/mcp")).bearer_auth(&sandbox).json(&call)).await?;
-    ensure!(refused.status != 429 || refusal(&refused, 429, "too_many_requests").is_ok(), "{refused:?}");
+    let refused = Answer::of(
+        fresh()?
+            .post(format!("{url}/mcp"))
+            .bearer_auth(&sandbox)
+            .json(&call),
+    )
+    .await?;
+    ensure!(
+        refused.status != 429 || refusal(&refused, 429, "too_many_requests").is_ok(),
+        "{refused:?}"
+    );
     everybody_gets_through(ruled, rounds, &ann).await
 }
 
@@ -120,10 +179,17 @@ async fn soak_thousands_of_trickling_connections_keep_nobody_out() -> Result<()>
     let ruled = Ruled::start().await?;
     let mut took = crowded(&ruled, 4_150, 200).await?;
     took.sort();
-    let (middle, late, last) = (took[took.len() / 2], took[took.len() * 99 / 100], took[took.len() - 1]);
+    let (middle, late, last) = (
+        took[took.len() / 2],
+        took[took.len() * 99 / 100],
+        took[took.len() - 1],
+    );
     #[expect(clippy::print_stdout, reason = "the report of the run")]
     {
-        println!("4,150 trickling connections to each address: health after {middle:?} (p50), {late:?} (p99), {last:?} (most) of {}", took.len());
+        println!(
+            "4,150 trickling connections to each address: health after {middle:?} (p50), {late:?} (p99), {last:?} (most) of {}",
+            took.len()
+        );
     }
     Ok(())
 }
@@ -152,8 +218,15 @@ async fn stalled_uploads_hold_up_nobody_else() -> Result<()> {
         stalled.push(stream);
     }
     let put = async |session: &str, token: &str| {
-        let request = fresh()?.put(format!("{url}/v1/sessions/{session}/files?path=whole")).bearer_auth(token).body(vec![b'y'; 1_000_000]);
-        object(&tokio::time::timeout(Duration::from_secs(20), Answer::of(request)).await.context("it waits for the stalled ones")??)
+        let request = fresh()?
+            .put(format!("{url}/v1/sessions/{session}/files?path=whole"))
+            .bearer_auth(token)
+            .body(vec![b'y'; 1_000_000]);
+        object(
+            &tokio::time::timeout(Duration::from_secs(20), Answer::of(request))
+                .await
+                .context("it waits for the stalled ones")??,
+        )
     };
     put(other, bob).await?;
     put(stalls, ann).await?;
@@ -164,7 +237,18 @@ async fn stalled_uploads_hold_up_nobody_else() -> Result<()> {
         stream.read_to_string(&mut answer).await?;
         ensure!(answer.starts_with("HTTP/1.1 20"), "{answer}");
     }
-    let written = ruled.call(ann, Method::GET, &format!("/v1/sessions/{stalls}/files?path=7"), &Value::Null).await?;
-    ensure!(written.status == 200 && written.body.len() == 400_000, "{}", written.status);
+    let written = ruled
+        .call(
+            ann,
+            Method::GET,
+            &format!("/v1/sessions/{stalls}/files?path=7"),
+            &Value::Null,
+        )
+        .await?;
+    ensure!(
+        written.status == 200 && written.body.len() == 400_000,
+        "{}",
+        written.status
+    );
     Ok(())
 }

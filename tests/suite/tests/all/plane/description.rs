@@ -15,20 +15,39 @@ async fn the_user_api_that_is_served_is_the_one_that_is_checked_in() -> Result<(
         fs_err::write(&path, &current)?;
     }
     let checked_in = fs_err::read_to_string(&path)?;
-    assert!(checked_in == current, "openapi/orchestrator.json is not what the code describes; if the change is meant, run this test with CYNODE_REGENERATE=1");
+    assert!(
+        checked_in == current,
+        "openapi/orchestrator.json is not what the code describes; if the change is meant, run this test with CYNODE_REGENERATE=1"
+    );
 
     let plane = Plane::new().await?;
     let orchestrator = plane.orchestrator("", &[]).await?;
-    let served = reqwest::Client::builder().no_proxy().build()?.get(format!("{}/openapi.json", orchestrator.url()?)).send().await?.text().await?;
-    assert_eq!(serde_json::from_str::<Value>(&served)?, serde_json::from_str::<Value>(&checked_in)?);
+    let served = reqwest::Client::builder()
+        .no_proxy()
+        .build()?
+        .get(format!("{}/openapi.json", orchestrator.url()?))
+        .send()
+        .await?
+        .text()
+        .await?;
+    assert_eq!(
+        serde_json::from_str::<Value>(&served)?,
+        serde_json::from_str::<Value>(&checked_in)?
+    );
 
     // Every operation says what it refuses with, and no name is used twice.
     let document: Value = serde_json::from_str(&checked_in)?;
     let mut names = BTreeSet::new();
     for (path, operations) in document["paths"].as_object().context("paths")? {
         for (method, operation) in operations.as_object().context("operations")? {
-            assert!(operation["responses"]["default"].is_object(), "{method} {path} describes no refusal");
-            assert!(names.insert(operation["operationId"].to_string()), "{method} {path} has a name that is taken");
+            assert!(
+                operation["responses"]["default"].is_object(),
+                "{method} {path} describes no refusal"
+            );
+            assert!(
+                names.insert(operation["operationId"].to_string()),
+                "{method} {path} has a name that is taken"
+            );
         }
     }
     Ok(())
@@ -41,19 +60,33 @@ fn calls_that_are_passed_on_are_described_as_their_node_does() -> Result<()> {
     let (ours, theirs) = (cynode_orchestrator::openapi(), cynode_worker::openapi());
     let mut compared = 0;
     for (path, operations) in theirs["paths"].as_object().context("paths")? {
-        let Some(below) = path.strip_prefix("/v1/worker/sessions/{id}/").filter(|below| !["end", "resume", "export", "import"].contains(below)) else {
+        let Some(below) = path
+            .strip_prefix("/v1/worker/sessions/{id}/")
+            .filter(|below| !["end", "resume", "export", "import"].contains(below))
+        else {
             continue;
         };
         for (method, operation) in operations.as_object().context("operations")? {
             let passed_on = &ours["paths"][format!("/v1/sessions/{{id}}/{below}")][method];
             let names = |operation: &Value| -> BTreeSet<String> {
-                operation["parameters"].as_array().into_iter().flatten().map(|parameter| format!("{} in {}", parameter["name"], parameter["in"])).collect()
+                operation["parameters"]
+                    .as_array()
+                    .into_iter()
+                    .flatten()
+                    .map(|parameter| format!("{} in {}", parameter["name"], parameter["in"]))
+                    .collect()
             };
             assert_eq!(names(passed_on), names(operation), "{method} {path}");
-            assert_eq!(passed_on["requestBody"]["content"], operation["requestBody"]["content"], "{method} {path}");
+            assert_eq!(
+                passed_on["requestBody"]["content"], operation["requestBody"]["content"],
+                "{method} {path}"
+            );
             let good = |operation: &Value| -> Vec<(String, Value)> {
                 let responses = operation["responses"].as_object().into_iter().flatten();
-                responses.filter(|(status, _)| status.starts_with(['1', '2'])).map(|(status, response)| (status.clone(), response["content"].clone())).collect()
+                responses
+                    .filter(|(status, _)| status.starts_with(['1', '2']))
+                    .map(|(status, response)| (status.clone(), response["content"].clone()))
+                    .collect()
             };
             assert_eq!(good(passed_on), good(operation), "{method} {path}");
             compared += 1;

@@ -24,13 +24,20 @@ const REFUSED: [u16; 8] = [400, 403, 404, 409, 412, 413, 415, 422];
 /// Every route that takes JSON, with a body that it would take. One without a row fails the test.
 fn good(route: &str) -> Option<Value> {
     Some(match route {
-        "POST /v1/projects" | "POST /v1/tasks" | "POST /v1/users" | "POST /v1/groups" | "PATCH /v1/projects/{id}" | "PATCH /v1/tasks/{id}" => {
+        "POST /v1/projects"
+        | "POST /v1/tasks"
+        | "POST /v1/users"
+        | "POST /v1/groups"
+        | "PATCH /v1/projects/{id}"
+        | "PATCH /v1/tasks/{id}" => {
             json!({"name": "hostile"})
         }
         "POST /v1/tokens" => json!({"kind": "user"}),
         "PUT /v1/policies/{id}" => json!({"text": ""}),
         "POST /v1/policies:test" => json!({"action": "task.list"}),
-        "PUT /v1/settings/{key}" | "PUT /v1/preferences/{scope}/{scope_id}/{key}" => json!({"value": 1}),
+        "PUT /v1/settings/{key}" | "PUT /v1/preferences/{scope}/{scope_id}/{key}" => {
+            json!({"value": 1})
+        }
         "POST /v1/images" => json!({"image_ref": "localhost/hostile:1"}),
         "PATCH /v1/images/{id}" => json!({"is_allowed": true}),
         "POST /v1/nodes/{id}/drain" => json!({"drain": true}),
@@ -39,12 +46,16 @@ fn good(route: &str) -> Option<Value> {
         "POST /v1/sessions" => session(),
         "PATCH /v1/sessions/{id}" => json!({"labels": {"a": "b"}}),
         "POST /v1/sessions/{id}/end" | "POST /v1/sessions/{id}/resume" => json!({}),
-        "POST /v1/sessions/{id}/signal" | "POST /v1/sessions/{id}/execs/{exec_id}/signal" => json!({"signal": "KILL"}),
+        "POST /v1/sessions/{id}/signal" | "POST /v1/sessions/{id}/execs/{exec_id}/signal" => {
+            json!({"signal": "KILL"})
+        }
         "POST /v1/sessions/{id}/exec" => json!({"argv": ["touch", "made"], "timeout_ms": 10_000}),
         "POST /v1/sessions/{id}/execs/{exec_id}/stdin" => json!({"data_b64": "YQ=="}),
         "POST /v1/sessions/{id}/files:list" => json!({"path": "."}),
         "POST /v1/sessions/{id}/files:search" => json!({"pattern": "x"}),
-        "POST /v1/sessions/{id}/files:patch" => json!({"diff": "--- /dev/null\n+++ b/made\n@@ -0,0 +1 @@\n+x\n"}),
+        "POST /v1/sessions/{id}/files:patch" => {
+            json!({"diff": "--- /dev/null\n+++ b/made\n@@ -0,0 +1 @@\n+x\n"})
+        }
         "POST /v1/sessions/{id}/files:move" => json!({"from": "kept", "to": "moved"}),
         "POST /v1/sessions/{id}/files:mkdir" => json!({"path": "made"}),
         "POST /v1/sessions/{id}/export" => json!({"format": "tar"}),
@@ -53,7 +64,15 @@ fn good(route: &str) -> Option<Value> {
 }
 
 /// Texts in which any character is good.
-const ANY_TEXT: [&str; 7] = ["stdin", "stdin_b64", "data", "data_b64", "pattern", "glob", "diff"];
+const ANY_TEXT: [&str; 7] = [
+    "stdin",
+    "stdin_b64",
+    "data",
+    "data_b64",
+    "pattern",
+    "glob",
+    "diff",
+];
 /// Members that take any value.
 const ANY_VALUE: [&str; 3] = ["value", "metadata", "capabilities"];
 
@@ -66,8 +85,18 @@ struct Case {
     named: String,
 }
 
-fn case(what: impl Into<String>, body: impl Into<Vec<u8>>, status: &'static [u16], named: &str) -> Case {
-    Case { what: what.into(), body: body.into(), status, named: named.to_owned() }
+fn case(
+    what: impl Into<String>,
+    body: impl Into<Vec<u8>>,
+    status: &'static [u16],
+    named: &str,
+) -> Case {
+    Case {
+        what: what.into(),
+        body: body.into(),
+        status,
+        named: named.to_owned(),
+    }
 }
 
 /// The good body with one member replaced by a text of JSON.
@@ -80,7 +109,13 @@ fn with(good: &Value, name: &str, value: &str) -> String {
 /// Bodies that are nobody's.
 fn cases_for_any(good: &Value) -> Vec<Case> {
     let text = good.to_string();
-    let member = |member: &str| format!("{}{}{member}}}", &text[..text.len() - 1], if text == "{}" { "" } else { "," });
+    let member = |member: &str| {
+        format!(
+            "{}{}{member}}}",
+            &text[..text.len() - 1],
+            if text == "{}" { "" } else { "," }
+        )
+    };
     let deep = |depth: usize| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
     let mut not_utf8 = member("\"surprise\":\"?\"").into_bytes();
     if let Some(at) = not_utf8.iter().rposition(|byte| *byte == b'?') {
@@ -94,34 +129,98 @@ fn cases_for_any(good: &Value) -> Vec<Case> {
         case("a text", "\"text\"", &[400], "a JSON object"),
         case("a number", "17", &[400], "a JSON object"),
         case("deep lists", deep(100_000), &[400], "a JSON object"),
-        case("deep within", member(&format!("\"surprise\":{}", deep(100_000))), &[400], ""),
-        case("something after it", format!("{text} x"), &[400], "after the body"),
-        case("it twice", format!("{text}{text}"), &[400], "after the body"),
-        case("an unknown member", member("\"surprise\":1"), &[400], "surprise"),
-        case("a member twice", member("\"version\":1,\"version\":1"), &[400], "version"),
+        case(
+            "deep within",
+            member(&format!("\"surprise\":{}", deep(100_000))),
+            &[400],
+            "",
+        ),
+        case(
+            "something after it",
+            format!("{text} x"),
+            &[400],
+            "after the body",
+        ),
+        case(
+            "it twice",
+            format!("{text}{text}"),
+            &[400],
+            "after the body",
+        ),
+        case(
+            "an unknown member",
+            member("\"surprise\":1"),
+            &[400],
+            "surprise",
+        ),
+        case(
+            "a member twice",
+            member("\"version\":1,\"version\":1"),
+            &[400],
+            "version",
+        ),
         case("not UTF-8", not_utf8, &[400], ""),
         case("NUL as a byte", member("\"surprise\":\"a\0b\""), &[400], ""),
-        case("UTF-16", text.encode_utf16().flat_map(u16::to_le_bytes).collect::<Vec<_>>(), &[400], ""),
-        case("a byte order mark", format!("\u{feff}{text}"), &[400], "a JSON object"),
-        case("another version", member("\"version\":2"), &[422], "version 2"),
+        case(
+            "UTF-16",
+            text.encode_utf16()
+                .flat_map(u16::to_le_bytes)
+                .collect::<Vec<_>>(),
+            &[400],
+            "",
+        ),
+        case(
+            "a byte order mark",
+            format!("\u{feff}{text}"),
+            &[400],
+            "a JSON object",
+        ),
+        case(
+            "another version",
+            member("\"version\":2"),
+            &[422],
+            "version 2",
+        ),
         case("no version", member("\"version\":\"1\""), &[400], "version"),
-        case("10 MiB and one more", vec![b' '; (10 << 20) + 1], &[413], "10485760"),
-        case("10 MiB and one more of it", format!("{}{text}", " ".repeat((10 << 20) + 1)), &[413], "10485760"),
+        case(
+            "10 MiB and one more",
+            vec![b' '; (10 << 20) + 1],
+            &[413],
+            "10485760",
+        ),
+        case(
+            "10 MiB and one more of it",
+            format!("{}{text}", " ".repeat((10 << 20) + 1)),
+            &[413],
+            "10485760",
+        ),
     ]
 }
 
 /// The types that a member may have; empty when it may have any.
 fn types(schemas: &Value, schema: &Value) -> BTreeSet<String> {
-    if let Some(name) = schema["$ref"].as_str().and_then(|name| name.rsplit('/').next()) {
+    if let Some(name) = schema["$ref"]
+        .as_str()
+        .and_then(|name| name.rsplit('/').next())
+    {
         return types(schemas, &schemas[name]);
     }
     let mut found = BTreeSet::new();
-    for part in schema["oneOf"].as_array().into_iter().chain(schema["anyOf"].as_array()).flatten() {
+    for part in schema["oneOf"]
+        .as_array()
+        .into_iter()
+        .chain(schema["anyOf"].as_array())
+        .flatten()
+    {
         found.extend(types(schemas, part));
     }
     match &schema["type"] {
         Value::String(one) => drop(found.insert(one.clone())),
-        Value::Array(several) => found.extend(several.iter().filter_map(|one| one.as_str().map(str::to_owned))),
+        Value::Array(several) => found.extend(
+            several
+                .iter()
+                .filter_map(|one| one.as_str().map(str::to_owned)),
+        ),
         _ => {}
     }
     found
@@ -137,11 +236,21 @@ fn cases_for_members(good: &Value, schemas: &Value, schema: &Value) -> Vec<Case>
         let types = types(schemas, member);
         let is = |kind: &str| types.contains(kind);
         let mut add = |value: &str, status: &'static [u16], named: &str| {
-            cases.push(case(format!("{name}: {}", &value[..value.len().min(40)]), with(good, name, value), status, named));
+            cases.push(case(
+                format!("{name}: {}", &value[..value.len().min(40)]),
+                with(good, name, value),
+                status,
+                named,
+            ));
         };
-        for (kind, value) in
-            [("array", "[[]]"), ("object", "{\"surprise\":{}}"), ("integer", "7.5"), ("string", "\"no such\""), ("boolean", "true"), ("null", "null")]
-        {
+        for (kind, value) in [
+            ("array", "[[]]"),
+            ("object", "{\"surprise\":{}}"),
+            ("integer", "7.5"),
+            ("string", "\"no such\""),
+            ("boolean", "true"),
+            ("null", "null"),
+        ] {
             let taken = is(kind) || (kind == "integer" && is("number"));
             if !taken {
                 add(value, &[400], name);
@@ -162,7 +271,11 @@ fn cases_for_members(good: &Value, schemas: &Value, schema: &Value) -> Vec<Case>
             for value in ["[\"a\\u0000b\"]", "[1]", "[null]", "[[\"x\"]]"] {
                 add(value, &[400], name);
             }
-            add(&format!("[{}]", vec!["\"x\""; 200_000].join(",")), &REFUSED, "");
+            add(
+                &format!("[{}]", vec!["\"x\""; 200_000].join(",")),
+                &REFUSED,
+                "",
+            );
         }
         if is("object") {
             for value in ["{\"a\\u0000b\":\"x\"}", "{\"a\":\"b\\u0000\"}", "{\"a\":1}"] {
@@ -176,7 +289,10 @@ fn cases_for_members(good: &Value, schemas: &Value, schema: &Value) -> Vec<Case>
 
 /// The problem that an answer is, if it is a whole one.
 fn problem_of(answer: &Answer) -> Result<Problem> {
-    ensure!(answer.header("content-type") == "application/problem+json", "it is no problem document");
+    ensure!(
+        answer.header("content-type") == "application/problem+json",
+        "it is no problem document"
+    );
     code_of(answer)?;
     answer.problem()
 }
@@ -195,17 +311,30 @@ pub(super) struct Place {
 impl Place {
     pub(super) async fn make(small: &Small) -> Result<Self> {
         let admin = small.orchestrator.token()?;
-        let project = small.make(&admin, "/v1/projects", &json!({"name": "p"})).await?;
-        let task = small.make(&admin, "/v1/tasks", &json!({"name": "t", "project_id": project["id"]})).await?;
+        let project = small
+            .make(&admin, "/v1/projects", &json!({"name": "p"}))
+            .await?;
+        let task = small
+            .make(
+                &admin,
+                "/v1/tasks",
+                &json!({"name": "t", "project_id": project["id"]}),
+            )
+            .await?;
         let id = small.session(&admin, &session()).await?;
         let exec = json!({"argv": ["sh", "-c", "echo x > kept; cat"], "timeout_ms": 600_000, "background": true, "stdin_open": true});
-        let exec = small.make(&admin, &format!("/v1/sessions/{id}/exec"), &exec).await?;
+        let exec = small
+            .make(&admin, &format!("/v1/sessions/{id}/exec"), &exec)
+            .await?;
         let list = async |path: &str| -> Result<String> {
             let answer = Answer::of(small.request(Method::GET, path)?).await?;
             text(&serde_json::from_slice::<Value>(&answer.body)?["items"][0]["id"])
         };
         // To its end, so that nothing changes by itself any more.
-        let job = small.request(Method::POST, "/v1/jobs")?.header("prefer", "wait=60").json(&json!({"command": ["true"], "task_id": task["id"]}));
+        let job = small
+            .request(Method::POST, "/v1/jobs")?
+            .header("prefer", "wait=60")
+            .json(&json!({"command": ["true"], "task_id": task["id"]}));
         let job: Value = serde_json::from_slice(&Answer::of(job).await?.body)?;
         ensure!(job["state"] == "completed", "{job}");
         Ok(Self {
@@ -220,7 +349,13 @@ impl Place {
     }
 
     pub(super) fn path(&self, path: &str) -> Result<String> {
-        let id = match path.trim_start_matches("/v1/worker").trim_start_matches("/v1").split('/').nth(1).unwrap_or_default() {
+        let id = match path
+            .trim_start_matches("/v1/worker")
+            .trim_start_matches("/v1")
+            .split('/')
+            .nth(1)
+            .unwrap_or_default()
+        {
             "sessions" => &self.session,
             "projects" => &self.project,
             "tasks" => &self.task,
@@ -229,14 +364,20 @@ impl Place {
             "jobs" => &self.job,
             _ => SOME_ID,
         };
-        let path = path.replace("{id}", id).replace("{exec_id}", &self.exec).replace("{task_id}", &self.task);
+        let path = path
+            .replace("{id}", id)
+            .replace("{exec_id}", &self.exec)
+            .replace("{task_id}", &self.task);
         let path = path
             .replace("{scope}", "task")
             .replace("{scope_id}", &self.task)
             .replace("{key}", "hostile.key")
             .replace("{path}", "a/b")
             .replace("{job_id}", &self.job);
-        ensure!(!path.contains('{'), "{path} has a parameter that this test does not know");
+        ensure!(
+            !path.contains('{'),
+            "{path} has a parameter that this test does not know"
+        );
         Ok(path)
     }
 }
@@ -245,19 +386,48 @@ impl Place {
 fn written_down(small: &Small) -> Result<String> {
     let socket = small.plane.world.directory().join("pg");
     let run = |program: &str, arguments: &[&str]| -> Result<String> {
-        let output =
-            Command::new(postgres_programs()?.join(program)).arg("--host").arg(&socket).args(["--username=cynode"]).args(arguments).arg("postgres").output()?;
-        ensure!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
+        let output = Command::new(postgres_programs()?.join(program))
+            .arg("--host")
+            .arg(&socket)
+            .args(["--username=cynode"])
+            .args(arguments)
+            .arg("postgres")
+            .output()?;
+        ensure!(
+            output.status.success(),
+            "{program}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         Ok(String::from_utf8(output.stdout)?)
     };
     // What nodes and reconcilers write by themselves is left out.
-    let tables = ["users", "groups", "group_members", "api_tokens", "projects", "tasks", "system_settings", "preferences", "sandbox_images", "policies"];
-    let tables = tables.into_iter().chain(["sandbox_image_versions", "artifacts", "events", "node_keys"]);
+    let tables = [
+        "users",
+        "groups",
+        "group_members",
+        "api_tokens",
+        "projects",
+        "tasks",
+        "system_settings",
+        "preferences",
+        "sandbox_images",
+        "policies",
+    ];
+    let tables =
+        tables
+            .into_iter()
+            .chain(["sandbox_image_versions", "artifacts", "events", "node_keys"]);
     let mut arguments: Vec<String> = ["--data-only", "--inserts"].map(str::to_owned).to_vec();
     arguments.extend(tables.map(|table| format!("--table={table}")));
-    let dump = run("pg_dump", &arguments.iter().map(String::as_str).collect::<Vec<_>>())?;
+    let dump = run(
+        "pg_dump",
+        &arguments.iter().map(String::as_str).collect::<Vec<_>>(),
+    )?;
     // Each dump is signed with a number of its own.
-    let dump: String = dump.lines().filter(|line| line.starts_with("INSERT")).fold(String::new(), |all, line| all + line + "\n");
+    let dump: String = dump
+        .lines()
+        .filter(|line| line.starts_with("INSERT"))
+        .fold(String::new(), |all, line| all + line + "\n");
     let rest = "select 'job', job_id::text, state, body::text from jobs union all select 'session', session_id::text, state, body::text from sessions \
                 union all select 'node', id::text, name, api_url || draining || capability from nodes order by 1, 2";
     Ok(dump + &run("psql", &["--no-align", "--tuples-only", "--command", rest])?)
@@ -268,13 +438,28 @@ async fn in_session(small: &Small, place: &Place) -> Result<String> {
     let client = small.orchestrator.sessions()?;
     let id = place.session.parse()?;
     let labels = client.get_session(id).await?.labels;
-    let execs: Vec<String> = client.list_execs(id).await?.items.iter().map(|exec| format!("{} {:?}", exec.exec_id, exec.state)).collect();
-    let listed = Answer::of(small.request(Method::POST, &format!("/v1/sessions/{id}/files:list"))?.json(&json!({"depth": 5}))).await?;
-    Ok(format!("{labels:?} {execs:?} {}", String::from_utf8_lossy(&listed.body)))
+    let execs: Vec<String> = client
+        .list_execs(id)
+        .await?
+        .items
+        .iter()
+        .map(|exec| format!("{} {:?}", exec.exec_id, exec.state))
+        .collect();
+    let listed = Answer::of(
+        small
+            .request(Method::POST, &format!("/v1/sessions/{id}/files:list"))?
+            .json(&json!({"depth": 5})),
+    )
+    .await?;
+    Ok(format!(
+        "{labels:?} {execs:?} {}",
+        String::from_utf8_lossy(&listed.body)
+    ))
 }
 
 #[tokio::test]
-async fn bodies_that_are_not_as_described_are_refused_everywhere_and_change_nothing() -> Result<()> {
+async fn bodies_that_are_not_as_described_are_refused_everywhere_and_change_nothing() -> Result<()>
+{
     let small = Small::start().await?;
     let place = Place::make(&small).await?;
     let document = cynode_orchestrator::openapi();
@@ -283,11 +468,18 @@ async fn bodies_that_are_not_as_described_are_refused_everywhere_and_change_noth
     let (mut sent, mut wrong) = (0, Vec::new());
     for (path, operations) in document["paths"].as_object().context("paths")? {
         for (method, operation) in operations.as_object().context("operations")? {
-            let Some(name) = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].as_str() else { continue };
+            let Some(name) =
+                operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].as_str()
+            else {
+                continue;
+            };
             let route = format!("{} {path}", method.to_uppercase());
             let good = good(&route).with_context(|| format!("{route} has no row"))?;
             let schema = &schemas[name.rsplit('/').next().unwrap_or_default()];
-            ensure!(schema["additionalProperties"] == false, "{route}: {name} takes unknown members");
+            ensure!(
+                schema["additionalProperties"] == false,
+                "{route}: {name} takes unknown members"
+            );
             let address = place.path(path)?;
             let method: Method = method.to_uppercase().parse()?;
             let mut cases = cases_for_any(&good);
@@ -295,34 +487,81 @@ async fn bodies_that_are_not_as_described_are_refused_everywhere_and_change_noth
             if is_exec {
                 // A command may be longer: what the kernel takes, escaped in JSON.
                 cases.retain(|case| case.named != "10485760");
-                cases.push(case("16 MiB and one more", vec![b' '; (16 << 20) + 1], &[413], "16777216"));
+                cases.push(case(
+                    "16 MiB and one more",
+                    vec![b' '; (16 << 20) + 1],
+                    &[413],
+                    "16777216",
+                ));
             }
             cases.extend(cases_for_members(&good, schemas, schema));
             for case in cases {
-                let request = small.request(method.clone(), &address)?.header("content-type", "application/json").body(case.body);
-                let answer = Answer::of(request).await.with_context(|| format!("{route}: {}", case.what))?;
+                let request = small
+                    .request(method.clone(), &address)?
+                    .header("content-type", "application/json")
+                    .body(case.body);
+                let answer = Answer::of(request)
+                    .await
+                    .with_context(|| format!("{route}: {}", case.what))?;
                 sent += 1;
                 let problem = problem_of(&answer);
-                let detail = problem.as_ref().map(|problem| problem.detail.clone()).unwrap_or_default();
-                if problem.is_err() || !case.status.contains(&answer.status) || !detail.contains(&case.named) || detail.len() > 1_000 {
-                    let said: String = String::from_utf8_lossy(&answer.body).chars().take(300).collect();
-                    wrong.push(format!("{route}: {}: {} instead of {:?} naming {:?}: {said}", case.what, answer.status, case.status, case.named));
+                let detail = problem
+                    .as_ref()
+                    .map(|problem| problem.detail.clone())
+                    .unwrap_or_default();
+                if problem.is_err()
+                    || !case.status.contains(&answer.status)
+                    || !detail.contains(&case.named)
+                    || detail.len() > 1_000
+                {
+                    let said: String = String::from_utf8_lossy(&answer.body)
+                        .chars()
+                        .take(300)
+                        .collect();
+                    wrong.push(format!(
+                        "{route}: {}: {} instead of {:?} naming {:?}: {said}",
+                        case.what, answer.status, case.status, case.named
+                    ));
                 }
             }
-            for kind in [&b"text/plain"[..], b"application/x-www-form-urlencoded", b"multipart/form-data", b"application/jsonx", b"", b"application/json\xff"] {
+            for kind in [
+                &b"text/plain"[..],
+                b"application/x-www-form-urlencoded",
+                b"multipart/form-data",
+                b"application/jsonx",
+                b"",
+                b"application/json\xff",
+            ] {
                 let kind = http::HeaderValue::from_bytes(kind)?;
-                let answer = Answer::of(small.request(method.clone(), &address)?.header("content-type", &kind).body(good.to_string())).await?;
+                let answer = Answer::of(
+                    small
+                        .request(method.clone(), &address)?
+                        .header("content-type", &kind)
+                        .body(good.to_string()),
+                )
+                .await?;
                 sent += 1;
                 // A form is taken there, but not without a boundary.
-                let status = if is_exec && kind == "multipart/form-data" { 400 } else { 415 };
+                let status = if is_exec && kind == "multipart/form-data" {
+                    400
+                } else {
+                    415
+                };
                 if answer.status != status || problem_of(&answer).is_err() {
                     wrong.push(format!("{route}: of the type {kind:?}: {answer:?}"));
                 }
             }
         }
     }
-    ensure!(wrong.is_empty(), "of {sent} bodies {} were not answered as they should: {wrong:#?}", wrong.len());
+    ensure!(
+        wrong.is_empty(),
+        "of {sent} bodies {} were not answered as they should: {wrong:#?}",
+        wrong.len()
+    );
     ensure!(sent > 1_000, "only {sent} were sent");
-    assert_eq!((written_down(&small)?, in_session(&small, &place).await?), before);
+    assert_eq!(
+        (written_down(&small)?, in_session(&small, &place).await?),
+        before
+    );
     Ok(())
 }

@@ -21,15 +21,27 @@ impl Shell {
         fs_err::create_dir_all(directory.join("bin"))?;
         std::os::unix::fs::symlink(repository().join("images"), directory.join("images"))?;
         let words = |command: &Command| {
-            let quoted = command.get_args().map(|word| format!("'{}'", word.to_string_lossy()));
+            let quoted = command
+                .get_args()
+                .map(|word| format!("'{}'", word.to_string_lossy()));
             quoted.collect::<Vec<_>>().join(" ")
         };
         // `env` would find this script again.
         let podman = words(&stack.world.podman()).replacen("'podman'", "\"$podman\"", 1);
-        let found = run(Command::new("/bin/sh").args(["-c", "command -v podman"]), b"")?.good()?;
+        let found = run(
+            Command::new("/bin/sh").args(["-c", "command -v podman"]),
+            b"",
+        )?
+        .good()?;
         for (name, script) in [
-            ("podman", format!("podman={}\nexec env {podman} \"$@\"\n", found.trim_end())),
-            ("cynode", format!("exec {} \"$@\"\n", World::cynode()?.display())),
+            (
+                "podman",
+                format!("podman={}\nexec env {podman} \"$@\"\n", found.trim_end()),
+            ),
+            (
+                "cynode",
+                format!("exec {} \"$@\"\n", World::cynode()?.display()),
+            ),
         ] {
             let path = directory.join("bin").join(name);
             fs_err::write(&path, format!("#!/bin/sh\n{script}"))?;
@@ -40,7 +52,11 @@ impl Shell {
 
     fn run(&self, line: &str) -> Result<Ran> {
         let directory = self.stack.world.directory().join("mine");
-        let path = format!("{}:{}", directory.join("bin").display(), std::env::var("PATH")?);
+        let path = format!(
+            "{}:{}",
+            directory.join("bin").display(),
+            std::env::var("PATH")?
+        );
         let mut command = Command::new("/bin/sh");
         for (name, value) in self.stack.command()?.get_envs() {
             match value {
@@ -48,21 +64,35 @@ impl Shell {
                 None => command.env_remove(name),
             };
         }
-        run(command.args(["-c", line]).env("PATH", path).current_dir(directory), b"")
+        run(
+            command
+                .args(["-c", line])
+                .env("PATH", path)
+                .current_dir(directory),
+            b"",
+        )
     }
 
     /// The recipe of the next build, with what the label of agents' images is to say.
     fn recipe(&self, label: &str) -> Result<()> {
         let text = format!("FROM {RUNNER}\nLABEL io.cynodeai.sandbox.agent-compatible={label}\n");
-        Ok(fs_err::write(self.stack.world.directory().join("mine/Containerfile"), text)?)
+        Ok(fs_err::write(
+            self.stack.world.directory().join("mine/Containerfile"),
+            text,
+        )?)
     }
 }
 
 /// The commands below the heading.
 fn commands() -> Result<Vec<String>> {
     let text = fs_err::read_to_string(repository().join("images/README.md"))?;
-    let (_, section) = text.split_once("## Bring your own\n").context("the section")?;
-    let lines = section.lines().skip_while(|line| !line.starts_with("    ")).take_while(|line| line.starts_with("    "));
+    let (_, section) = text
+        .split_once("## Bring your own\n")
+        .context("the section")?;
+    let lines = section
+        .lines()
+        .skip_while(|line| !line.starts_with("    "))
+        .take_while(|line| line.starts_with("    "));
     Ok(lines.map(|line| line.trim().to_owned()).collect())
 }
 
@@ -72,31 +102,55 @@ async fn an_image_of_ones_own_works_as_the_readme_says() -> Result<()> {
     shell.stack.up()?;
     shell.recipe("true")?;
     let commands = commands()?;
-    ensure!(commands.len() == 4 && commands[3].starts_with("cynode session create"), "{commands:?}");
+    ensure!(
+        commands.len() == 4 && commands[3].starts_with("cynode session create"),
+        "{commands:?}"
+    );
     let mut last = String::new();
     for line in &commands {
         let ran = shell.run(line)?;
         ensure!(ran.code == Some(0), "{line}: {ran:?}");
         last = ran.text();
         if line.contains("image add") {
-            assert!(ran.stderr.contains("is allowed; available on ") && ran.stderr.contains("for sessions and jobs"), "{ran:?}");
+            assert!(
+                ran.stderr.contains("is allowed; available on ")
+                    && ran.stderr.contains("for sessions and jobs"),
+                "{ran:?}"
+            );
         }
     }
-    assert_eq!(shell.run(&format!("cynode session exec {} -- echo mine", last.trim_end()))?.good()?, "mine\n");
+    assert_eq!(
+        shell
+            .run(&format!(
+                "cynode session exec {} -- echo mine",
+                last.trim_end()
+            ))?
+            .good()?,
+        "mine\n"
+    );
 
     // Built without the label, and added again: it is what it is now.
     let (build, add, create) = (&commands[0], &commands[2], &commands[3]);
     shell.recipe("false")?;
     shell.run(build)?.good()?;
     let added = shell.run(add)?;
-    assert!(added.code == Some(0) && added.stderr.contains("plain commands only"), "{added:?}");
+    assert!(
+        added.code == Some(0) && added.stderr.contains("plain commands only"),
+        "{added:?}"
+    );
     let refused = shell.run(create)?;
-    assert!(refused.failure() == (64, "image_not_compatible".to_owned()) && refused.stderr.contains(add.as_str()), "{refused:?}");
+    assert!(
+        refused.failure() == (64, "image_not_compatible".to_owned())
+            && refused.stderr.contains(add.as_str()),
+        "{refused:?}"
+    );
     shell.recipe("true")?;
     shell.run(build)?.good()?;
     shell.run(add)?.good()?;
     shell.run(create)?.good()?;
-    let shown: Value = shell.run("cynode image show localhost/mine:1 --output json")?.json()?;
+    let shown: Value = shell
+        .run("cynode image show localhost/mine:1 --output json")?
+        .json()?;
     assert_eq!(shown["versions"][0]["state"], "available");
     shell.stack.down()?;
     shell.stack.assert_clean().await

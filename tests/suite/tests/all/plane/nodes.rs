@@ -4,11 +4,13 @@ use std::{collections::BTreeMap, net::TcpListener, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use cynode_api::{
-    ErrorCode, JobCreate, JobState, LimitsRequest, Node, NodeState, SessionEnd, SessionId, SessionState, TaskCreate, UserSessionCreate, WorkspaceDisposal,
-    WorkspaceRef,
+    ErrorCode, JobCreate, JobState, LimitsRequest, Node, NodeState, SessionEnd, SessionId,
+    SessionState, TaskCreate, UserSessionCreate, WorkspaceDisposal, WorkspaceRef,
 };
 use cynode_client::UserClient;
-use cynode_tests::{IMAGE, Options, Plane, RunningOrchestrator, RunningWorker, World, eventually, sh};
+use cynode_tests::{
+    IMAGE, Options, Plane, RunningOrchestrator, RunningWorker, World, eventually, sh,
+};
 use serde_json::Value;
 
 use crate::cli::{Ran, cynode, run};
@@ -34,11 +36,24 @@ impl Fleet {
 
     pub(crate) async fn with(settings: &[(&str, &str)]) -> Result<Self> {
         let plane = Plane::new().await?;
-        let key = plane.world.directory().join("registration.key").display().to_string();
+        let key = plane
+            .world
+            .directory()
+            .join("registration.key")
+            .display()
+            .to_string();
         let seeds = format!("[{IMAGE:?}]");
-        let own = [("registration_key_file", key.as_str()), ("seed_images", seeds.as_str()), ("heartbeat_seconds", "1")];
+        let own = [
+            ("registration_key_file", key.as_str()),
+            ("seed_images", seeds.as_str()),
+            ("heartbeat_seconds", "1"),
+        ];
         let orchestrator = plane.orchestrator("", &[&own, settings].concat()).await?;
-        Ok(Self { orchestrator, key, plane })
+        Ok(Self {
+            orchestrator,
+            key,
+            plane,
+        })
     }
 
     /// What makes a worker a node of this one.
@@ -55,8 +70,18 @@ impl Fleet {
     }
 
     /// The same, with settings of its own.
-    pub(crate) async fn node_with(&self, name: &str, settings: impl FnOnce(Options) -> Options) -> Result<RunningWorker> {
-        let worker = self.plane.world.worker(&settings(self.options(name, &self.orchestrator.control_url()?))).await?;
+    pub(crate) async fn node_with(
+        &self,
+        name: &str,
+        settings: impl FnOnce(Options) -> Options,
+    ) -> Result<RunningWorker> {
+        let worker = self
+            .plane
+            .world
+            .worker(&settings(
+                self.options(name, &self.orchestrator.control_url()?),
+            ))
+            .await?;
         let client = self.orchestrator.client()?;
         until(&client, name, |node| node.state == NodeState::Ready).await?;
         Ok(worker)
@@ -64,55 +89,108 @@ impl Fleet {
 
     fn run(&self, arguments: &[&str]) -> Result<Ran> {
         let mut command = cynode(&self.plane.world)?;
-        command.env("CYNODE_URL", self.orchestrator.url()?).env("CYNODE_TOKEN", self.orchestrator.token()?);
+        command
+            .env("CYNODE_URL", self.orchestrator.url()?)
+            .env("CYNODE_TOKEN", self.orchestrator.token()?);
         run(command.args(arguments), b"")
     }
 }
 
 /// Waits until a node is as it should be.
-pub(crate) async fn until(client: &UserClient, name: &str, mut is: impl FnMut(&Node) -> bool) -> Result<Node> {
+pub(crate) async fn until(
+    client: &UserClient,
+    name: &str,
+    mut is: impl FnMut(&Node) -> bool,
+) -> Result<Node> {
     let mut last = None;
     let found = async || {
-        last = client.nodes().await?.into_iter().find(|node| node.name == name);
+        last = client
+            .nodes()
+            .await?
+            .into_iter()
+            .find(|node| node.name == name);
         Ok(last.as_ref().is_some_and(&mut is))
     };
-    eventually("the node is as it should be", PATIENCE, found).await.with_context(|| format!("{last:?}"))?;
+    eventually("the node is as it should be", PATIENCE, found)
+        .await
+        .with_context(|| format!("{last:?}"))?;
     last.context("a node")
 }
 
 fn small() -> LimitsRequest {
-    LimitsRequest { memory_bytes: Some(64 << 20), disk_bytes: Some(32 << 20), ..Default::default() }
+    LimitsRequest {
+        memory_bytes: Some(64 << 20),
+        disk_bytes: Some(32 << 20),
+        ..Default::default()
+    }
 }
 
 fn labels(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
-    pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+    pairs
+        .iter()
+        .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+        .collect()
 }
 
 /// A session on a node with these labels.
 pub(crate) fn wanted(pairs: &[(&str, &str)]) -> UserSessionCreate {
-    UserSessionCreate { session_id: Some(SessionId::generate()), limits: Some(small()), node_labels: labels(pairs), ..Default::default() }
+    UserSessionCreate {
+        session_id: Some(SessionId::generate()),
+        limits: Some(small()),
+        node_labels: labels(pairs),
+        ..Default::default()
+    }
 }
 
 pub(crate) fn job(script: &str, pairs: &[(&str, &str)]) -> JobCreate {
     let command = ["/bin/sh", "-c", script].map(str::to_owned).to_vec();
-    JobCreate { command, limits: Some(small()), node_labels: labels(pairs), timeout_seconds: Some(120), ..Default::default() }
+    JobCreate {
+        command,
+        limits: Some(small()),
+        node_labels: labels(pairs),
+        timeout_seconds: Some(120),
+        ..Default::default()
+    }
 }
 
 /// Runs a job to its end.
 pub(crate) async fn ended(client: &UserClient, request: &JobCreate) -> Result<cynode_api::Job> {
     let id = client.create_job(request).await?.job_id;
-    eventually("the job ends", PATIENCE, async || Ok(client.job(id).await?.state.is_final())).await?;
+    eventually("the job ends", PATIENCE, async || {
+        Ok(client.job(id).await?.state.is_final())
+    })
+    .await?;
     Ok(client.job(id).await?)
 }
 
 /// Two workers with one Podman store, as two on one machine have it: (first, second).
 async fn two(fleet: &Fleet, other: &World) -> Result<(RunningWorker, RunningWorker)> {
     let control = fleet.orchestrator.control_url()?;
-    let quoted = |name: &str| format!("{:?}", fleet.plane.world.directory().join(name).display().to_string());
-    let near = fleet.options("near", &control).set("labels", r#"{ zone = "a", disk = "fast" }"#);
-    let far = fleet.options("far", &control).set("labels", r#"{ zone = "b", disk = "fast" }"#);
-    let far = far.set("podman_root", &quoted("root")).set("podman_runroot", &quoted("run"));
-    Ok((fleet.plane.world.worker(&near).await?, other.worker(&far).await?))
+    let quoted = |name: &str| {
+        format!(
+            "{:?}",
+            fleet
+                .plane
+                .world
+                .directory()
+                .join(name)
+                .display()
+                .to_string()
+        )
+    };
+    let near = fleet
+        .options("near", &control)
+        .set("labels", r#"{ zone = "a", disk = "fast" }"#);
+    let far = fleet
+        .options("far", &control)
+        .set("labels", r#"{ zone = "b", disk = "fast" }"#);
+    let far = far
+        .set("podman_root", &quoted("root"))
+        .set("podman_runroot", &quoted("run"));
+    Ok((
+        fleet.plane.world.worker(&near).await?,
+        other.worker(&far).await?,
+    ))
 }
 
 #[tokio::test]
@@ -123,8 +201,14 @@ async fn two_workers_on_one_machine_share_the_work_and_nothing_else() -> Result<
     let client = fleet.orchestrator.client()?;
     let first = until(&client, "near", |node| node.state == NodeState::Ready).await?;
     let second = until(&client, "far", |node| node.state == NodeState::Ready).await?;
-    assert!(first.id != second.id && first.api_url != second.api_url, "{first:?} {second:?}");
-    assert_eq!(first.capability.labels, labels(&[("zone", "a"), ("disk", "fast")]));
+    assert!(
+        first.id != second.id && first.api_url != second.api_url,
+        "{first:?} {second:?}"
+    );
+    assert_eq!(
+        first.capability.labels,
+        labels(&[("zone", "a"), ("disk", "fast")])
+    );
     assert_eq!(second.capability.labels["zone"], "b");
 
     // Where it is wanted; and each sandbox has ids that no other has, whichever worker made it.
@@ -132,14 +216,29 @@ async fn two_workers_on_one_machine_share_the_work_and_nothing_else() -> Result<
     let mut owners = BTreeMap::new();
     let mut made = Vec::new();
     for (zone, node) in [("a", &first), ("b", &second), ("a", &first), ("b", &second)] {
-        let session = sessions.create_user_session(&wanted(&[("zone", zone), ("disk", "fast")])).await?;
-        ensure!(session.node_id == node.id && session.state == SessionState::Running, "{session:?}");
-        let map = sessions.exec(session.session_id, &sh("cat /proc/self/uid_map")).await?.stdout;
-        let owner = map.split_whitespace().nth(1).context("an id map")?.to_owned();
+        let session = sessions
+            .create_user_session(&wanted(&[("zone", zone), ("disk", "fast")]))
+            .await?;
+        ensure!(
+            session.node_id == node.id && session.state == SessionState::Running,
+            "{session:?}"
+        );
+        let map = sessions
+            .exec(session.session_id, &sh("cat /proc/self/uid_map"))
+            .await?
+            .stdout;
+        let owner = map
+            .split_whitespace()
+            .nth(1)
+            .context("an id map")?
+            .to_owned();
         assert_eq!(owners.insert(owner, session.session_id), None, "{owners:?}");
         made.push(session);
         let job = ended(&client, &job("echo here", &[("zone", zone)])).await?;
-        assert_eq!((job.state, job.node_id, job.output.stdout.as_str()), (JobState::Completed, Some(node.id), "here\n"));
+        assert_eq!(
+            (job.state, job.node_id, job.output.stdout.as_str()),
+            (JobState::Completed, Some(node.id), "here\n")
+        );
     }
     // Who has no wish goes where there is most room.
     let anywhere = sessions.create_user_session(&wanted(&[])).await?;
@@ -147,22 +246,51 @@ async fn two_workers_on_one_machine_share_the_work_and_nothing_else() -> Result<
 
     // A worker that starts again takes up its own and leaves the other's alone; so does one that ends.
     near.kill()?;
-    near = fleet.plane.world.worker(&fleet.options("near", &fleet.orchestrator.control_url()?).set("labels", r#"{ zone = "c" }"#)).await?;
-    let relabelled = until(&client, "near", |node| node.capability.labels == labels(&[("zone", "c")])).await?;
+    near = fleet
+        .plane
+        .world
+        .worker(
+            &fleet
+                .options("near", &fleet.orchestrator.control_url()?)
+                .set("labels", r#"{ zone = "c" }"#),
+        )
+        .await?;
+    let relabelled = until(&client, "near", |node| {
+        node.capability.labels == labels(&[("zone", "c")])
+    })
+    .await?;
     assert_eq!(relabelled.id, first.id);
     for session in made.iter().chain([&anywhere]) {
-        let answered = async || Ok(sessions.exec(session.session_id, &sh("echo on")).await.is_ok_and(|answer| answer.stdout == "on\n"));
+        let answered = async || {
+            Ok(sessions
+                .exec(session.session_id, &sh("echo on"))
+                .await
+                .is_ok_and(|answer| answer.stdout == "on\n"))
+        };
         eventually("every session answers", PATIENCE, answered).await?;
     }
     far.shut_down().await?;
-    let left: Vec<_> = made.iter().chain([&anywhere]).filter(|session| session.node_id == first.id).collect();
+    let left: Vec<_> = made
+        .iter()
+        .chain([&anywhere])
+        .filter(|session| session.node_id == first.id)
+        .collect();
     assert_eq!(fleet.plane.world.containers()?.len(), left.len());
     for session in left {
-        assert_eq!(sessions.exec(session.session_id, &sh("echo on")).await?.stdout, "on\n");
+        assert_eq!(
+            sessions
+                .exec(session.session_id, &sh("echo on"))
+                .await?
+                .stdout,
+            "on\n"
+        );
     }
     near.shut_down().await?;
     other.assert_clean().await?;
-    eventually("no container is left", PATIENCE, async || Ok(fleet.plane.world.containers()?.is_empty())).await
+    eventually("no container is left", PATIENCE, async || {
+        Ok(fleet.plane.world.containers()?.is_empty())
+    })
+    .await
 }
 
 #[tokio::test]
@@ -176,64 +304,195 @@ async fn work_waits_for_a_node_that_fits_and_a_draining_one_gets_none() -> Resul
     let sessions = client.sessions();
 
     // No node has it: a session is refused with every node's reason, a job waits.
-    let nowhere = sessions.create_user_session(&wanted(&[("zone", "c")])).await.expect_err("no node is in that zone");
+    let nowhere = sessions
+        .create_user_session(&wanted(&[("zone", "c")]))
+        .await
+        .expect_err("no node is in that zone");
     assert!(nowhere.is(ErrorCode::NoCapacity), "{nowhere}");
-    for said in ["near: does not have the label zone=c", "far: does not have the label zone=c"] {
+    for said in [
+        "near: does not have the label zone=c",
+        "far: does not have the label zone=c",
+    ] {
         assert!(nowhere.to_string().contains(said), "{nowhere}");
     }
-    let waiting = client.create_job(&job("echo late", &[("zone", "c")])).await?.job_id;
+    let waiting = client
+        .create_job(&job("echo late", &[("zone", "c")]))
+        .await?
+        .job_id;
     let passed = ended(&client, &job("echo passed", &[])).await?;
-    assert_eq!((passed.state, client.job(waiting).await?.state), (JobState::Completed, JobState::Accepted), "it holds nobody up");
-    for bad in [labels(&[("", "x")]), (0..65).map(|number| (format!("l{number}"), String::new())).collect()] {
-        let refused = sessions.create_user_session(&UserSessionCreate { node_labels: bad.clone(), ..wanted(&[]) }).await.expect_err("no label");
+    assert_eq!(
+        (passed.state, client.job(waiting).await?.state),
+        (JobState::Completed, JobState::Accepted),
+        "it holds nobody up"
+    );
+    for bad in [
+        labels(&[("", "x")]),
+        (0..65)
+            .map(|number| (format!("l{number}"), String::new()))
+            .collect(),
+    ] {
+        let refused = sessions
+            .create_user_session(&UserSessionCreate {
+                node_labels: bad.clone(),
+                ..wanted(&[])
+            })
+            .await
+            .expect_err("no label");
         assert!(matches!(refused.status(), Some(400 | 413)), "{refused}");
-        let refused = client.create_job(&JobCreate { node_labels: bad, ..job("true", &[]) }).await.expect_err("no label");
+        let refused = client
+            .create_job(&JobCreate {
+                node_labels: bad,
+                ..job("true", &[])
+            })
+            .await
+            .expect_err("no label");
         assert!(matches!(refused.status(), Some(400 | 413)), "{refused}");
     }
 
     // A workspace stays where it is, whatever is wished.
-    let task = client.create_task(&TaskCreate { name: "kept".to_owned(), ..Default::default() }).await?.id;
-    let session = sessions.create_user_session(&UserSessionCreate { task_id: Some(task), ..wanted(&[("zone", "b")]) }).await?;
-    let end = SessionEnd { workspace: Some(WorkspaceDisposal::Keep), ..Default::default() };
+    let task = client
+        .create_task(&TaskCreate {
+            name: "kept".to_owned(),
+            ..Default::default()
+        })
+        .await?
+        .id;
+    let session = sessions
+        .create_user_session(&UserSessionCreate {
+            task_id: Some(task),
+            ..wanted(&[("zone", "b")])
+        })
+        .await?;
+    let end = SessionEnd {
+        workspace: Some(WorkspaceDisposal::Keep),
+        ..Default::default()
+    };
     sessions.end_session(session.session_id, &end).await?;
-    let again =
-        |zone| UserSessionCreate { task_id: Some(task), workspace_ref: Some(WorkspaceRef::Workspace(session.workspace_id)), ..wanted(&[("zone", zone)]) };
-    let elsewhere = sessions.create_user_session(&again("a")).await.expect_err("the workspace is not there");
+    let again = |zone| UserSessionCreate {
+        task_id: Some(task),
+        workspace_ref: Some(WorkspaceRef::Workspace(session.workspace_id)),
+        ..wanted(&[("zone", zone)])
+    };
+    let elsewhere = sessions
+        .create_user_session(&again("a"))
+        .await
+        .expect_err("the workspace is not there");
     assert!(
-        elsewhere.is(ErrorCode::NoCapacity) && elsewhere.to_string().contains("far, which has the workspace, does not have the label zone=a"),
+        elsewhere.is(ErrorCode::NoCapacity)
+            && elsewhere
+                .to_string()
+                .contains("far, which has the workspace, does not have the label zone=a"),
         "{elsewhere}"
     );
-    assert_eq!(sessions.create_user_session(&again("b")).await?.node_id, second.id);
+    assert_eq!(
+        sessions.create_user_session(&again("b")).await?.node_id,
+        second.id
+    );
 
     // By the command line: which nodes there are, what they are for, and that one is given no more.
     let list = fleet.run(&["node", "list"])?.good()?;
-    let row = |name: &str| list.lines().find(|line| line.contains(name)).unwrap_or_default().to_owned();
-    assert!(row("near").contains("disk=fast,zone=a") && row("near").contains("ready") && row("far").contains("disk=fast,zone=b"), "{list}");
+    let row = |name: &str| {
+        list.lines()
+            .find(|line| line.contains(name))
+            .unwrap_or_default()
+            .to_owned()
+    };
+    assert!(
+        row("near").contains("disk=fast,zone=a")
+            && row("near").contains("ready")
+            && row("far").contains("disk=fast,zone=b"),
+        "{list}"
+    );
     let shown = fleet.run(&["node", "show", "far"])?.good()?;
-    assert!(shown.contains("labels      disk=fast,zone=b") && shown.contains(IMAGE), "{shown}");
+    assert!(
+        shown.contains("labels      disk=fast,zone=b") && shown.contains(IMAGE),
+        "{shown}"
+    );
     let refused = fleet.run(&["session", "create", "--node-label", "zone=c"])?;
-    assert!(refused.failure().1 == "no_capacity" && refused.stderr.contains("zone=c"), "{refused:?}");
-    let id = fleet.run(&["session", "create", "--memory", "64m", "--node-label", "zone=a"])?.good()?;
-    let object: Value = fleet.run(&["session", "show", id.trim_end(), "--output", "json"])?.json()?;
+    assert!(
+        refused.failure().1 == "no_capacity" && refused.stderr.contains("zone=c"),
+        "{refused:?}"
+    );
+    let id = fleet
+        .run(&[
+            "session",
+            "create",
+            "--memory",
+            "64m",
+            "--node-label",
+            "zone=a",
+        ])?
+        .good()?;
+    let object: Value = fleet
+        .run(&["session", "show", id.trim_end(), "--output", "json"])?
+        .json()?;
     assert_eq!(object["node_id"], first.id.to_string());
-    let ran = fleet.run(&["run", "--memory", "64m", "--node-label", "zone=b", "--", "sh", "-c", "echo by run; exit 3"])?;
-    assert_eq!((ran.code, ran.text().as_str()), (Some(3), "by run\n"), "{ran:?}");
+    let ran = fleet.run(&[
+        "run",
+        "--memory",
+        "64m",
+        "--node-label",
+        "zone=b",
+        "--",
+        "sh",
+        "-c",
+        "echo by run; exit 3",
+    ])?;
+    assert_eq!(
+        (ran.code, ran.text().as_str()),
+        (Some(3), "by run\n"),
+        "{ran:?}"
+    );
 
     let drained = fleet.run(&["node", "drain", "far"])?;
-    assert!(drained.code == Some(0) && drained.stderr.contains("'far' is given no new work"), "{drained:?}");
-    assert_eq!(fleet.run(&["node", "show", "far", "--output", "json"])?.json()?["state"], "draining");
+    assert!(
+        drained.code == Some(0) && drained.stderr.contains("'far' is given no new work"),
+        "{drained:?}"
+    );
+    assert_eq!(
+        fleet
+            .run(&["node", "show", "far", "--output", "json"])?
+            .json()?["state"],
+        "draining"
+    );
     for _ in 0..4 {
-        assert_eq!(sessions.create_user_session(&wanted(&[("disk", "fast")])).await?.node_id, first.id);
+        assert_eq!(
+            sessions
+                .create_user_session(&wanted(&[("disk", "fast")]))
+                .await?
+                .node_id,
+            first.id
+        );
     }
-    let refused = sessions.create_user_session(&wanted(&[("zone", "b")])).await.expect_err("the only one drains");
-    assert!(refused.is(ErrorCode::NoCapacity) && refused.to_string().contains("far: is draining"), "{refused}");
-    fleet.run(&["node", "drain", second.id.to_string().as_str(), "--undo"])?.good()?;
-    assert_eq!(sessions.create_user_session(&wanted(&[("zone", "b")])).await?.node_id, second.id);
+    let refused = sessions
+        .create_user_session(&wanted(&[("zone", "b")]))
+        .await
+        .expect_err("the only one drains");
+    assert!(
+        refused.is(ErrorCode::NoCapacity) && refused.to_string().contains("far: is draining"),
+        "{refused}"
+    );
+    fleet
+        .run(&["node", "drain", second.id.to_string().as_str(), "--undo"])?
+        .good()?;
+    assert_eq!(
+        sessions
+            .create_user_session(&wanted(&[("zone", "b")]))
+            .await?
+            .node_id,
+        second.id
+    );
 
     // A worker alone has no choice of nodes.
     let mut alone = cynode(&fleet.plane.world)?;
-    alone.env("CYNODE_URL", near.url()?).env("CYNODE_TOKEN", near.token()?).args(["session", "create", "--node-label", "zone=a"]);
+    alone
+        .env("CYNODE_URL", near.url()?)
+        .env("CYNODE_TOKEN", near.token()?)
+        .args(["session", "create", "--node-label", "zone=a"]);
     assert_eq!(run(&mut alone, b"")?.failure(), (64, "usage".to_owned()));
     client.stop_job(waiting).await?;
-    eventually("the job that waited is stopped", PATIENCE, async || Ok(client.job(waiting).await?.state == JobState::Canceled)).await
+    eventually("the job that waited is stopped", PATIENCE, async || {
+        Ok(client.job(waiting).await?.state == JobState::Canceled)
+    })
+    .await
 }

@@ -52,12 +52,17 @@ impl Gone {
             Away::Killed => postgres.kill()?,
             Away::TakenForDead => {
                 postgres.stop()?;
-                postgres.change_while_stopped("update audit_streams set closed_at = now() where closed_at is null")?;
+                postgres.change_while_stopped(
+                    "update audit_streams set closed_at = now() where closed_at is null",
+                )?;
             }
             Away::Frozen => frozen = Some(postgres.freeze()?),
             Away::Full => {
-                let refuse = "begin raise exception 'no space is left' using errcode = 'disk_full'; end";
-                postgres.ask(&format!("create function refuse() returns trigger language plpgsql as $$ {refuse} $$"))?;
+                let refuse =
+                    "begin raise exception 'no space is left' using errcode = 'disk_full'; end";
+                postgres.ask(&format!(
+                    "create function refuse() returns trigger language plpgsql as $$ {refuse} $$"
+                ))?;
                 postgres.ask("create trigger refuse before insert on audit_events for each statement execute function refuse()").map(drop)?;
             }
         }
@@ -66,9 +71,16 @@ impl Gone {
 
     async fn bring_back(self, small: &mut Small) -> Result<()> {
         match self.0 {
-            Away::Killed | Away::TakenForDead => small.plane.postgres.start_again(&small.plane.world).await?,
+            Away::Killed | Away::TakenForDead => {
+                small.plane.postgres.start_again(&small.plane.world).await?
+            }
             Away::Frozen => drop(self.1),
-            Away::Full => drop(small.plane.postgres.ask("drop trigger refuse on audit_events")?),
+            Away::Full => drop(
+                small
+                    .plane
+                    .postgres
+                    .ask("drop trigger refuse on audit_events")?,
+            ),
         }
         Ok(())
     }
@@ -88,7 +100,10 @@ impl Load {
     async fn run(&self, id: ExecId, more: &str) -> Option<Answer> {
         let body = json!({"exec_id": id, "argv": ["/bin/sh", "-c", format!("echo {id} >> lines; {more}")], "timeout_ms": 60_000});
         let answer = self.witness.call(Method::POST, &self.path, &body).await;
-        self.ended.lock().expect("not poisoned").insert(id, answer.clone());
+        self.ended
+            .lock()
+            .expect("not poisoned")
+            .insert(id, answer.clone());
         answer
     }
 
@@ -107,7 +122,12 @@ impl Load {
 
     /// How many were answered so.
     fn count(&self, wanted: &str) -> usize {
-        self.ended.lock().expect("not poisoned").values().filter(|answer| answered(answer.as_ref()) == wanted).count()
+        self.ended
+            .lock()
+            .expect("not poisoned")
+            .values()
+            .filter(|answer| answered(answer.as_ref()) == wanted)
+            .count()
     }
 }
 
@@ -127,24 +147,43 @@ async fn lines(node: &WorkerClient, id: SessionId) -> Result<Vec<String>> {
     while let Some(piece) = body.chunk().await? {
         text.extend_from_slice(&piece);
     }
-    Ok(String::from_utf8(text)?.lines().map(str::to_owned).collect())
+    Ok(String::from_utf8(text)?
+        .lines()
+        .map(str::to_owned)
+        .collect())
 }
 
 async fn under_load(away: Away) -> Result<()> {
     let mut small = Small::start().await?;
     let (client, node) = (small.orchestrator.client()?, small.worker.client()?);
-    let id: SessionId = small.session(&small.orchestrator.token()?, &session()).await?.parse()?;
+    let id: SessionId = small
+        .session(&small.orchestrator.token()?, &session())
+        .await?
+        .parse()?;
     let witness = Witness::new(client.clone());
-    let load = Arc::new(Load { witness: witness.clone(), path: format!("/v1/sessions/{id}/exec"), stopped: AtomicBool::new(false), ended: Mutex::default() });
+    let load = Arc::new(Load {
+        witness: witness.clone(),
+        path: format!("/v1/sessions/{id}/exec"),
+        stopped: AtomicBool::new(false),
+        ended: Mutex::default(),
+    });
     let call = |load: Arc<Load>| async move { load.go_on().await };
-    let callers: Vec<_> = (0..CALLERS).map(|_| tokio::spawn(call(Arc::clone(&load)))).collect();
-    eventually("calls are good", PATIENCE, async || Ok(load.count("good") >= GOOD)).await?;
+    let callers: Vec<_> = (0..CALLERS)
+        .map(|_| tokio::spawn(call(Arc::clone(&load))))
+        .collect();
+    eventually("calls are good", PATIENCE, async || {
+        Ok(load.count("good") >= GOOD)
+    })
+    .await?;
     let held: Vec<ExecId> = (0..HELD).map(|_| ExecId::generate()).collect();
     let holders: Vec<_> = held
         .iter()
         .map(|exec| {
             let (load, exec) = (Arc::clone(&load), *exec);
-            tokio::spawn(async move { load.run(exec, "while ! test -e go; do sleep 0.1; done").await })
+            tokio::spawn(async move {
+                load.run(exec, "while ! test -e go; do sleep 0.1; done")
+                    .await
+            })
         })
         .collect();
     let begun = async || {
@@ -160,15 +199,26 @@ async fn under_load(away: Away) -> Result<()> {
     for holder in holders {
         let answer = holder.await?.context("it broke off")?;
         let problem = answer.problem()?;
-        ensure!((answer.status, problem.code.as_str()) == (503, "outcome_pending"), "{problem:?}");
+        ensure!(
+            (answer.status, problem.code.as_str()) == (503, "outcome_pending"),
+            "{problem:?}"
+        );
     }
     // Who waits for a database that says nothing at all may wait as long as it does.
     if away != Away::Frozen {
-        eventually("calls are refused", PATIENCE, async || Ok(load.count("store_unavailable") >= refused + CALLERS)).await?;
+        eventually("calls are refused", PATIENCE, async || {
+            Ok(load.count("store_unavailable") >= refused + CALLERS)
+        })
+        .await?;
     }
     gone.bring_back(&mut small).await?;
     let good = load.count("good");
-    eventually("calls are good again, by themselves", PATIENCE, async || Ok(load.count("good") >= good + GOOD)).await?;
+    eventually(
+        "calls are good again, by themselves",
+        PATIENCE,
+        async || Ok(load.count("good") >= good + GOOD),
+    )
+    .await?;
     load.stopped.store(true, Ordering::SeqCst);
     for caller in callers {
         caller.await?;
@@ -183,7 +233,10 @@ async fn under_load(away: Away) -> Result<()> {
     for exec in &held {
         let (intent, outcome) = told.get(exec).context("it is told")?;
         // Who was taken for dead leaves what it had begun to others, and goes on elsewhere.
-        ensure!(away != Away::TakenForDead || intent.stream != outcome.stream, "{outcome:?} is in the stream that was closed");
+        ensure!(
+            away != Away::TakenForDead || intent.stream != outcome.stream,
+            "{outcome:?} is in the stream that was closed"
+        );
     }
     let mut counts: BTreeMap<String, usize> = BTreeMap::new();
     for answer in ended.values() {
@@ -203,7 +256,10 @@ fn of_commands(trail: &Trail) -> Result<HashMap<ExecId, (&AuditRecord, &AuditRec
         if intent.body.action == "session.exec"
             && let Some(id) = intent.body.exec_id
         {
-            ensure!(found.insert(id, (intent, outcome)).is_none(), "two calls are recorded for the command {id}");
+            ensure!(
+                found.insert(id, (intent, outcome)).is_none(),
+                "two calls are recorded for the command {id}"
+            );
         }
     }
     Ok(found)
@@ -220,16 +276,33 @@ fn check(trail: &Trail, ended: &BTreeMap<ExecId, Option<Answer>>, lines: &[Strin
         let times = left.remove(id.to_string().as_str()).unwrap_or(0);
         let record = told.get(id);
         let result = record.and_then(|(_, outcome)| outcome.body.result);
-        let seen = format!("{id}: {}, done {times} times, told as {record:?}", answered(answer.as_ref()));
+        let seen = format!(
+            "{id}: {}, done {times} times, told as {record:?}",
+            answered(answer.as_ref())
+        );
         ensure!(times <= 1, "{seen}");
         // Whatever was done was written down before, and what is written of its end is so.
-        ensure!((times == 1) == (result == Some(AuditResult::Done)), "{seen}");
+        ensure!(
+            (times == 1) == (result == Some(AuditResult::Done)),
+            "{seen}"
+        );
         match (answered(answer.as_ref()).as_str(), answer) {
             ("good", _) => ensure!(times == 1, "{seen}"),
             ("store_unavailable", _) => ensure!(times == 0, "{seen}"),
             ("outcome_pending", Some(answer)) => {
-                let named: Uuid = serde_json::from_value(answer.problem()?.extensions.get("call_id").cloned().unwrap_or_default())?;
-                ensure!(record.is_some_and(|(intent, outcome)| intent.body.call_id == Some(named) && outcome.body.call_id == Some(named)), "{seen}");
+                let named: Uuid = serde_json::from_value(
+                    answer
+                        .problem()?
+                        .extensions
+                        .get("call_id")
+                        .cloned()
+                        .unwrap_or_default(),
+                )?;
+                ensure!(
+                    record.is_some_and(|(intent, outcome)| intent.body.call_id == Some(named)
+                        && outcome.body.call_id == Some(named)),
+                    "{seen}"
+                );
             }
             // A node that could not say that it lives is asked later what became of the call.
             ("broke off" | "node_unreachable", _) => {}
@@ -242,12 +315,14 @@ fn check(trail: &Trail, ended: &BTreeMap<ExecId, Option<Answer>>, lines: &[Strin
 
 // proves: ISC-22
 #[tokio::test]
-async fn while_the_database_is_dead_nothing_is_begun_and_what_was_is_told_when_it_is_back() -> Result<()> {
+async fn while_the_database_is_dead_nothing_is_begun_and_what_was_is_told_when_it_is_back()
+-> Result<()> {
     under_load(Away::Killed).await
 }
 
 #[tokio::test]
-async fn a_writer_that_was_taken_for_dead_goes_on_and_what_it_had_begun_is_told_once() -> Result<()> {
+async fn a_writer_that_was_taken_for_dead_goes_on_and_what_it_had_begun_is_told_once() -> Result<()>
+{
     under_load(Away::TakenForDead).await
 }
 

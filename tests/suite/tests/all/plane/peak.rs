@@ -65,11 +65,19 @@ fn largest(route: &str) -> Option<Largest> {
             | "/v1/tokens"
             | "/v1/users",
         ) => Largest::Unread(20),
-        ("GET", "/v1/sessions/{id}/execs/{exec_id}/output" | "/v1/jobs/{id}/output" | "/v1/jobs/{job_id}/output" | "/v1/sessions/{id}/files") => {
+        (
+            "GET",
+            "/v1/sessions/{id}/execs/{exec_id}/output"
+            | "/v1/jobs/{id}/output"
+            | "/v1/jobs/{job_id}/output"
+            | "/v1/sessions/{id}/files",
+        ) => Largest::Unread(20),
+        ("GET", "/v1/artifacts/{id}/content" | "/v1/tasks/{task_id}/artifacts/{path}") => {
             Largest::Unread(20)
         }
-        ("GET", "/v1/artifacts/{id}/content" | "/v1/tasks/{task_id}/artifacts/{path}") => Largest::Unread(20),
-        ("PUT", "/v1/sessions/{id}/files" | "/v1/tasks/{task_id}/artifacts/{path}") => Largest::Bytes(100 * MIB),
+        ("PUT", "/v1/sessions/{id}/files" | "/v1/tasks/{task_id}/artifacts/{path}") => {
+            Largest::Bytes(100 * MIB)
+        }
         ("POST", "/v1/sessions/{id}/import") => Largest::Archive,
         (
             "GET",
@@ -125,7 +133,13 @@ fn fill(small: &Small, place: &Place) -> Result<()> {
 }
 
 /// A connection on which something was asked for and nothing is read, with hardly any room for it on the way.
-async fn unread(address: SocketAddr, token: &str, method: &str, path: &str, body: &str) -> Result<TcpStream> {
+async fn unread(
+    address: SocketAddr,
+    token: &str,
+    method: &str,
+    path: &str,
+    body: &str,
+) -> Result<TcpStream> {
     let socket = TcpSocket::new_v4()?;
     socket.set_recv_buffer_size(4_096)?;
     let mut stream = socket.connect(address).await?;
@@ -142,7 +156,9 @@ async fn answered(streams: &[TcpStream]) -> Result<()> {
     for stream in streams {
         let mut first = [0; 12];
         // One that made room for another may be closed already.
-        tokio::time::timeout(Duration::from_secs(60), stream.peek(&mut first)).await.context("no answer")??;
+        tokio::time::timeout(Duration::from_secs(60), stream.peek(&mut first))
+            .await
+            .context("no answer")??;
     }
     Ok(())
 }
@@ -173,14 +189,40 @@ impl Role<'_> {
     async fn send(&self, route: &str, operation: &Value) -> Result<()> {
         let (method, path) = route.split_once(' ').context("a method and a path")?;
         let takes_json = operation["requestBody"]["content"]["application/json"].is_object();
-        let largest = if takes_json { Largest::Json } else { largest(route).with_context(|| format!("{route} has no row"))? };
+        let largest = if takes_json {
+            Largest::Json
+        } else {
+            largest(route).with_context(|| format!("{route} has no row"))?
+        };
         let address = self.place.path(path)?;
         let parsed: Method = method.parse()?;
-        let has = |name: &str| operation["parameters"].as_array().into_iter().flatten().any(|parameter| parameter["name"] == name);
-        let query = [("limit", "1000"), ("max_bytes", "16777216"), ("path", "large"), ("task_id", &self.place.task)];
-        let query: Vec<String> = query.iter().filter(|(name, _)| has(name)).map(|(name, value)| format!("{name}={value}")).collect();
+        let has = |name: &str| {
+            operation["parameters"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .any(|parameter| parameter["name"] == name)
+        };
+        let query = [
+            ("limit", "1000"),
+            ("max_bytes", "16777216"),
+            ("path", "large"),
+            ("task_id", &self.place.task),
+        ];
+        let query: Vec<String> = query
+            .iter()
+            .filter(|(name, _)| has(name))
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect();
         let asked = format!("{address}?{}", query.join("&"));
-        let sent = |body: Vec<u8>, kind: &str, path: &str| Answer::of(self.http.request(parsed.clone(), path).header("content-type", kind).body(body));
+        let sent = |body: Vec<u8>, kind: &str, path: &str| {
+            Answer::of(
+                self.http
+                    .request(parsed.clone(), path)
+                    .header("content-type", kind)
+                    .body(body),
+            )
+        };
         let statuses: Vec<u16> = match largest {
             Largest::Json => {
                 let beside = |value: String| format!("{{\"surprise\":{value}}}").into_bytes();
@@ -188,31 +230,68 @@ impl Role<'_> {
                 let many = || beside(format!("[{}0]", "0,".repeat(240_000)));
                 let zeros = || beside(format!("[{}0]", "0,".repeat((BODY - 20) / 2)));
                 let bodies = [text(), many(), many(), zeros()];
-                try_join_all(bodies.into_iter().map(|body| sent(body, "application/json", &address))).await?.iter().map(|answer| answer.status).collect()
+                try_join_all(
+                    bodies
+                        .into_iter()
+                        .map(|body| sent(body, "application/json", &address)),
+                )
+                .await?
+                .iter()
+                .map(|answer| answer.status)
+                .collect()
             }
             Largest::Unread(count) => {
-                let streams = try_join_all((0..count).map(|_| unread(self.address, &self.token, method, &asked, ""))).await?;
+                let streams = try_join_all(
+                    (0..count).map(|_| unread(self.address, &self.token, method, &asked, "")),
+                )
+                .await?;
                 answered(&streams).await?;
                 Vec::new()
             }
-            Largest::Bytes(size) => vec![sent(vec![b'x'; size], "application/octet-stream", &asked).await?.status],
+            Largest::Bytes(size) => vec![
+                sent(vec![b'x'; size], "application/octet-stream", &asked)
+                    .await?
+                    .status,
+            ],
             Largest::Archive => {
                 let long = |length: usize| format!("{address}?path={}", "d/".repeat(length / 2));
-                let statuses = [sent(archive()?, "application/x-tar", &long(4_090)), sent(archive()?, "application/x-tar", &long(60_000))];
-                let statuses: Vec<u16> = try_join_all(statuses).await?.iter().map(|answer| answer.status).collect();
-                ensure!(statuses[1] == 400, "{route}: a path of 60,000 bytes is answered with {}", statuses[1]);
+                let statuses = [
+                    sent(archive()?, "application/x-tar", &long(4_090)),
+                    sent(archive()?, "application/x-tar", &long(60_000)),
+                ];
+                let statuses: Vec<u16> = try_join_all(statuses)
+                    .await?
+                    .iter()
+                    .map(|answer| answer.status)
+                    .collect();
+                ensure!(
+                    statuses[1] == 400,
+                    "{route}: a path of 60,000 bytes is answered with {}",
+                    statuses[1]
+                );
                 statuses
             }
             Largest::Call => vec![sent(Vec::new(), "application/json", &asked).await?.status],
         };
-        ensure!(statuses.iter().all(|status| *status < 500 || *status == 507), "{} {route}: {statuses:?}", self.name);
-        ensure!(!takes_json || statuses.iter().all(|status| [400, 413].contains(status)), "{} {route}: {statuses:?}", self.name);
+        ensure!(
+            statuses
+                .iter()
+                .all(|status| *status < 500 || *status == 507),
+            "{} {route}: {statuses:?}",
+            self.name
+        );
+        ensure!(
+            !takes_json || statuses.iter().all(|status| [400, 413].contains(status)),
+            "{} {route}: {statuses:?}",
+            self.name
+        );
         Ok(())
     }
 }
 
 #[tokio::test]
-async fn every_route_takes_its_largest_request_and_leaves_large_answers_unread_within_a_bound() -> Result<()> {
+async fn every_route_takes_its_largest_request_and_leaves_large_answers_unread_within_a_bound()
+-> Result<()> {
     let small = Small::start().await?;
     let place = Place::make(&small).await?;
     fill(&small, &place)?;
@@ -220,9 +299,22 @@ async fn every_route_takes_its_largest_request_and_leaves_large_answers_unread_w
     let (user, worker) = (small.orchestrator.token()?, small.worker.token()?);
     // Files with long names, and one that is large.
     let name = "n".repeat(230);
-    let script = format!("i=0; while [ $i -lt 5000 ]; do : > {name}$i; i=$((i+1)); done; head -c 8388608 /dev/zero > large");
-    small.make(&user, &format!("/v1/sessions/{id}/exec"), &json!({"argv": ["sh", "-c", script], "timeout_ms": 60_000})).await?;
-    let address = |url: String| -> Result<SocketAddr> { url.trim().trim_start_matches("http://").parse().with_context(|| url) };
+    let script = format!(
+        "i=0; while [ $i -lt 5000 ]; do : > {name}$i; i=$((i+1)); done; head -c 8388608 /dev/zero > large"
+    );
+    small
+        .make(
+            &user,
+            &format!("/v1/sessions/{id}/exec"),
+            &json!({"argv": ["sh", "-c", script], "timeout_ms": 60_000}),
+        )
+        .await?;
+    let address = |url: String| -> Result<SocketAddr> {
+        url.trim()
+            .trim_start_matches("http://")
+            .parse()
+            .with_context(|| url)
+    };
     let roles = [
         Role {
             name: "orchestrator",
@@ -241,7 +333,10 @@ async fn every_route_takes_its_largest_request_and_leaves_large_answers_unread_w
             place: &place,
         },
     ];
-    let pids = [("orchestrator", small.orchestrator.pid()), ("worker", small.worker.pid())];
+    let pids = [
+        ("orchestrator", small.orchestrator.pid()),
+        ("worker", small.worker.pid()),
+    ];
     let mut peaks = BTreeSet::new();
     let mut look = |what: &str| -> Result<()> {
         for (name, pid) in pids {
@@ -255,35 +350,72 @@ async fn every_route_takes_its_largest_request_and_leaves_large_answers_unread_w
         for (path, operations) in role.document["paths"].as_object().context("paths")? {
             for (method, operation) in operations.as_object().context("operations")? {
                 let route = format!("{} {path}", method.to_uppercase());
-                role.send(&route, operation).await.with_context(|| format!("{} {route}", role.name))?;
+                role.send(&route, operation)
+                    .await
+                    .with_context(|| format!("{} {route}", role.name))?;
                 look(&route)?;
             }
         }
         // Large answers to calls that take JSON.
-        let base = if role.name == "worker" { "/v1/worker/sessions" } else { "/v1/sessions" };
+        let base = if role.name == "worker" {
+            "/v1/worker/sessions"
+        } else {
+            "/v1/sessions"
+        };
         let list = json!({"max_entries": 10_000}).to_string();
         let search = json!({"pattern": ".", "max_results": 10_000}).to_string();
         let exec = json!({"argv": ["head", "-c", "16777216", "/dev/zero"], "timeout_ms": 60_000, "max_output_bytes": 16 << 20}).to_string();
-        for (count, call, body) in [(40, "files:list", &list), (10, "files:search", &search), (6, "exec", &exec)] {
+        for (count, call, body) in [
+            (40, "files:list", &list),
+            (10, "files:search", &search),
+            (6, "exec", &exec),
+        ] {
             let path = format!("{base}/{id}/{call}");
-            let streams = try_join_all((0..count).map(|_| unread(role.address, &role.token, "POST", &path, body))).await?;
+            let streams = try_join_all(
+                (0..count).map(|_| unread(role.address, &role.token, "POST", &path, body)),
+            )
+            .await?;
             answered(&streams).await?;
             look(&format!("{call} unread"))?;
         }
     }
     // Tools have a parser of their own.
     let call = |arguments: String| {
-        let body = format!("{{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"tools/call\",\"params\":{{\"name\":\"help.list\",\"arguments\":{arguments}}}}}");
-        let request = roles[0].http.request(Method::POST, "/mcp").header("accept", "application/json, text/event-stream");
-        Answer::of(request.header("content-type", "application/json").body(body))
+        let body = format!(
+            "{{\"jsonrpc\":\"2.0\",\"id\":1,\"method\":\"tools/call\",\"params\":{{\"name\":\"help.list\",\"arguments\":{arguments}}}}}"
+        );
+        let request = roles[0]
+            .http
+            .request(Method::POST, "/mcp")
+            .header("accept", "application/json, text/event-stream");
+        Answer::of(
+            request
+                .header("content-type", "application/json")
+                .body(body),
+        )
     };
     let many = || format!("{{\"x\":[{}0]}}", "0,".repeat(240_000));
     let zeros = || format!("{{\"x\":[{}0]}}", "0,".repeat(BODY / 2 - 1_000));
     let answers = try_join_all([many(), many(), many(), zeros(), zeros()].map(call)).await?;
-    ensure!(answers.iter().map(|answer| answer.status).eq([200, 200, 200, 413, 413]), "{answers:?}");
+    ensure!(
+        answers
+            .iter()
+            .map(|answer| answer.status)
+            .eq([200, 200, 200, 413, 413]),
+        "{answers:?}"
+    );
     look("POST /mcp")?;
-    let highest: Vec<String> = peaks.iter().rev().take(12).map(|(peak, name, what)| format!("{} MiB: {name}: {what}", peak >> 20)).collect();
-    ensure!(peaks.iter().all(|(peak, ..)| *peak < MOST), "more than {} MiB: {highest:#?}", MOST >> 20);
+    let highest: Vec<String> = peaks
+        .iter()
+        .rev()
+        .take(12)
+        .map(|(peak, name, what)| format!("{} MiB: {name}: {what}", peak >> 20))
+        .collect();
+    ensure!(
+        peaks.iter().all(|(peak, ..)| *peak < MOST),
+        "more than {} MiB: {highest:#?}",
+        MOST >> 20
+    );
     // Who reads gets everything, page after page.
     let client = small.orchestrator.client()?;
     ensure!(client.tasks(None).await?.len() >= 300 && client.settings().await?.len() >= 200);

@@ -19,14 +19,21 @@ fn stored(directory: &Path) -> Result<Vec<PathBuf>> {
     while let Some(directory) = open.pop() {
         for entry in fs_err::read_dir(directory)? {
             let path = entry?.path();
-            if path.is_dir() { open.push(path) } else { found.push(path) }
+            if path.is_dir() {
+                open.push(path)
+            } else {
+                found.push(path)
+            }
         }
     }
     Ok(found)
 }
 
 fn make_old(path: &Path) -> Result<()> {
-    let touched = Command::new("touch").args(["-d", "3 days ago"]).arg(path).status()?;
+    let touched = Command::new("touch")
+        .args(["-d", "3 days ago"])
+        .arg(path)
+        .status()?;
     ensure!(touched.success(), "touch");
     Ok(())
 }
@@ -36,15 +43,35 @@ async fn bytes_that_nobody_needs_are_removed() -> Result<()> {
     let plane = Plane::new().await?;
     let mut orchestrator = plane.orchestrator("", &[]).await?;
     let client = orchestrator.client()?;
-    let task = client.create_task(&TaskCreate { name: "t".to_owned(), ..Default::default() }).await?.id;
-    for (path, text) in [("kept", "one"), ("kept", "two"), ("young", "three"), ("gone", "four"), ("twice", "four")] {
-        client.put_artifact(task, path, None, text.as_bytes().to_vec()).await?;
+    let task = client
+        .create_task(&TaskCreate {
+            name: "t".to_owned(),
+            ..Default::default()
+        })
+        .await?
+        .id;
+    for (path, text) in [
+        ("kept", "one"),
+        ("kept", "two"),
+        ("young", "three"),
+        ("gone", "four"),
+        ("twice", "four"),
+    ] {
+        client
+            .put_artifact(task, path, None, text.as_bytes().to_vec())
+            .await?;
     }
     let directory = orchestrator.state_dir().join("artifacts");
-    assert_eq!(stored(&directory)?.len(), 4, "the same bytes are there once");
+    assert_eq!(
+        stored(&directory)?.len(),
+        4,
+        "the same bytes are there once"
+    );
     let old = "update artifacts set created_at = now() - interval '40 days' where path in ('kept', 'gone', 'twice')";
     plane.postgres.ask(old)?;
-    plane.postgres.ask("delete from artifacts where path = 'gone'")?;
+    plane
+        .postgres
+        .ask("delete from artifacts where path = 'gone'")?;
     for file in stored(&directory)? {
         make_old(&file)?;
     }
@@ -64,12 +91,19 @@ async fn bytes_that_nobody_needs_are_removed() -> Result<()> {
     fs_err::write(&fresh, "")?;
 
     orchestrator.kill()?;
-    let orchestrator = plane.orchestrator("", &[("artifact_days", "30"), ("event_days", "30")]).await?;
+    let orchestrator = plane
+        .orchestrator("", &[("artifact_days", "30"), ("event_days", "30")])
+        .await?;
     let client = orchestrator.client()?;
     // 'one' was superseded long ago; the rest is the newest of an open task, or young.
     let expected = async || Ok(client.artifacts(task).await?.len() == 3 && !unknown.exists());
     eventually("what is over is gone", PATIENCE, expected).await?;
-    let mut left: Vec<String> = client.artifacts(task).await?.iter().map(|artifact| format!("{} {}", artifact.path, artifact.version)).collect();
+    let mut left: Vec<String> = client
+        .artifacts(task)
+        .await?
+        .iter()
+        .map(|artifact| format!("{} {}", artifact.path, artifact.version))
+        .collect();
     left.sort();
     assert_eq!(left, ["kept 2", "twice 1", "young 1"]);
     for path in ["kept", "twice", "young"] {
@@ -77,8 +111,17 @@ async fn bytes_that_nobody_needs_are_removed() -> Result<()> {
         assert!(body.chunk().await?.is_some(), "{path}");
     }
     let settled = async || Ok(stored(&directory)?.len() == 5);
-    eventually("three artifacts, one that is young, one under way", PATIENCE, settled).await?;
-    assert!(fresh.exists() && directory.join("incoming/under-way").exists() && !directory.join("incoming/abandoned").exists());
+    eventually(
+        "three artifacts, one that is young, one under way",
+        PATIENCE,
+        settled,
+    )
+    .await?;
+    assert!(
+        fresh.exists()
+            && directory.join("incoming/under-way").exists()
+            && !directory.join("incoming/abandoned").exists()
+    );
     Ok(())
 }
 
@@ -87,8 +130,16 @@ async fn old_output_counts_no_more_and_output_from_before_is_measured() -> Resul
     let plane = Plane::new().await?;
     let mut orchestrator = plane.orchestrator("", &[]).await?;
     let client = orchestrator.client()?;
-    let task = client.create_task(&TaskCreate { name: "t".to_owned(), ..Default::default() }).await?.id;
-    client.put_artifact(task, "a", None, vec![b'x'; 1_234]).await?;
+    let task = client
+        .create_task(&TaskCreate {
+            name: "t".to_owned(),
+            ..Default::default()
+        })
+        .await?
+        .id;
+    client
+        .put_artifact(task, "a", None, vec![b'x'; 1_234])
+        .await?;
     // Jobs as earlier versions left them: nobody wrote down how large their output is.
     let job = |name: &str, age: u32| {
         let object = r#"{"stdout": "12345", "stderr": "é"}"#;
@@ -98,15 +149,29 @@ async fn old_output_counts_no_more_and_output_from_before_is_measured() -> Resul
                  now() - interval '{age} days' from artifacts"
         ))
     };
-    let (young, old) = ("01890000-0000-7000-8000-000000000001", "01890000-0000-7000-8000-000000000002");
+    let (young, old) = (
+        "01890000-0000-7000-8000-000000000001",
+        "01890000-0000-7000-8000-000000000002",
+    );
     job(young, 1)?;
     job(old, 40)?;
-    plane.postgres.ask(&format!("update jobs set output_bytes = 99, output_sha256 = null where job_id = '{old}'"))?;
+    plane.postgres.ask(&format!(
+        "update jobs set output_bytes = 99, output_sha256 = null where job_id = '{old}'"
+    ))?;
     orchestrator.kill()?;
     let _orchestrator = plane.orchestrator("", &[("output_days", "30")]).await?;
-    let bytes = |name: &str| plane.postgres.ask(&format!("select output_bytes from jobs where job_id = '{name}'"));
+    let bytes = |name: &str| {
+        plane.postgres.ask(&format!(
+            "select output_bytes from jobs where job_id = '{name}'"
+        ))
+    };
     let settled = async || Ok((bytes(young)?.as_str(), bytes(old)?.as_str()) == ("1241", "0"));
-    eventually("the young one counts with its blob and streams, the old one not at all", PATIENCE, settled).await
+    eventually(
+        "the young one counts with its blob and streams, the old one not at all",
+        PATIENCE,
+        settled,
+    )
+    .await
 }
 
 #[tokio::test]
@@ -114,7 +179,13 @@ async fn old_events_go_and_their_cursors_are_refused() -> Result<()> {
     let plane = Plane::new().await?;
     let mut orchestrator = plane.orchestrator("", &[]).await?;
     let client = orchestrator.client()?;
-    let task = client.create_task(&TaskCreate { name: "t".to_owned(), ..Default::default() }).await?.id;
+    let task = client
+        .create_task(&TaskCreate {
+            name: "t".to_owned(),
+            ..Default::default()
+        })
+        .await?
+        .id;
     plane.postgres.ask(&format!(
         "insert into events (cursor, at, type, task_id, state) select n, now() - make_interval(days => 12000 - n), 'job.state', '{task}', 'accepted'
          from generate_series(1, 12000) n; update event_head set last = 12000"
@@ -124,9 +195,22 @@ async fn old_events_go_and_their_cursors_are_refused() -> Result<()> {
     let client = orchestrator.client()?;
     let expired = async || Ok(plane.postgres.ask("select count(*) from events")? == "30");
     eventually("old events are gone", PATIENCE, expired).await?;
-    let refused = client.events(5, None, Duration::ZERO).await.expect_err("gone");
-    assert!(refused.is(cynode_api::ErrorCode::CursorExpired), "{refused}");
+    let refused = client
+        .events(5, None, Duration::ZERO)
+        .await
+        .expect_err("gone");
+    assert!(
+        refused.is(cynode_api::ErrorCode::CursorExpired),
+        "{refused}"
+    );
     let page = client.events(0, None, Duration::ZERO).await?;
-    assert_eq!((page.items.len(), page.items.first().map(|event| event.cursor), page.next_cursor), (30, Some(11_971), 12_000));
+    assert_eq!(
+        (
+            page.items.len(),
+            page.items.first().map(|event| event.cursor),
+            page.next_cursor
+        ),
+        (30, Some(11_971), 12_000)
+    );
     Ok(())
 }

@@ -23,7 +23,12 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Letters that no secret of anybody begins or ends with, the same in every run.
 fn letters(count: usize) -> String {
-    (0..).map(|number: usize| char::from(b"A7q3Zx9LmK2vRt5YwB8nCd4F"[(number * 7 + number / 24) % 24])).take(count).collect()
+    (0..)
+        .map(|number: usize| {
+            char::from(b"A7q3Zx9LmK2vRt5YwB8nCd4F"[(number * 7 + number / 24) % 24])
+        })
+        .take(count)
+        .collect()
 }
 
 /// What looks like a token of GitHub's. Put together here, so that this text holds none.
@@ -58,12 +63,18 @@ fn in_pieces(secret: &str) -> Body {
     let mut pieces = vec![Bytes::from(vec![b'x'; 64 * 1024]); 48];
     pieces.push(Bytes::from(format!("{} {begin}", "y".repeat(5_000))));
     pieces.push(Bytes::from(format!("{end} {}", "z".repeat(200))));
-    Body::wrap_stream(futures_util::stream::iter(pieces.into_iter().map(Ok::<_, std::io::Error>)))
+    Body::wrap_stream(futures_util::stream::iter(
+        pieces.into_iter().map(Ok::<_, std::io::Error>),
+    ))
 }
 
 fn created(name: &str, content: &str) -> String {
     let lines: Vec<String> = content.lines().map(|line| format!("+{line}\n")).collect();
-    format!("--- /dev/null\n+++ b/{name}\n@@ -0,0 +1,{} @@\n{}", lines.len(), lines.concat())
+    format!(
+        "--- /dev/null\n+++ b/{name}\n@@ -0,0 +1,{} @@\n{}",
+        lines.len(),
+        lines.concat()
+    )
 }
 
 /// Where something is put that stands for a secret.
@@ -79,14 +90,30 @@ impl Place {
     async fn start() -> Result<Self> {
         let small = Small::start().await?;
         let admin = small.orchestrator.token()?;
-        let task = text(&small.make(&admin, "/v1/tasks", &json!({"name": "task"})).await?["id"])?;
+        let task = text(
+            &small
+                .make(&admin, "/v1/tasks", &json!({"name": "task"}))
+                .await?["id"],
+        )?;
         let mut body = session();
         (body["task_id"], body["pty_allowed"]) = (json!(task), json!(true));
         let session = small.session(&admin, &body).await?;
         let hearing = json!({"argv": ["sh", "-c", "cat > heard"], "timeout_ms": 0, "background": true, "stdin_open": true});
-        let exec = text(&small.make(&admin, &format!("/v1/sessions/{session}/exec"), &hearing).await?["exec_id"])?;
-        let place = Self { small, task, session, exec };
-        eventually("it hears", PATIENCE, async || Ok(place.inside("ls heard").await?["exit_code"] == 0)).await?;
+        let exec = text(
+            &small
+                .make(&admin, &format!("/v1/sessions/{session}/exec"), &hearing)
+                .await?["exec_id"],
+        )?;
+        let place = Self {
+            small,
+            task,
+            session,
+            exec,
+        };
+        eventually("it hears", PATIENCE, async || {
+            Ok(place.inside("ls heard").await?["exit_code"] == 0)
+        })
+        .await?;
         Ok(place)
     }
 
@@ -107,14 +134,22 @@ impl Place {
     }
 
     fn file(&self, name: &str, path: &str, body: impl Into<Body>) -> Result<RequestBuilder> {
-        Ok(self.small.request(Method::PUT, &self.at("files"))?.query(&[(name, path)]).body(body))
+        Ok(self
+            .small
+            .request(Method::PUT, &self.at("files"))?
+            .query(&[(name, path)])
+            .body(body))
     }
 
     /// An exec with its input in a part of its own.
     fn form(&self, request: &Value, stdin: &str) -> Result<RequestBuilder> {
         let (head, tail) = cynode_api::exec_form("B", request.to_string().as_bytes());
         let body = [head, stdin.as_bytes().to_vec(), tail].concat();
-        Ok(self.small.request(Method::POST, &self.at("exec"))?.header("content-type", "multipart/form-data; boundary=B").body(body))
+        Ok(self
+            .small
+            .request(Method::POST, &self.at("exec"))?
+            .header("content-type", "multipart/form-data; boundary=B")
+            .body(body))
     }
 
     async fn inside(&self, script: &str) -> Result<Value> {
@@ -126,12 +161,21 @@ impl Place {
         let small = session();
         let with = |more: Value| -> Value {
             let mut body = small.clone();
-            body.as_object_mut().into_iter().for_each(|body| body.extend(more.as_object().cloned().unwrap_or_default()));
+            body.as_object_mut()
+                .into_iter()
+                .for_each(|body| body.extend(more.as_object().cloned().unwrap_or_default()));
             body
         };
         let put = |path: &str| -> Result<RequestBuilder> {
-            let mut url = reqwest::Url::parse(&format!("{}/v1/tasks/{}/artifacts/", self.small.orchestrator.url()?, self.task))?;
-            url.path_segments_mut().map_err(|()| anyhow::anyhow!("it has a path"))?.pop_if_empty().push(path);
+            let mut url = reqwest::Url::parse(&format!(
+                "{}/v1/tasks/{}/artifacts/",
+                self.small.orchestrator.url()?,
+                self.task
+            ))?;
+            url.path_segments_mut()
+                .map_err(|()| anyhow::anyhow!("it has a path"))?
+                .pop_if_empty()
+                .push(path);
             self.small.request(Method::PUT, url.path())
         };
         let inside = format!("echo {secret} > leaked");
@@ -168,38 +212,78 @@ impl Place {
     async fn there(&self) -> Result<String> {
         let files = self.inside("find / -xdev 2> /dev/null | grep -v '^/proc\\|^/sys\\|^/dev' | sort | sha256sum; find . | sort | xargs ls -ld").await?;
         let made = "select (select count(*) from sessions), (select count(*) from jobs), (select count(*) from artifacts), (select count(*) from tasks)";
-        Ok(format!("{} {}", files["stdout"], self.small.plane.postgres.ask(made)?))
+        Ok(format!(
+            "{} {}",
+            files["stdout"],
+            self.small.plane.postgres.ask(made)?
+        ))
     }
 
     /// All that can be read of the system from outside of a sandbox, by its name.
     async fn told(&self) -> Result<Vec<(String, Vec<u8>)>> {
         let world = &self.small.plane.world;
         let mut told = Vec::new();
-        for log in [self.small.orchestrator.log(), self.small.worker.log(), world.directory().join("pg.log")] {
+        for log in [
+            self.small.orchestrator.log(),
+            self.small.worker.log(),
+            world.directory().join("pg.log"),
+        ] {
             told.push((log.display().to_string(), fs_err::read(&log)?));
         }
         let http = reqwest::Client::builder().no_proxy().build()?;
-        for url in [self.small.orchestrator.url()?, self.small.orchestrator.control_url()?, self.small.worker.url()?] {
-            told.push((format!("{url}/metrics"), http.get(format!("{url}/metrics")).send().await?.bytes().await?.to_vec()));
+        for url in [
+            self.small.orchestrator.url()?,
+            self.small.orchestrator.control_url()?,
+            self.small.worker.url()?,
+        ] {
+            told.push((
+                format!("{url}/metrics"),
+                http.get(format!("{url}/metrics"))
+                    .send()
+                    .await?
+                    .bytes()
+                    .await?
+                    .to_vec(),
+            ));
         }
         // Whoever reads the trail makes it longer: a page that is not full is the last.
         let (mut after, mut count) = (0, 200);
         while count == 200 {
-            let answer = Answer::of(self.small.request(Method::GET, &format!("/v1/audit?after={after}&limit=200"))?).await?;
+            let answer = Answer::of(
+                self.small
+                    .request(Method::GET, &format!("/v1/audit?after={after}&limit=200"))?,
+            )
+            .await?;
             told.push((format!("records after {after}"), answer.body.to_vec()));
             let page = object(&answer)?;
-            (after, count) = (page["next_cursor"].as_i64().context("a cursor")?, page["items"].as_array().context("records")?.len());
+            (after, count) = (
+                page["next_cursor"].as_i64().context("a cursor")?,
+                page["items"].as_array().context("records")?.len(),
+            );
         }
         let dump = Command::new(postgres_programs()?.join("pg_dump"))
             .arg("--host")
             .arg(world.directory().join("pg"))
             .args(["--username=cynode", "postgres"])
             .output()?;
-        ensure!(dump.status.success(), "{}", String::from_utf8_lossy(&dump.stderr));
-        ensure!(dump.stdout.windows(12).any(|part| part == b"audit_events"), "the dump holds the trail");
+        ensure!(
+            dump.status.success(),
+            "{}",
+            String::from_utf8_lossy(&dump.stderr)
+        );
+        ensure!(
+            dump.stdout.windows(12).any(|part| part == b"audit_events"),
+            "the dump holds the trail"
+        );
         told.push(("the database".to_owned(), dump.stdout));
-        files(&self.small.orchestrator.state_dir().join("orchestrator"), &mut told)?;
-        files(&self.small.orchestrator.state_dir().join("artifacts"), &mut told)?;
+        files(
+            &self.small.orchestrator.state_dir().join("orchestrator"),
+            &mut told,
+        )?;
+        files(
+            &self.small.orchestrator.state_dir().join("artifacts"),
+            &mut told,
+        )?;
         Ok(told)
     }
 }
@@ -211,7 +295,10 @@ fn files(directory: &Path, found: &mut Vec<(String, Vec<u8>)>) -> Result<()> {
         if entry.file_type()?.is_dir() {
             files(&entry.path(), found)?;
         } else if entry.file_type()?.is_file() {
-            found.push((entry.path().display().to_string(), fs_err::read(entry.path())?));
+            found.push((
+                entry.path().display().to_string(),
+                fs_err::read(entry.path())?,
+            ));
         }
     }
     Ok(())
@@ -225,9 +312,20 @@ fn traces(secret: &str, told: &[(String, Vec<u8>)]) -> Vec<String> {
         let letters = URL_SAFE_NO_PAD.encode(format!("{}{part}", "x".repeat(before)));
         letters[4..letters.len() - 4].to_owned()
     });
-    let forms: Vec<Vec<u8>> = [part.to_owned()].into_iter().chain(encoded).map(String::into_bytes).collect();
-    let holds = |bytes: &[u8]| forms.iter().any(|form| bytes.windows(form.len()).any(|found| found == form));
-    told.iter().filter(|(_, bytes)| holds(bytes)).map(|(name, _)| name.clone()).collect()
+    let forms: Vec<Vec<u8>> = [part.to_owned()]
+        .into_iter()
+        .chain(encoded)
+        .map(String::into_bytes)
+        .collect();
+    let holds = |bytes: &[u8]| {
+        forms
+            .iter()
+            .any(|form| bytes.windows(form.len()).any(|found| found == form))
+    };
+    told.iter()
+        .filter(|(_, bytes)| holds(bytes))
+        .map(|(name, _)| name.clone())
+        .collect()
 }
 
 // proves: ISC-23, REQ-SANDBX-0100
@@ -235,25 +333,44 @@ fn traces(secret: &str, told: &[(String, Vec<u8>)]) -> Vec<String> {
 async fn no_secret_gets_in_by_any_way_and_none_is_found_anywhere_afterwards() -> Result<()> {
     let place = Place::start().await?;
     let admin = place.small.orchestrator.token()?;
-    let token = text(&place.small.make(&admin, "/v1/tokens", &json!({"kind": "user"})).await?["token"])?;
+    let token = text(
+        &place
+            .small
+            .make(&admin, "/v1/tokens", &json!({"kind": "user"}))
+            .await?["token"],
+    )?;
     // Tokens of others are refused where live ones would be; ours everywhere.
-    let secrets = [("a CyNode token", token, "leaked"), ("a GitHub token", foreign_token(), ".env"), ("a private key", private_key(), ".ssh/key")];
+    let secrets = [
+        ("a CyNode token", token, "leaked"),
+        ("a GitHub token", foreign_token(), ".env"),
+        ("a private key", private_key(), ".ssh/key"),
+    ];
     let before = place.there().await?;
     let (mut wrong, mut refusals) = (Vec::new(), Vec::new());
     for (what, secret, leaked) in &secrets {
         for (number, (field, request)) in place.ways(secret, leaked)?.into_iter().enumerate() {
-            let answer = Answer::of(request).await.with_context(|| format!("{what} in {field}, way {number}"))?;
+            let answer = Answer::of(request)
+                .await
+                .with_context(|| format!("{what} in {field}, way {number}"))?;
             let said = String::from_utf8_lossy(&answer.body).into_owned();
             if said.contains(secret.trim()) {
-                wrong.push(format!("{what} in {field}, way {number}: the answer repeats it"));
+                wrong.push(format!(
+                    "{what} in {field}, way {number}: the answer repeats it"
+                ));
             }
             match refusal(&answer, 422, "secret_in_input") {
                 Ok(refused)
-                    if refused["field"] == field && refused["detail"].as_str().is_some_and(|detail| detail.contains(field) && detail.contains(what)) =>
+                    if refused["field"] == field
+                        && refused["detail"].as_str().is_some_and(|detail| {
+                            detail.contains(field) && detail.contains(what)
+                        }) =>
                 {
                     refusals.push((answer.header(CALL_HEADER).to_owned(), field, *what));
                 }
-                _ => wrong.push(format!("{what} in {field}, way {number}: {} {said}", answer.status)),
+                _ => wrong.push(format!(
+                    "{what} in {field}, way {number}: {} {said}",
+                    answer.status
+                )),
             }
         }
     }
@@ -261,34 +378,71 @@ async fn no_secret_gets_in_by_any_way_and_none_is_found_anywhere_afterwards() ->
     assert_eq!(place.there().await?, before, "nothing has come in");
     // What was refused has not been heard; what comes after it is.
     let data = json!({"data_b64": STANDARD.encode("plain\n"), "eof": true});
-    object(&Answer::of(place.post(&place.at(&format!("execs/{}/stdin", place.exec)), &data)?).await?)?;
-    eventually("it has heard all", PATIENCE, async || Ok(place.inside("cat heard").await?["stdout"] == "plain\n")).await?;
+    object(
+        &Answer::of(place.post(&place.at(&format!("execs/{}/stdin", place.exec)), &data)?).await?,
+    )?;
+    eventually("it has heard all", PATIENCE, async || {
+        Ok(place.inside("cat heard").await?["stdout"] == "plain\n")
+    })
+    .await?;
 
     // Each refusal is written down, with where and what, and no more.
     for (call, field, what) in &refusals {
-        let records = object(&Answer::of(place.small.request(Method::GET, &format!("/v1/audit?call_id={call}"))?).await?)?["items"].clone();
+        let records = object(
+            &Answer::of(
+                place
+                    .small
+                    .request(Method::GET, &format!("/v1/audit?call_id={call}"))?,
+            )
+            .await?,
+        )?["items"]
+            .clone();
         let (intent, outcome) = (&records[0], &records[1]);
-        assert_eq!(records.as_array().map(Vec::len), Some(2), "{field}: {records}");
-        assert_eq!((&outcome["code"], &outcome["status"]), (&json!("secret_in_input"), &json!(422)), "{field}: {records}");
+        assert_eq!(
+            records.as_array().map(Vec::len),
+            Some(2),
+            "{field}: {records}"
+        );
+        assert_eq!(
+            (&outcome["code"], &outcome["status"]),
+            (&json!("secret_in_input"), &json!(422)),
+            "{field}: {records}"
+        );
         // What is looked through on its way is begun before it is known what it holds.
         if intent["stage"] == "secrets" {
             let mut detail = intent["detail"].clone();
-            let path = detail.as_object_mut().and_then(|detail| detail.remove("path"));
-            assert_eq!((&intent["decision"], detail), (&json!("deny"), json!({"field": field, "what": what})), "{records}");
-            ensure!(path.is_none_or(|path| path == ".env" || path == ".ssh/key"), "{records}");
+            let path = detail
+                .as_object_mut()
+                .and_then(|detail| detail.remove("path"));
+            assert_eq!(
+                (&intent["decision"], detail),
+                (&json!("deny"), json!({"field": field, "what": what})),
+                "{records}"
+            );
+            ensure!(
+                path.is_none_or(|path| path == ".env" || path == ".ssh/key"),
+                "{records}"
+            );
         } else {
             assert_eq!(&intent["action"], "artifact.put", "{records}");
         }
     }
     let told = place.told().await?;
     let counted = format!("cynode_secrets_refused_total {}", refusals.len());
-    ensure!(told.iter().any(|(name, bytes)| name.ends_with("/metrics") && String::from_utf8_lossy(bytes).contains(&counted)), "'{counted}' is not said");
+    ensure!(
+        told.iter().any(|(name, bytes)| name.ends_with("/metrics")
+            && String::from_utf8_lossy(bytes).contains(&counted)),
+        "'{counted}' is not said"
+    );
     for (what, secret, _) in &secrets {
         let found = traces(secret, &told);
         ensure!(found.is_empty(), "{what} is in {found:#?}");
     }
     // It would have been found.
-    let planted = vec![("planted".to_owned(), format!("before {} after", foreign_token()).into_bytes())];
+    let planted = vec![(
+        "planted".to_owned(),
+        format!("before {} after", foreign_token()).into_bytes(),
+    )];
     assert_eq!(traces(&foreign_token(), &planted), ["planted"]);
     Ok(())
 }
@@ -298,51 +452,141 @@ async fn no_secret_gets_in_by_any_way_and_none_is_found_anywhere_afterwards() ->
 async fn a_sample_of_a_token_is_let_in_with_the_source_that_holds_it_and_flagged() -> Result<()> {
     let place = Place::start().await?;
     let (token, key) = (foreign_token(), private_key());
-    let flagged = |files: &[(&str, &str)]| files.iter().map(|(path, shape)| json!({"path": path, "shape": shape})).collect::<Value>();
-    let tree = archive_of(&[("src/lib.rs", "fn main() {}\n"), ("tests/auth.rs", &format!("{token}\n{token}\n{key}")), ("tests/id_rsa", &key)])?;
-    let found = flagged(&[("tests/auth.rs", "a GitHub token"), ("tests/auth.rs", "a private key"), ("tests/id_rsa", "a private key")]);
-    let import = |tar: Vec<u8>| Ok::<_, anyhow::Error>(place.small.request(Method::POST, &place.at("import"))?.query(&[("path", "repo")]).body(tar));
+    let flagged = |files: &[(&str, &str)]| {
+        files
+            .iter()
+            .map(|(path, shape)| json!({"path": path, "shape": shape}))
+            .collect::<Value>()
+    };
+    let tree = archive_of(&[
+        ("src/lib.rs", "fn main() {}\n"),
+        ("tests/auth.rs", &format!("{token}\n{token}\n{key}")),
+        ("tests/id_rsa", &key),
+    ])?;
+    let found = flagged(&[
+        ("tests/auth.rs", "a GitHub token"),
+        ("tests/auth.rs", "a private key"),
+        ("tests/id_rsa", "a private key"),
+    ]);
+    let import = |tar: Vec<u8>| {
+        Ok::<_, anyhow::Error>(
+            place
+                .small
+                .request(Method::POST, &place.at("import"))?
+                .query(&[("path", "repo")])
+                .body(tar),
+        )
+    };
     let artifact = |name: &str, bytes: Vec<u8>| {
-        Ok::<_, anyhow::Error>(place.small.request(Method::PUT, &format!("/v1/tasks/{}/artifacts/{name}", place.task))?.body(bytes))
+        Ok::<_, anyhow::Error>(
+            place
+                .small
+                .request(
+                    Method::PUT,
+                    &format!("/v1/tasks/{}/artifacts/{name}", place.task),
+                )?
+                .body(bytes),
+        )
     };
     let ways = [
         (import(tree.clone())?, 3, found.clone()),
-        (place.file("path", "a.rs", token.clone())?, 1, flagged(&[("a.rs", "a GitHub token")])),
-        (place.post(&place.at("files:patch"), &json!({"diff": created("b.rs", &token)}))?, 1, flagged(&[("b.rs", "a GitHub token")])),
+        (
+            place.file("path", "a.rs", token.clone())?,
+            1,
+            flagged(&[("a.rs", "a GitHub token")]),
+        ),
+        (
+            place.post(
+                &place.at("files:patch"),
+                &json!({"diff": created("b.rs", &token)}),
+            )?,
+            1,
+            flagged(&[("b.rs", "a GitHub token")]),
+        ),
         (artifact("seed.tar", tree)?, 3, found),
-        (artifact("notes.txt", token.clone().into_bytes())?, 1, flagged(&[("notes.txt", "a GitHub token")])),
+        (
+            artifact("notes.txt", token.clone().into_bytes())?,
+            1,
+            flagged(&[("notes.txt", "a GitHub token")]),
+        ),
     ];
     for (request, total, files) in ways {
         let answer = Answer::of(request).await?;
         let said = object(&answer)?;
-        assert_eq!((&said["flagged"], &said["flagged_total"]), (&files, &json!(total)), "{said}");
+        assert_eq!(
+            (&said["flagged"], &said["flagged_total"]),
+            (&files, &json!(total)),
+            "{said}"
+        );
         ensure!(!said.to_string().contains(&token), "{said}");
         let call = answer.header(CALL_HEADER);
-        let records = object(&Answer::of(place.small.request(Method::GET, &format!("/v1/audit?call_id={call}"))?).await?)?["items"].clone();
-        let told =
-            records.as_array().context("records")?.iter().any(|record| record["detail"]["flagged"] == files && record["detail"]["flagged_total"] == total);
+        let records = object(
+            &Answer::of(
+                place
+                    .small
+                    .request(Method::GET, &format!("/v1/audit?call_id={call}"))?,
+            )
+            .await?,
+        )?["items"]
+            .clone();
+        let told = records.as_array().context("records")?.iter().any(|record| {
+            record["detail"]["flagged"] == files && record["detail"]["flagged_total"] == total
+        });
         ensure!(told && !records.to_string().contains(&token), "{records}");
     }
     let read = place.inside("cat repo/tests/auth.rs a.rs b.rs").await?;
-    assert_eq!(read["stdout"], json!(format!("{token}\n{token}\n{key}{token}{token}\n")));
+    assert_eq!(
+        read["stdout"],
+        json!(format!("{token}\n{token}\n{key}{token}{token}\n"))
+    );
     // What was stored is known to hold it.
-    let listed = object(&Answer::of(place.small.request(Method::GET, &format!("/v1/artifacts?task_id={}", place.task))?).await?)?;
-    assert_eq!(listed["items"].as_array().map(|items| items.iter().filter(|item| item["flagged_total"].is_u64()).count()), Some(2), "{listed}");
+    let listed = object(
+        &Answer::of(place.small.request(
+            Method::GET,
+            &format!("/v1/artifacts?task_id={}", place.task),
+        )?)
+        .await?,
+    )?;
+    assert_eq!(
+        listed["items"].as_array().map(|items| items
+            .iter()
+            .filter(|item| item["flagged_total"].is_u64())
+            .count()),
+        Some(2),
+        "{listed}"
+    );
 
     // Where a live one would be, the refusal names the file and does not call it the system's.
     let config = "[remote \"origin\"]\n\turl = https://me:hunter2@example.org/a.git\n";
-    for (name, content, what) in
-        [("sub/.env.local", token.as_str(), "a GitHub token"), (".git/config", config, "a password in a URL"), ("x/.ssh/work", &key, "a private key")]
-    {
-        for request in [import(archive_of(&[("a", "b"), (name, content)])?)?, artifact("seed.tar", archive_of(&[("a", "b"), (name, content)])?)?] {
+    for (name, content, what) in [
+        ("sub/.env.local", token.as_str(), "a GitHub token"),
+        (".git/config", config, "a password in a URL"),
+        ("x/.ssh/work", &key, "a private key"),
+    ] {
+        for request in [
+            import(archive_of(&[("a", "b"), (name, content)])?)?,
+            artifact("seed.tar", archive_of(&[("a", "b"), (name, content)])?)?,
+        ] {
             let refused = refusal(&Answer::of(request).await?, 422, "secret_in_input")?;
             let detail = text(&refused["detail"])?;
-            ensure!(detail.contains(name) && detail.contains(&format!("looks like {what}")) && !refused.to_string().contains("of the system"), "{refused}");
-            assert_eq!((&refused["path"], &refused["what"]), (&json!(name), &json!(what)));
+            ensure!(
+                detail.contains(name)
+                    && detail.contains(&format!("looks like {what}"))
+                    && !refused.to_string().contains("of the system"),
+                "{refused}"
+            );
+            assert_eq!(
+                (&refused["path"], &refused["what"]),
+                (&json!(name), &json!(what))
+            );
             ensure!(!refused.to_string().contains("hunter2"), "{refused}");
         }
     }
-    assert_eq!(place.inside("ls -A repo").await?["stdout"], "src\ntests\n", "nothing of a refused archive is there");
+    assert_eq!(
+        place.inside("ls -A repo").await?["stdout"],
+        "src\ntests\n",
+        "nothing of a refused archive is there"
+    );
     Ok(())
 }
 
@@ -357,32 +601,76 @@ async fn shapes_are_refused_flagged_or_let_in_as_the_system_and_the_project_say(
         ("r", "{seeds = \"refuse\"}", "refuse", "refuse"),
         ("o", "{seeds = \"off\"}", "off", "off"),
     ] {
-        let orchestrator = plane.orchestrator(name, &[("secret_shapes", setting)]).await?;
+        let orchestrator = plane
+            .orchestrator(name, &[("secret_shapes", setting)])
+            .await?;
         let (url, admin) = (orchestrator.url()?, orchestrator.token()?);
-        let make = async |path: &str, body: &Value| object(&Answer::of(http.post(format!("{url}{path}")).bearer_auth(&admin).json(body)).await?);
+        let make = async |path: &str, body: &Value| {
+            object(
+                &Answer::of(
+                    http.post(format!("{url}{path}"))
+                        .bearer_auth(&admin)
+                        .json(body),
+                )
+                .await?,
+            )
+        };
         let seen = async |task: &str, path: &str| -> Result<&'static str> {
-            let answer = Answer::of(http.put(format!("{url}/v1/tasks/{task}/artifacts/{path}")).bearer_auth(&admin).body(token.clone())).await?;
+            let answer = Answer::of(
+                http.put(format!("{url}/v1/tasks/{task}/artifacts/{path}"))
+                    .bearer_auth(&admin)
+                    .body(token.clone()),
+            )
+            .await?;
             if refusal(&answer, 422, "secret_in_input").is_ok() {
                 return Ok("refuse");
             }
-            Ok(if object(&answer)?["flagged_total"] == 1 { "flag" } else { "off" })
+            Ok(if object(&answer)?["flagged_total"] == 1 {
+                "flag"
+            } else {
+                "off"
+            })
         };
         let task = text(&make("/v1/tasks", &json!({"name": "t"})).await?["id"])?;
-        assert_eq!((seen(&task, "a.rs").await?, seen(&task, ".env").await?), (plain, live), "{setting}");
+        assert_eq!(
+            (seen(&task, "a.rs").await?, seen(&task, ".env").await?),
+            (plain, live),
+            "{setting}"
+        );
         // Ours is refused whatever is set.
-        let ours = Answer::of(http.put(format!("{url}/v1/tasks/{task}/artifacts/a")).bearer_auth(&admin).body(admin.clone())).await?;
+        let ours = Answer::of(
+            http.put(format!("{url}/v1/tasks/{task}/artifacts/a"))
+                .bearer_auth(&admin)
+                .body(admin.clone()),
+        )
+        .await?;
         refusal(&ours, 422, "secret_in_input").with_context(|| setting.to_owned())?;
 
         // A project tightens and never loosens.
-        let project = text(&make("/v1/projects", &json!({"name": format!("p-{name}"), "slug": format!("p-{name}")})).await?["id"])?;
-        let task = text(&make("/v1/tasks", &json!({"name": "t", "project_id": project})).await?["id"])?;
+        let project = text(
+            &make(
+                "/v1/projects",
+                &json!({"name": format!("p-{name}"), "slug": format!("p-{name}")}),
+            )
+            .await?["id"],
+        )?;
+        let task =
+            text(&make("/v1/tasks", &json!({"name": "t", "project_id": project})).await?["id"])?;
         let prefer = async |scope: &str, id: &str, value: Value| {
-            Answer::of(http.put(format!("{url}/v1/preferences/{scope}/{id}/secrets.shapes")).bearer_auth(&admin).json(&json!({"value": value}))).await
+            Answer::of(
+                http.put(format!("{url}/v1/preferences/{scope}/{id}/secrets.shapes"))
+                    .bearer_auth(&admin)
+                    .json(&json!({"value": value})),
+            )
+            .await
         };
         for (value, plain) in [
             (json!({"seeds": "off"}), plain),
             (json!(false), plain),
-            (json!({"seeds": "flag"}), if plain == "refuse" { "refuse" } else { "flag" }),
+            (
+                json!({"seeds": "flag"}),
+                if plain == "refuse" { "refuse" } else { "flag" },
+            ),
             (json!({"seeds": "refuse"}), "refuse"),
         ] {
             object(&prefer("project", &project, value.clone()).await?)?;
@@ -406,8 +694,17 @@ async fn no_secret_gets_in_as_a_changed_label_or_as_the_bytes_of_a_name() -> Res
     let secret = foreign_token();
     let mut passed = Vec::new();
     let ways = [
-        ("labels.note", place.small.request(Method::PATCH, place.at("").trim_end_matches('/'))?.json(&json!({"labels": {"note": secret}}))),
-        ("path_b64", place.file("path_b64", &STANDARD.encode(&secret), "plain")?),
+        (
+            "labels.note",
+            place
+                .small
+                .request(Method::PATCH, place.at("").trim_end_matches('/'))?
+                .json(&json!({"labels": {"note": secret}})),
+        ),
+        (
+            "path_b64",
+            place.file("path_b64", &STANDARD.encode(&secret), "plain")?,
+        ),
         (
             "path_b64",
             place
@@ -420,7 +717,11 @@ async fn no_secret_gets_in_as_a_changed_label_or_as_the_bytes_of_a_name() -> Res
     for (field, request) in ways {
         let answer = Answer::of(request).await?;
         if refusal(&answer, 422, "secret_in_input").is_err() {
-            passed.push(format!("{field}: {} {}", answer.status, String::from_utf8_lossy(&answer.body)));
+            passed.push(format!(
+                "{field}: {} {}",
+                answer.status,
+                String::from_utf8_lossy(&answer.body)
+            ));
         }
     }
     ensure!(passed.is_empty(), "{passed:#?}");
@@ -433,21 +734,52 @@ async fn the_keys_and_tokens_that_the_system_has_itself_are_kept_out() -> Result
     let place = Place::start().await?;
     let world = &place.small.plane.world;
     let mut held = Vec::new();
-    for path in ["state/admin.token", "state/worker.token", "orchestrator.key", "registration.key"] {
-        held.push((path.to_owned(), fs_err::read_to_string(world.directory().join(path))?.trim().to_owned()));
+    for path in [
+        "state/admin.token",
+        "state/worker.token",
+        "orchestrator.key",
+        "registration.key",
+    ] {
+        held.push((
+            path.to_owned(),
+            fs_err::read_to_string(world.directory().join(path))?
+                .trim()
+                .to_owned(),
+        ));
     }
-    let registration: Value = serde_json::from_slice(&fs_err::read(world.state_dir().join("worker/registration.json"))?)?;
+    let registration: Value = serde_json::from_slice(&fs_err::read(
+        world.state_dir().join("worker/registration.json"),
+    )?)?;
     for name in ["worker_token", "node_token"] {
         held.push((name.to_owned(), text(&registration[name])?));
     }
-    let key = text(&place.small.make(&place.small.orchestrator.token()?, "/v1/nodes/keys", &json!({})).await?["psk"])?;
+    let key = text(
+        &place
+            .small
+            .make(
+                &place.small.orchestrator.token()?,
+                "/v1/nodes/keys",
+                &json!({}),
+            )
+            .await?["psk"],
+    )?;
     held.push(("a key for nodes".to_owned(), key));
     for (name, secret) in &held {
-        refusal(&Answer::of(place.exec(&json!({"stdin": secret}))?).await?, 422, "secret_in_input").with_context(|| name.clone())?;
+        refusal(
+            &Answer::of(place.exec(&json!({"stdin": secret}))?).await?,
+            422,
+            "secret_in_input",
+        )
+        .with_context(|| name.clone())?;
         // In base64 too, wherever it begins.
         for before in ["", "x", "xy"] {
             let encoded = STANDARD.encode(format!("{before}{secret}"));
-            refusal(&Answer::of(place.file("path", "leaked", encoded)?).await?, 422, "secret_in_input").with_context(|| format!("{name} in base64"))?;
+            refusal(
+                &Answer::of(place.file("path", "leaked", encoded)?).await?,
+                422,
+                "secret_in_input",
+            )
+            .with_context(|| format!("{name} in base64"))?;
         }
     }
     assert_eq!(place.inside("ls").await?["stdout"], "heard\n");
@@ -461,19 +793,43 @@ async fn the_keys_and_tokens_that_the_system_has_itself_are_kept_out() -> Result
 }
 
 #[tokio::test]
-async fn the_password_of_the_database_is_known_by_itself_though_it_looks_like_nothing() -> Result<()> {
+async fn the_password_of_the_database_is_known_by_itself_though_it_looks_like_nothing() -> Result<()>
+{
     let plane = Plane::new().await?;
     let password = "correct horse battery staple".replace(' ', "-");
-    let url = plane.postgres.url().replace("cynode@", &format!("cynode:{password}@"));
-    let orchestrator = plane.orchestrator("", &[("database_url", url.as_str())]).await?;
+    let url = plane
+        .postgres
+        .url()
+        .replace("cynode@", &format!("cynode:{password}@"));
+    let orchestrator = plane
+        .orchestrator("", &[("database_url", url.as_str())])
+        .await?;
     let http = reqwest::Client::builder().no_proxy().build()?;
     let (url, token) = (orchestrator.url()?, orchestrator.token()?);
-    let task = http.post(format!("{url}/v1/tasks")).bearer_auth(&token).json(&json!({"name": "t"}));
+    let task = http
+        .post(format!("{url}/v1/tasks"))
+        .bearer_auth(&token)
+        .json(&json!({"name": "t"}));
     let task = text(&object(&Answer::of(task).await?)?["id"])?;
-    let put = |bytes: String| Answer::of(http.put(format!("{url}/v1/tasks/{task}/artifacts/a")).bearer_auth(&token).body(bytes));
-    for bytes in [password.clone(), format!("PGPASSWORD={password}\n"), format!("glued{password}glued"), STANDARD.encode(format!("x:{password}"))] {
+    let put = |bytes: String| {
+        Answer::of(
+            http.put(format!("{url}/v1/tasks/{task}/artifacts/a"))
+                .bearer_auth(&token)
+                .body(bytes),
+        )
+    };
+    for bytes in [
+        password.clone(),
+        format!("PGPASSWORD={password}\n"),
+        format!("glued{password}glued"),
+        STANDARD.encode(format!("x:{password}")),
+    ] {
         let refused = refusal(&put(bytes).await?, 422, "secret_in_input")?;
-        ensure!(text(&refused["detail"])?.contains("the database's password") && !refused.to_string().contains(&password), "{refused}");
+        ensure!(
+            text(&refused["detail"])?.contains("the database's password")
+                && !refused.to_string().contains(&password),
+            "{refused}"
+        );
     }
     object(&put(password[1..].to_owned()).await?)?;
     let log = fs_err::read_to_string(orchestrator.log())?;
@@ -501,16 +857,48 @@ async fn what_only_looks_a_little_like_a_secret_goes_in_as_it_is() -> Result<()>
         format!("if text.starts_with(\"{header}\") {{ return Err(Private); }}"),
     ];
     for text in &near {
-        object(&Answer::of(place.file("path", "near", format!("{text}\n"))?).await?).with_context(|| text.clone())?;
-        assert_eq!(place.inside("cat near").await?["stdout"], json!(format!("{text}\n")));
+        object(&Answer::of(place.file("path", "near", format!("{text}\n"))?).await?)
+            .with_context(|| text.clone())?;
+        assert_eq!(
+            place.inside("cat near").await?["stdout"],
+            json!(format!("{text}\n"))
+        );
         let ran = place.exec(&json!({"argv": ["sh", "-c", "printf %s \"$1$KEY\"; cat", "sh", text], "env": {"KEY": text}, "stdin": text}))?;
-        assert_eq!(object(&Answer::of(ran).await?).with_context(|| text.clone())?["stdout"], json!(text.repeat(3)));
+        assert_eq!(
+            object(&Answer::of(ran).await?).with_context(|| text.clone())?["stdout"],
+            json!(text.repeat(3))
+        );
     }
     // But for the second: cut after a token's length, as it may come in pieces, it would look like one.
-    let large = format!("{}{}\n{}", "plain text\n".repeat(300_000), near[0], near[2..].join("\n"));
+    let large = format!(
+        "{}{}\n{}",
+        "plain text\n".repeat(300_000),
+        near[0],
+        near[2..].join("\n")
+    );
     object(&Answer::of(place.file("path", "large", large.clone())?).await?)?;
-    let read = Answer::of(place.small.request(Method::GET, &place.at("files"))?.query(&[("path", "large")])).await?;
-    ensure!(read.body == large.as_bytes(), "it came as it was: {} of {} bytes", read.body.len(), large.len());
-    object(&Answer::of(place.small.request(Method::POST, &place.at("import"))?.query(&[("path", ".")]).body(archive("near", &near.join("\n"))?)).await?)?;
+    let read = Answer::of(
+        place
+            .small
+            .request(Method::GET, &place.at("files"))?
+            .query(&[("path", "large")]),
+    )
+    .await?;
+    ensure!(
+        read.body == large.as_bytes(),
+        "it came as it was: {} of {} bytes",
+        read.body.len(),
+        large.len()
+    );
+    object(
+        &Answer::of(
+            place
+                .small
+                .request(Method::POST, &place.at("import"))?
+                .query(&[("path", ".")])
+                .body(archive("near", &near.join("\n"))?),
+        )
+        .await?,
+    )?;
     Ok(())
 }

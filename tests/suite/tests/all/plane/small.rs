@@ -18,20 +18,46 @@ pub(super) struct Small {
 impl Small {
     pub(super) async fn start() -> Result<Self> {
         let plane = Plane::new().await?;
-        let key = plane.world.directory().join("registration.key").display().to_string();
+        let key = plane
+            .world
+            .directory()
+            .join("registration.key")
+            .display()
+            .to_string();
         let images = format!("[{IMAGE:?}]");
-        let settings = [("registration_key_file", key.as_str()), ("seed_images", images.as_str()), ("heartbeat_seconds", "1")];
+        let settings = [
+            ("registration_key_file", key.as_str()),
+            ("seed_images", images.as_str()),
+            ("heartbeat_seconds", "1"),
+        ];
         let orchestrator = plane.orchestrator("", &settings).await?;
         let options = Options::default()
-            .set("orchestrator_url", &format!("{:?}", orchestrator.control_url()?))
+            .set(
+                "orchestrator_url",
+                &format!("{:?}", orchestrator.control_url()?),
+            )
             .set("registration_key_file", &format!("{key:?}"))
             .set("name", "\"node-1\"");
         let worker = plane.world.worker(&options).await?;
         let client = orchestrator.client()?;
-        let ready = async || Ok(client.nodes().await?.iter().any(|node| node.state == cynode_api::NodeState::Ready));
+        let ready = async || {
+            Ok(client
+                .nodes()
+                .await?
+                .iter()
+                .any(|node| node.state == cynode_api::NodeState::Ready))
+        };
         eventually("the node has registered", Duration::from_secs(60), ready).await?;
-        let http = reqwest::Client::builder().no_proxy().timeout(Duration::from_secs(60)).build()?;
-        Ok(Self { plane, orchestrator, worker, http })
+        let http = reqwest::Client::builder()
+            .no_proxy()
+            .timeout(Duration::from_secs(60))
+            .build()?;
+        Ok(Self {
+            plane,
+            orchestrator,
+            worker,
+            http,
+        })
     }
 
     /// A request to the user API, by the administrator.
@@ -40,19 +66,42 @@ impl Small {
     }
 
     /// The same by whoever has that token.
-    pub(super) fn request_by(&self, token: &str, method: Method, path: &str) -> Result<RequestBuilder> {
-        Ok(self.http.request(method, format!("{}{path}", self.orchestrator.url()?)).bearer_auth(token))
+    pub(super) fn request_by(
+        &self,
+        token: &str,
+        method: Method,
+        path: &str,
+    ) -> Result<RequestBuilder> {
+        Ok(self
+            .http
+            .request(method, format!("{}{path}", self.orchestrator.url()?))
+            .bearer_auth(token))
     }
 
     /// A request to the control plane, by whoever has that token.
-    pub(super) fn control(&self, token: &str, method: Method, path: &str) -> Result<RequestBuilder> {
-        Ok(self.http.request(method, format!("{}{path}", self.orchestrator.control_url()?)).bearer_auth(token))
+    pub(super) fn control(
+        &self,
+        token: &str,
+        method: Method,
+        path: &str,
+    ) -> Result<RequestBuilder> {
+        Ok(self
+            .http
+            .request(
+                method,
+                format!("{}{path}", self.orchestrator.control_url()?),
+            )
+            .bearer_auth(token))
     }
 
     /// Makes something, and gives what was answered.
     pub(super) async fn make(&self, token: &str, path: &str, body: &Value) -> Result<Value> {
         let answer = Answer::of(self.request_by(token, Method::POST, path)?.json(body)).await?;
-        ensure!((200..300).contains(&answer.status), "{path}: {}", String::from_utf8_lossy(&answer.body));
+        ensure!(
+            (200..300).contains(&answer.status),
+            "{path}: {}",
+            String::from_utf8_lossy(&answer.body)
+        );
         Ok(serde_json::from_slice(&answer.body)?)
     }
 
@@ -60,7 +109,9 @@ impl Small {
     pub(super) async fn session(&self, token: &str, body: &Value) -> Result<String> {
         let id = text(&self.make(token, "/v1/sessions", body).await?["session_id"])?;
         eventually("the session runs", Duration::from_secs(60), async || {
-            let answer = Answer::of(self.request_by(token, Method::GET, &format!("/v1/sessions/{id}"))?).await?;
+            let answer =
+                Answer::of(self.request_by(token, Method::GET, &format!("/v1/sessions/{id}"))?)
+                    .await?;
             Ok(serde_json::from_slice::<Value>(&answer.body)?["state"] == "running")
         })
         .await?;
@@ -70,15 +121,22 @@ impl Small {
     /// A user, and a token that speaks for them.
     pub(super) async fn user(&self, name: &str) -> Result<(String, String)> {
         let admin = self.orchestrator.token()?;
-        let user = self.make(&admin, "/v1/users", &json!({"name": name})).await?;
-        let token = self.make(&admin, "/v1/tokens", &json!({"kind": "user", "user": name})).await?;
+        let user = self
+            .make(&admin, "/v1/users", &json!({"name": name}))
+            .await?;
+        let token = self
+            .make(&admin, "/v1/tokens", &json!({"kind": "user", "user": name}))
+            .await?;
         Ok((text(&user["id"])?, text(&token["token"])?))
     }
 }
 
 /// A value that must be a text.
 pub(super) fn text(value: &Value) -> Result<String> {
-    value.as_str().map(str::to_owned).with_context(|| format!("{value} is no text"))
+    value
+        .as_str()
+        .map(str::to_owned)
+        .with_context(|| format!("{value} is no text"))
 }
 
 /// A small session of the busybox image.

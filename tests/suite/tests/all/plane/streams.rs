@@ -17,7 +17,9 @@ const MOST: u64 = 100 << 20;
 
 /// A piece of what is sent, whose place can be told from its content.
 fn piece(number: u64) -> Vec<u8> {
-    (0..(64 << 10) / 8).flat_map(|word: u64| (number << 20 | word).to_le_bytes()).collect()
+    (0..(64 << 10) / 8)
+        .flat_map(|word: u64| (number << 20 | word).to_le_bytes())
+        .collect()
 }
 
 #[tokio::test]
@@ -26,18 +28,38 @@ async fn a_gibibyte_of_output_passes_through_a_small_orchestrator() -> Result<()
     let _worker = fleet.node("one").await?;
     let sessions = fleet.orchestrator.sessions()?;
     let id = sessions.create_user_session(&wanted(&[])).await?.session_id;
-    let request = ExecRequest { timeout_ms: 600_000, ..sh("yes 0123456789abcdefghijklmnopqrstuvwxyz | head -c 1073741824") };
+    let request = ExecRequest {
+        timeout_ms: 600_000,
+        ..sh("yes 0123456789abcdefghijklmnopqrstuvwxyz | head -c 1073741824")
+    };
     forget_memory_peak(fleet.orchestrator.pid())?;
     let mut events = sessions.exec_stream(id, &request).await?;
     let line = b"0123456789abcdefghijklmnopqrstuvwxyz\n";
-    let cycle: Vec<u8> = line.iter().copied().cycle().take(line.len() + (1 << 20)).collect();
+    let cycle: Vec<u8> = line
+        .iter()
+        .copied()
+        .cycle()
+        .take(line.len() + (1 << 20))
+        .collect();
     let (mut bytes, mut seq) = (0_u64, 0);
     loop {
-        match events.next().await?.context("the stream ended without an exit")? {
-            ExecEvent::Output { data, seq: now, stream: Stream::Stdout, .. } => {
+        match events
+            .next()
+            .await?
+            .context("the stream ended without an exit")?
+        {
+            ExecEvent::Output {
+                data,
+                seq: now,
+                stream: Stream::Stdout,
+                ..
+            } => {
                 // Whole and in order.
                 let place = usize::try_from(bytes % line.len() as u64)?;
-                ensure!(now == seq + 1 && cycle[place..].starts_with(&data), "after {bytes} bytes: {now} after {seq}");
+                ensure!(
+                    now == seq + 1 && cycle[place..].starts_with(&data),
+                    "after {bytes} bytes: {now} after {seq}"
+                );
                 seq = now;
                 bytes += data.len() as u64;
             }
@@ -58,10 +80,18 @@ async fn a_gibibyte_of_output_passes_through_a_small_orchestrator() -> Result<()
 async fn a_large_artifact_goes_in_and_out_of_a_small_orchestrator() -> Result<()> {
     let fleet = Fleet::new().await?;
     let client = fleet.orchestrator.client()?;
-    let task = client.create_task(&TaskCreate { name: "large".to_owned(), ..Default::default() }).await?.id;
+    let task = client
+        .create_task(&TaskCreate {
+            name: "large".to_owned(),
+            ..Default::default()
+        })
+        .await?
+        .id;
     let size = 256 << 20;
     let pieces = size / piece(0).len() as u64;
-    let body = Body::wrap_stream(stream::iter((0..pieces).map(|number| Ok::<_, std::io::Error>(piece(number)))));
+    let body = Body::wrap_stream(stream::iter(
+        (0..pieces).map(|number| Ok::<_, std::io::Error>(piece(number))),
+    ));
     forget_memory_peak(fleet.orchestrator.pid())?;
     let artifact = client.put_artifact(task, "large", None, body).await?;
     assert_eq!(u64::try_from(artifact.size)?, size);
@@ -85,20 +115,48 @@ async fn a_slow_reader_of_an_orchestrator_holds_up_its_own_program_and_nobody_el
     let sessions = fleet.orchestrator.sessions()?;
     let id = sessions.create_user_session(&wanted(&[])).await?.session_id;
     let other = sessions.create_user_session(&wanted(&[])).await?.session_id;
-    let request = ExecRequest { timeout_ms: 600_000, background: true, stdin_open: true, ..sh("read go; head -c 100000000 /dev/zero; echo done > finished") };
+    let request = ExecRequest {
+        timeout_ms: 600_000,
+        background: true,
+        stdin_open: true,
+        ..sh("read go; head -c 100000000 /dev/zero; echo done > finished")
+    };
     let exec_id = sessions.exec_background(id, &request).await?.exec_id;
     forget_memory_peak(fleet.orchestrator.pid())?;
     let mut events = sessions.exec_output_stream(id, exec_id, 0).await?;
-    sessions.write_stdin(id, exec_id, b"go\n".to_vec(), true).await?;
+    sessions
+        .write_stdin(id, exec_id, b"go\n".to_vec(), true)
+        .await?;
     // Not reading: the program must stop well before its end, while others go on, in its own sandbox and elsewhere.
     eventually("output has begun", PATIENCE, async || {
-        let page = sessions.exec_output(id, exec_id, &OutputQuery { after_seq: Some(100), ..Default::default() }).await?;
+        let page = sessions
+            .exec_output(
+                id,
+                exec_id,
+                &OutputQuery {
+                    after_seq: Some(100),
+                    ..Default::default()
+                },
+            )
+            .await?;
         Ok(!page.chunks.is_empty())
     })
     .await?;
     for _ in 0..20 {
-        assert_eq!(sessions.exec(id, &sh("test ! -e finished && echo waiting")).await?.stdout, "waiting\n");
-        assert_eq!(sessions.exec(other, &sh("head -c 1000000 /dev/zero | wc -c")).await?.stdout, "1000000\n");
+        assert_eq!(
+            sessions
+                .exec(id, &sh("test ! -e finished && echo waiting"))
+                .await?
+                .stdout,
+            "waiting\n"
+        );
+        assert_eq!(
+            sessions
+                .exec(other, &sh("head -c 1000000 /dev/zero | wc -c"))
+                .await?
+                .stdout,
+            "1000000\n"
+        );
     }
     let mut bytes = 0;
     let reading = async {
@@ -113,7 +171,10 @@ async fn a_slow_reader_of_an_orchestrator_holds_up_its_own_program_and_nobody_el
     };
     tokio::time::timeout(Duration::from_secs(120), reading).await??;
     assert_eq!(bytes, 100_000_000);
-    assert_eq!(sessions.exec(id, &sh("cat finished")).await?.stdout, "done\n");
+    assert_eq!(
+        sessions.exec(id, &sh("cat finished")).await?.stdout,
+        "done\n"
+    );
     let (_, peak) = memory(fleet.orchestrator.pid())?;
     assert!(peak < MOST, "the orchestrator took {peak} bytes");
     Ok(())

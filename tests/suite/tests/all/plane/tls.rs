@@ -20,21 +20,52 @@ use crate::{
 fn own_address() -> Option<std::net::IpAddr> {
     let socket = std::net::UdpSocket::bind("0.0.0.0:0").ok()?;
     socket.connect("192.0.2.1:9").ok()?;
-    socket.local_addr().ok().map(|address| address.ip()).filter(|address| !address.is_loopback() && !address.is_unspecified())
+    socket
+        .local_addr()
+        .ok()
+        .map(|address| address.ip())
+        .filter(|address| !address.is_loopback() && !address.is_unspecified())
 }
 
 #[tokio::test]
 async fn metrics_need_a_token_from_beyond_this_machine_on_both_ports() -> Result<()> {
     let plane = Plane::new().await?;
     let file = plane.world.directory().join("metrics.token");
-    let listen = [("listen", "0.0.0.0:0"), ("control_listen", "0.0.0.0:0"), ("insecure_listen", "true")];
-    let orchestrator = plane.orchestrator("", &[&listen[..], &[("metrics_token_file", file.to_str().context("a path")?)]].concat()).await?;
+    let listen = [
+        ("listen", "0.0.0.0:0"),
+        ("control_listen", "0.0.0.0:0"),
+        ("insecure_listen", "true"),
+    ];
+    let orchestrator = plane
+        .orchestrator(
+            "",
+            &[
+                &listen[..],
+                &[("metrics_token_file", file.to_str().context("a path")?)],
+            ]
+            .concat(),
+        )
+        .await?;
     let http = reqwest::Client::builder().no_proxy().build()?;
     let admin = orchestrator.token()?;
     let user = |kind: &str| serde_json::json!({"kind": kind, "user": "ann"});
-    http.post(format!("{}/v1/users", orchestrator.url()?)).bearer_auth(&admin).json(&serde_json::json!({"name": "ann"})).send().await?.error_for_status()?;
-    let made = http.post(format!("{}/v1/tokens", orchestrator.url()?)).bearer_auth(&admin).json(&user("user")).send().await?.error_for_status()?;
-    let ann = made.json::<serde_json::Value>().await?["token"].as_str().context("a token")?.to_owned();
+    http.post(format!("{}/v1/users", orchestrator.url()?))
+        .bearer_auth(&admin)
+        .json(&serde_json::json!({"name": "ann"}))
+        .send()
+        .await?
+        .error_for_status()?;
+    let made = http
+        .post(format!("{}/v1/tokens", orchestrator.url()?))
+        .bearer_auth(&admin)
+        .json(&user("user"))
+        .send()
+        .await?
+        .error_for_status()?;
+    let ann = made.json::<serde_json::Value>().await?["token"]
+        .as_str()
+        .context("a token")?
+        .to_owned();
     let scraper = fs_err::read_to_string(&file)?.trim().to_owned();
     for url in [orchestrator.url()?, orchestrator.control_url()?] {
         let port = url.rsplit(':').next().context("a port")?.to_owned();
@@ -51,15 +82,27 @@ async fn metrics_need_a_token_from_beyond_this_machine_on_both_ports() -> Result
         assert_eq!(ask("127.0.0.1", false, None).await?, 200, "{url}");
         let beyond = own_address().map(|address| (address.to_string(), false));
         for (host, proxied) in [("127.0.0.1".to_owned(), true)].into_iter().chain(beyond) {
-            for (token, status) in
-                [(None, 401), (Some("cyn_wrong"), 401), (Some(ann.as_str()), 401), (Some(admin.as_str()), 200), (Some(scraper.as_str()), 200)]
-            {
-                assert_eq!(ask(&host, proxied, token).await?, status, "{host} {url} {token:?}");
+            for (token, status) in [
+                (None, 401),
+                (Some("cyn_wrong"), 401),
+                (Some(ann.as_str()), 401),
+                (Some(admin.as_str()), 200),
+                (Some(scraper.as_str()), 200),
+            ] {
+                assert_eq!(
+                    ask(&host, proxied, token).await?,
+                    status,
+                    "{host} {url} {token:?}"
+                );
             }
         }
     }
     // It reads metrics and nothing else.
-    let tasks = http.get(format!("{}/v1/tasks", orchestrator.url()?)).bearer_auth(&scraper).send().await?;
+    let tasks = http
+        .get(format!("{}/v1/tasks", orchestrator.url()?))
+        .bearer_auth(&scraper)
+        .send()
+        .await?;
     assert_eq!(tasks.status().as_u16(), 401);
     Ok(())
 }
@@ -76,7 +119,11 @@ impl Signed {
         let directory = world.directory().join(name);
         fs_err::create_dir_all(&directory)?;
         let (authority, certificate, key) = certificates(&directory)?;
-        Ok(Self { authority, certificate, key })
+        Ok(Self {
+            authority,
+            certificate,
+            key,
+        })
     }
 }
 
@@ -104,23 +151,57 @@ async fn everything_goes_over_tls_and_a_wrong_certificate_is_refused() -> Result
     let files = World::new()?;
     let (ours, theirs) = (Signed::new(&files, "ours")?, Signed::new(&files, "theirs")?);
     let (api, control) = (free_address()?, free_address()?);
-    let [certificate, key, authority] = [&ours.certificate, &ours.key, &ours.authority].map(|path| path.display().to_string());
+    let [certificate, key, authority] =
+        [&ours.certificate, &ours.key, &ours.authority].map(|path| path.display().to_string());
     let (listen, control_listen) = (open_to_all(&api), open_to_all(&control));
-    let fleet =
-        Fleet::with(&[("listen", &listen), ("control_listen", &control_listen), ("tls.cert", &certificate), ("tls.key", &key), ("tls.ca", &authority)]).await?;
+    let fleet = Fleet::with(&[
+        ("listen", &listen),
+        ("control_listen", &control_listen),
+        ("tls.cert", &certificate),
+        ("tls.key", &key),
+        ("tls.ca", &authority),
+    ])
+    .await?;
     let (url, control) = (format!("https://{api}"), format!("https://{control}"));
     let token = fleet.orchestrator.token()?;
     let client = UserClient::trusting(&url, &token, Trust::Only(&ours.authority))?;
     let near = free_address()?;
-    let _near = fleet.plane.world.worker(&secured(fleet.options("near", &control), &near, &ours, &ours.authority)).await?;
+    let _near = fleet
+        .plane
+        .world
+        .worker(&secured(
+            fleet.options("near", &control),
+            &near,
+            &ours,
+            &ours.authority,
+        ))
+        .await?;
     let node = until(&client, "near", |node| node.state == NodeState::Ready).await?;
     assert_eq!(node.api_url, format!("https://{near}"));
 
     // Commands, terminals and jobs.
     let sessions = client.sessions();
-    let id = sessions.create_user_session(&UserSessionCreate { pty_allowed: Some(true), ..wanted(&[]) }).await?.session_id;
-    assert_eq!(sessions.exec(id, &sh("echo through; exit 4")).await?.stdout, "through\n");
-    let mut pty = sessions.open_pty(id, &PtyOpen { cols: 90, rows: 20, argv: vec!["/bin/sh".to_owned()] }).await?;
+    let id = sessions
+        .create_user_session(&UserSessionCreate {
+            pty_allowed: Some(true),
+            ..wanted(&[])
+        })
+        .await?
+        .session_id;
+    assert_eq!(
+        sessions.exec(id, &sh("echo through; exit 4")).await?.stdout,
+        "through\n"
+    );
+    let mut pty = sessions
+        .open_pty(
+            id,
+            &PtyOpen {
+                cols: 90,
+                rows: 20,
+                argv: vec!["/bin/sh".to_owned()],
+            },
+        )
+        .await?;
     pty.write("echo $((6 * 7))-seen; exit 5\n").await?;
     let mut seen = String::new();
     let reading = async {
@@ -136,41 +217,109 @@ async fn everything_goes_over_tls_and_a_wrong_certificate_is_refused() -> Result
     assert_eq!(tokio::time::timeout(PATIENCE, reading).await??, Some(5));
     assert!(seen.contains("42-seen"), "{seen}");
     let done = ended(&client, &job("echo done; exit 6", &[])).await?;
-    assert_eq!((done.state, done.exit_code, done.output.stdout.as_str()), (JobState::Failed, Some(6), "done\n"));
+    assert_eq!(
+        (done.state, done.exit_code, done.output.stdout.as_str()),
+        (JobState::Failed, Some(6), "done\n")
+    );
 
     // The command line trusts whom it is told to.
     let by_hand = |arguments: &[&str]| {
         let mut command = cynode(&fleet.plane.world)?;
-        run(command.env("CYNODE_URL", &url).env("CYNODE_TOKEN", &token).args(arguments), b"")
+        run(
+            command
+                .env("CYNODE_URL", &url)
+                .env("CYNODE_TOKEN", &token)
+                .args(arguments),
+            b"",
+        )
     };
-    let ran = by_hand(&["run", "--memory", "64m", "--ca", &authority, "--", "sh", "-c", "echo hi; exit 3"])?;
-    assert_eq!((ran.code, ran.text().as_str()), (Some(3), "hi\n"), "{ran:?}");
-    for arguments in [vec!["node", "list"], vec!["node", "list", "--ca", theirs.authority.to_str().context("a path")?]] {
+    let ran = by_hand(&[
+        "run",
+        "--memory",
+        "64m",
+        "--ca",
+        &authority,
+        "--",
+        "sh",
+        "-c",
+        "echo hi; exit 3",
+    ])?;
+    assert_eq!(
+        (ran.code, ran.text().as_str()),
+        (Some(3), "hi\n"),
+        "{ran:?}"
+    );
+    for arguments in [
+        vec!["node", "list"],
+        vec![
+            "node",
+            "list",
+            "--ca",
+            theirs.authority.to_str().context("a path")?,
+        ],
+    ] {
         let refused = by_hand(&arguments)?;
-        assert!(refused.failure() == (69, "unreachable".to_owned()) && refused.stderr.contains("certificate"), "{refused:?}");
+        assert!(
+            refused.failure() == (69, "unreachable".to_owned())
+                && refused.stderr.contains("certificate"),
+            "{refused:?}"
+        );
     }
 
     // A worker whose certificate somebody else signed joins, because it knows the key; but nobody here calls it, and work goes elsewhere.
     let other = World::new()?;
     let far = free_address()?;
-    let mut worker = other.start_worker(&secured(fleet.options("far", &control), &far, &theirs, &ours.authority))?;
+    let mut worker = other.start_worker(&secured(
+        fleet.options("far", &control),
+        &far,
+        &theirs,
+        &ours.authority,
+    ))?;
     let node = until(&client, "far", |node| node.state == NodeState::Unreachable).await?;
-    assert!(node.reason.as_ref().is_some_and(|reason| reason.contains("certificate")), "{node:?}");
+    assert!(
+        node.reason
+            .as_ref()
+            .is_some_and(|reason| reason.contains("certificate")),
+        "{node:?}"
+    );
     let log = fs_err::read_to_string(fleet.orchestrator.log())?;
-    assert!(log.lines().any(|line| line.contains("A node can't be called from here") && line.contains("certificate")), "{log}");
+    assert!(
+        log.lines()
+            .any(|line| line.contains("A node can't be called from here")
+                && line.contains("certificate")),
+        "{log}"
+    );
     for _ in 0..3 {
         let session = sessions.create_user_session(&wanted(&[])).await?;
         assert_ne!(session.node_id, node.id);
-        assert_eq!(ended(&client, &job("echo done", &[])).await?.state, JobState::Completed);
+        assert_eq!(
+            ended(&client, &job("echo done", &[])).await?.state,
+            JobState::Completed
+        );
     }
     worker.kill()?;
 
     // One that does not trust the orchestrator's never joins, and says why.
     fs_err::remove_dir_all(other.state_dir())?;
-    let mut worker = other.start_worker(&secured(fleet.options("doubting", &control), &free_address()?, &ours, &theirs.authority))?;
-    let said = async || Ok(fs_err::read_to_string(worker.log())?.lines().any(|line| line.contains("can't be spoken to") && line.contains("certificate")));
+    let mut worker = other.start_worker(&secured(
+        fleet.options("doubting", &control),
+        &free_address()?,
+        &ours,
+        &theirs.authority,
+    ))?;
+    let said = async || {
+        Ok(fs_err::read_to_string(worker.log())?
+            .lines()
+            .any(|line| line.contains("can't be spoken to") && line.contains("certificate")))
+    };
     eventually("the worker says why", PATIENCE, said).await?;
-    assert!(client.nodes().await?.iter().all(|node| node.name != "doubting"));
+    assert!(
+        client
+            .nodes()
+            .await?
+            .iter()
+            .all(|node| node.name != "doubting")
+    );
     worker.kill()
 }
 
@@ -186,13 +335,19 @@ async fn nothing_secret_goes_beyond_the_machine_without_tls_unless_it_was_allowe
             command.arg("--set").arg(format!("{role}.{key}={value}"));
         }
         let ran = run(&mut command, b"")?;
-        anyhow::ensure!(ran.failure() == (64, "config".to_owned()) && ran.stderr.contains(said), "{settings:?}: {ran:?}");
+        anyhow::ensure!(
+            ran.failure() == (64, "config".to_owned()) && ran.stderr.contains(said),
+            "{settings:?}: {ran:?}"
+        );
         Ok(())
     };
     for (settings, said) in [
         (vec![("listen", "0.0.0.0:0")], "tls.cert"),
         (vec![("control_listen", "0.0.0.0:0")], "tls.cert"),
-        (vec![("tls.cert", authority.as_str())], "tls.cert and tls.key"),
+        (
+            vec![("tls.cert", authority.as_str())],
+            "tls.cert and tls.key",
+        ),
         (vec![("tls.ca", "/nowhere.pem")], "/nowhere.pem"),
         (vec![("tls.ca", "/etc/hostname")], "/etc/hostname"),
     ] {
@@ -201,38 +356,77 @@ async fn nothing_secret_goes_beyond_the_machine_without_tls_unless_it_was_allowe
     let config = world.config(&Options::default())?;
     // A worker tells its keys to nobody in plain text, and says where it is reached.
     for (settings, said) in [
-        (vec![("orchestrator_url", "http://192.0.2.1:12082")], "worker.orchestrator_url"),
-        (vec![("orchestrator_url", "http://127.0.0.1.example:12082")], "worker.orchestrator_url"),
-        (vec![("orchestrator_url", "https://192.0.2.1:12082"), ("listen", "0.0.0.0:0")], "worker.api_url"),
+        (
+            vec![("orchestrator_url", "http://192.0.2.1:12082")],
+            "worker.orchestrator_url",
+        ),
+        (
+            vec![("orchestrator_url", "http://127.0.0.1.example:12082")],
+            "worker.orchestrator_url",
+        ),
+        (
+            vec![
+                ("orchestrator_url", "https://192.0.2.1:12082"),
+                ("listen", "0.0.0.0:0"),
+            ],
+            "worker.api_url",
+        ),
         (vec![("tls.ca", "/nowhere.pem")], "/nowhere.pem"),
     ] {
-        refused("worker", &["--config", config.to_str().context("a path")?], &settings, said)?;
+        refused(
+            "worker",
+            &["--config", config.to_str().context("a path")?],
+            &settings,
+            said,
+        )?;
     }
     Ok(())
 }
 
 #[tokio::test]
-async fn a_whole_stack_with_certificates_is_used_on_its_machine_without_further_words() -> Result<()> {
+async fn a_whole_stack_with_certificates_is_used_on_its_machine_without_further_words() -> Result<()>
+{
     let stack = Stack::new()?;
     let ours = Signed::new(&stack.world, "ours")?;
     let mut arguments = Vec::new();
     for role in ["orchestrator", "worker"] {
-        let [certificate, key, authority] = [&ours.certificate, &ours.key, &ours.authority].map(|path| path.display().to_string());
-        for (name, value) in [("cert", certificate), ("key", key), ("ca", authority), ("name", "127.0.0.1".to_owned())] {
+        let [certificate, key, authority] =
+            [&ours.certificate, &ours.key, &ours.authority].map(|path| path.display().to_string());
+        for (name, value) in [
+            ("cert", certificate),
+            ("key", key),
+            ("ca", authority),
+            ("name", "127.0.0.1".to_owned()),
+        ] {
             arguments.extend(["--set".to_owned(), format!("{role}.tls.{name}={value}")]);
         }
     }
-    arguments.extend(["--api-listen", "0.0.0.0:0", "--worker-listen", "0.0.0.0:0"].map(str::to_owned));
+    arguments
+        .extend(["--api-listen", "0.0.0.0:0", "--worker-listen", "0.0.0.0:0"].map(str::to_owned));
     let url = stack.up_with(&arguments.iter().map(String::as_str).collect::<Vec<_>>())?;
     assert!(url.starts_with("https://127.0.0.1:"), "{url}");
-    assert_eq!(stack.endpoints()?["ca"], ours.authority.display().to_string());
+    assert_eq!(
+        stack.endpoints()?["ca"],
+        ours.authority.display().to_string()
+    );
     stack.run(&["task", "create", "safe"])?.good()?;
     let status = stack.run(&["status", "--output", "json"])?.json()?;
     assert_eq!(status["ready"], true, "{status}");
     let nodes = stack.run(&["node", "list", "--output", "json"])?.json()?;
-    assert_eq!((&nodes["items"][0]["state"], &nodes["items"][0]["api_url"]), (&"ready".into(), &stack.endpoints()?["worker"]));
-    let doubted = run(stack.command()?.args(["task", "list", "--ca", "/nowhere.pem"]), b"")?;
-    assert!(doubted.code != Some(0) && doubted.stderr.contains("/nowhere.pem"), "{doubted:?}");
+    assert_eq!(
+        (&nodes["items"][0]["state"], &nodes["items"][0]["api_url"]),
+        (&"ready".into(), &stack.endpoints()?["worker"])
+    );
+    let doubted = run(
+        stack
+            .command()?
+            .args(["task", "list", "--ca", "/nowhere.pem"]),
+        b"",
+    )?;
+    assert!(
+        doubted.code != Some(0) && doubted.stderr.contains("/nowhere.pem"),
+        "{doubted:?}"
+    );
     stack.down()?;
     stack.assert_clean().await
 }

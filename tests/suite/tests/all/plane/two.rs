@@ -10,11 +10,16 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::{ExecId, ExecRequest, JobCreate, JobState, SessionCreate, SessionEnd, SessionId, SessionState, TaskCreate};
+use cynode_api::{
+    ExecId, ExecRequest, JobCreate, JobState, SessionCreate, SessionEnd, SessionId, SessionState,
+    TaskCreate,
+};
 use cynode_client::{OutputQuery, UserClient};
 use cynode_tests::{IMAGE, Options, Plane, Random, Relay, RunningOrchestrator, eventually, sh};
 
-use super::faults::{Open, PATIENCE, check_events, free_port, job, newest, persist, read_events, small};
+use super::faults::{
+    Open, PATIENCE, check_events, free_port, job, newest, persist, read_events, small,
+};
 
 const NAMES: [&str; 2] = ["one", "two"];
 
@@ -36,8 +41,15 @@ struct Pair {
     control: Relay,
 }
 
-async fn start(plane: &Plane, name: &str, settings: &[(&str, String)]) -> Result<RunningOrchestrator> {
-    let settings: Vec<(&str, &str)> = settings.iter().map(|(key, value)| (*key, value.as_str())).collect();
+async fn start(
+    plane: &Plane,
+    name: &str,
+    settings: &[(&str, String)],
+) -> Result<RunningOrchestrator> {
+    let settings: Vec<(&str, &str)> = settings
+        .iter()
+        .map(|(key, value)| (*key, value.as_str()))
+        .collect();
     plane.orchestrator(name, &settings).await
 }
 
@@ -56,18 +68,32 @@ impl Pair {
         };
         let settings = [settings()?, settings()?];
         // Both have the same key and the same administrator's token: whoever starts with another one revokes the first.
-        fs_err::write(plane.world.directory().join("orchestrator.key"), "what-only-these-two-know")?;
+        fs_err::write(
+            plane.world.directory().join("orchestrator.key"),
+            "what-only-these-two-know",
+        )?;
         for name in NAMES {
             let state_dir = plane.world.directory().join(format!("orchestrator-{name}"));
             fs_err::create_dir_all(&state_dir)?;
-            fs_err::write(state_dir.join("admin.token"), "cyn_two-orchestrators-one-administrator")?;
+            fs_err::write(
+                state_dir.join("admin.token"),
+                "cyn_two-orchestrators-one-administrator",
+            )?;
         }
         // At the same time: one of them makes the tables.
-        let (one, two) = tokio::join!(start(&plane, NAMES[0], &settings[0]), start(&plane, NAMES[1], &settings[1]));
+        let (one, two) = tokio::join!(
+            start(&plane, NAMES[0], &settings[0]),
+            start(&plane, NAMES[1], &settings[1])
+        );
         let both = [one?, two?];
         let control = Relay::new().await?;
         control.lead_to(&both[0].control_url()?)?;
-        Ok(Self { plane, both, settings, control })
+        Ok(Self {
+            plane,
+            both,
+            settings,
+            control,
+        })
     }
 
     /// SIGKILL. The node's words go to the other one.
@@ -87,48 +113,120 @@ async fn two_orchestrators() -> Result<()> {
     let mut pair = Pair::start().await?;
     let options = Options::default()
         .set("orchestrator_url", &format!("{:?}", pair.control.url()))
-        .set("registration_key_file", &format!("{:?}", pair.plane.world.directory().join("registration.key").display().to_string()));
+        .set(
+            "registration_key_file",
+            &format!(
+                "{:?}",
+                pair.plane
+                    .world
+                    .directory()
+                    .join("registration.key")
+                    .display()
+                    .to_string()
+            ),
+        );
     let mut worker = pair.plane.world.worker(&options).await?;
-    let callers = Arc::new(Callers([pair.both[0].client()?, pair.both[1].client()?], AtomicUsize::new(0)));
-    eventually("the node has said what it has", PATIENCE, async || Ok(!callers.next().images().await?.is_empty())).await?;
-    let task = callers.next().create_task(&TaskCreate { name: "two".to_owned(), ..Default::default() }).await?.id;
+    let callers = Arc::new(Callers(
+        [pair.both[0].client()?, pair.both[1].client()?],
+        AtomicUsize::new(0),
+    ));
+    eventually("the node has said what it has", PATIENCE, async || {
+        Ok(!callers.next().images().await?.is_empty())
+    })
+    .await?;
+    let task = callers
+        .next()
+        .create_task(&TaskCreate {
+            name: "two".to_owned(),
+            ..Default::default()
+        })
+        .await?
+        .id;
     let open = Arc::new(Open::default());
     let last_event = Arc::new(Mutex::new(None));
     let reader = tokio::spawn({
-        let (callers, open, last_event) = (Arc::clone(&callers), Arc::clone(&open), Arc::clone(&last_event));
-        async move { read_events(|| callers.next().clone(), open, || *last_event.lock().expect("not poisoned")).await }
+        let (callers, open, last_event) = (
+            Arc::clone(&callers),
+            Arc::clone(&open),
+            Arc::clone(&last_event),
+        );
+        async move {
+            read_events(
+                || callers.next().clone(),
+                open,
+                || *last_event.lock().expect("not poisoned"),
+            )
+            .await
+        }
     });
 
     let (mut jobs, mut sessions) = (BTreeMap::new(), Vec::new());
     for victim in random.shuffled([0, 1]) {
-        let asked: Vec<JobCreate> = (0..8).map(|number| job(task, victim * 1000 + number, &mut random)).collect();
-        jobs.extend(asked.iter().enumerate().map(|(number, job)| (job.job_id.expect("it has one"), victim * 1000 + number)));
+        let asked: Vec<JobCreate> = (0..8)
+            .map(|number| job(task, victim * 1000 + number, &mut random))
+            .collect();
+        jobs.extend(
+            asked
+                .iter()
+                .enumerate()
+                .map(|(number, job)| (job.job_id.expect("it has one"), victim * 1000 + number)),
+        );
         let ids: Vec<SessionId> = (0..2).map(|_| SessionId::generate()).collect();
         sessions.extend(ids.iter().copied());
         let mut work: Vec<tokio::task::JoinHandle<Result<()>>> = Vec::new();
         for job in asked {
             let (callers, open) = (Arc::clone(&callers), Arc::clone(&open));
-            work.push(tokio::task::spawn_local(async move { persist(&open.job_creates, async || callers.next().create_job(&job).await).await.map(drop) }));
+            work.push(tokio::task::spawn_local(async move {
+                persist(&open.job_creates, async || {
+                    callers.next().create_job(&job).await
+                })
+                .await
+                .map(drop)
+            }));
         }
         for id in ids {
             let (callers, open) = (Arc::clone(&callers), Arc::clone(&open));
             work.push(tokio::task::spawn_local(async move {
-                let request = SessionCreate { limits: Some(small()), ..SessionCreate::new(task, id, "default") };
-                persist(&open.session_creates, async || callers.next().sessions().create_session(&request).await).await?;
+                let request = SessionCreate {
+                    limits: Some(small()),
+                    ..SessionCreate::new(task, id, "default")
+                };
+                persist(&open.session_creates, async || {
+                    callers.next().sessions().create_session(&request).await
+                })
+                .await?;
                 let running = async || {
-                    let session = persist(&open.session_creates, async || callers.next().sessions().get_session(id).await).await?;
-                    ensure!(!matches!(session.state, SessionState::Failed | SessionState::Lost), "{session:?}");
+                    let session = persist(&open.session_creates, async || {
+                        callers.next().sessions().get_session(id).await
+                    })
+                    .await?;
+                    ensure!(
+                        !matches!(session.state, SessionState::Failed | SessionState::Lost),
+                        "{session:?}"
+                    );
                     Ok(session.state == SessionState::Running)
                 };
                 eventually("the session runs", PATIENCE, running).await?;
-                let exec = ExecRequest { exec_id: Some(ExecId::generate()), ..sh(&format!("echo {id} >> mark; cat mark")) };
-                let answer = persist(&open.execs, async || callers.next().sessions().exec(id, &exec).await).await?;
+                let exec = ExecRequest {
+                    exec_id: Some(ExecId::generate()),
+                    ..sh(&format!("echo {id} >> mark; cat mark"))
+                };
+                let answer = persist(&open.execs, async || {
+                    callers.next().sessions().exec(id, &exec).await
+                })
+                .await?;
                 ensure!(answer.stdout == format!("{id}\n"), "{answer:?}");
                 Ok(())
             }));
         }
         // At a moment that nobody chose.
-        drop(tokio::time::timeout(Duration::from_millis(random.below(1_000)), std::future::pending::<()>()).await);
+        drop(
+            tokio::time::timeout(
+                Duration::from_millis(random.below(1_000)),
+                std::future::pending::<()>(),
+            )
+            .await,
+        );
         pair.kill(victim)?;
         for caller in work {
             caller.await??;
@@ -136,31 +234,61 @@ async fn two_orchestrators() -> Result<()> {
         // The one that is left does it all.
         let survivor = &callers.0[1 - victim];
         for id in jobs.keys() {
-            eventually("every job ends", PATIENCE, async || Ok(survivor.job(*id).await?.state.is_final())).await.with_context(|| format!("job {id}"))?;
+            eventually("every job ends", PATIENCE, async || {
+                Ok(survivor.job(*id).await?.state.is_final())
+            })
+            .await
+            .with_context(|| format!("job {id}"))?;
         }
         pair.restart(victim).await?;
     }
 
     for (id, number) in &jobs {
         let code = i32::try_from(number % 3)?;
-        let expected = if code == 0 { JobState::Completed } else { JobState::Failed };
+        let expected = if code == 0 {
+            JobState::Completed
+        } else {
+            JobState::Failed
+        };
         for client in &callers.0 {
             let job = client.job(*id).await?;
-            ensure!((job.state, job.exit_code) == (expected, Some(code)), "job {number}: {job:?}");
+            ensure!(
+                (job.state, job.exit_code) == (expected, Some(code)),
+                "job {number}: {job:?}"
+            );
             let lines: Vec<&str> = job.output.stdout.lines().collect();
-            ensure!(lines.len() == 2 && lines[1] == format!("number {number}"), "job {number} said {:?}", job.output.stdout);
-            let kept: String = client.job_output(*id, &OutputQuery::default()).await?.chunks.into_iter().filter_map(|chunk| chunk.data).collect();
+            ensure!(
+                lines.len() == 2 && lines[1] == format!("number {number}"),
+                "job {number} said {:?}",
+                job.output.stdout
+            );
+            let kept: String = client
+                .job_output(*id, &OutputQuery::default())
+                .await?
+                .chunks
+                .into_iter()
+                .filter_map(|chunk| chunk.data)
+                .collect();
             ensure!(kept == job.output.stdout, "job {number} kept {kept:?}");
         }
     }
     for id in &sessions {
         for client in &callers.0 {
-            ensure!(client.sessions().exec(*id, &sh("cat mark")).await?.stdout == format!("{id}\n"), "session {id}");
+            ensure!(
+                client.sessions().exec(*id, &sh("cat mark")).await?.stdout == format!("{id}\n"),
+                "session {id}"
+            );
         }
-        callers.next().sessions().end_session(*id, &SessionEnd::default()).await?;
+        callers
+            .next()
+            .sessions()
+            .end_session(*id, &SessionEnd::default())
+            .await?;
     }
     for id in &sessions {
-        let ended = async || Ok(callers.0[0].sessions().get_session(*id).await?.state == SessionState::Ended);
+        let ended = async || {
+            Ok(callers.0[0].sessions().get_session(*id).await?.state == SessionState::Ended)
+        };
         eventually("every session ends", PATIENCE, ended).await?;
     }
     *last_event.lock().expect("not poisoned") = Some(newest(callers.next()).await?);
@@ -170,11 +298,16 @@ async fn two_orchestrators() -> Result<()> {
         let page = client.events(0, None, Duration::ZERO).await?;
         ensure!(page.items == events, "both tell the same story");
     }
-    eventually("no container is left", PATIENCE, async || Ok(pair.plane.world.containers()?.is_empty())).await?;
+    eventually("no container is left", PATIENCE, async || {
+        Ok(pair.plane.world.containers()?.is_empty())
+    })
+    .await?;
     worker.shut_down().await
 }
 
 #[tokio::test]
 async fn two_orchestrators_share_the_work_and_survive_each_others_death() -> Result<()> {
-    tokio::task::LocalSet::new().run_until(two_orchestrators()).await
+    tokio::task::LocalSet::new()
+        .run_until(two_orchestrators())
+        .await
 }

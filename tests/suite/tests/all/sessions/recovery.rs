@@ -9,13 +9,18 @@ use cynode_tests::{Options, RunningWorker, World, eventually, session, sh};
 use serde_json::Value;
 
 fn keep() -> SessionEnd {
-    SessionEnd { workspace: Some(WorkspaceDisposal::Keep), ..Default::default() }
+    SessionEnd {
+        workspace: Some(WorkspaceDisposal::Keep),
+        ..Default::default()
+    }
 }
 
 /// A session with a file in its workspace, ended with the workspace kept.
 async fn ended_with_a_file(client: &WorkerClient) -> Result<Session> {
     let made = client.create_session(&session()).await?;
-    client.exec(made.session_id, &sh("echo precious > file")).await?;
+    client
+        .exec(made.session_id, &sh("echo precious > file"))
+        .await?;
     Ok(client.end_session(made.session_id, &keep()).await?)
 }
 
@@ -24,22 +29,37 @@ async fn file_of(client: &WorkerClient, made: &Session) -> Result<String> {
 }
 
 fn record_of(world: &World, made: &Session) -> std::path::PathBuf {
-    world.state_dir().join("worker/workspaces").join(made.workspace_id.to_string()).join("workspace.json")
+    world
+        .state_dir()
+        .join("worker/workspaces")
+        .join(made.workspace_id.to_string())
+        .join("workspace.json")
 }
 
 /// A Podman whose service can't be started while the file `broken` is there.
 fn breakable(world: &World) -> Result<Options> {
     let path = world.directory().join("podman");
     let broken = world.directory().join("broken");
-    fs_err::write(&path, format!("#!/bin/sh\ncase \"$*\" in *'system service'*) [ ! -e '{}' ] || exit 1;; esac\nexec podman \"$@\"\n", broken.display()))?;
+    fs_err::write(
+        &path,
+        format!(
+            "#!/bin/sh\ncase \"$*\" in *'system service'*) [ ! -e '{}' ] || exit 1;; esac\nexec podman \"$@\"\n",
+            broken.display()
+        ),
+    )?;
     fs_err::set_permissions(&path, std::fs::Permissions::from_mode(0o755))?;
     Ok(Options::default().set("podman", &format!("{:?}", path.display().to_string())))
 }
 
 fn signal_service(world: &World, signal: rustix::process::Signal) -> Result<()> {
-    let recorded: Value = serde_json::from_slice(&fs_err::read(world.state_dir().join("worker/podman/service.json"))?)?;
+    let recorded: Value = serde_json::from_slice(&fs_err::read(
+        world.state_dir().join("worker/podman/service.json"),
+    )?)?;
     let pid = i32::try_from(recorded["pid"].as_i64().context("a process id")?)?;
-    Ok(rustix::process::kill_process(rustix::process::Pid::from_raw(pid).context("a process id")?, signal)?)
+    Ok(rustix::process::kill_process(
+        rustix::process::Pid::from_raw(pid).context("a process id")?,
+        signal,
+    )?)
 }
 
 fn kill_service(world: &World) -> Result<()> {
@@ -52,8 +72,19 @@ async fn a_resume_whose_caller_goes_away_is_carried_out() -> Result<()> {
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let made = ended_with_a_file(&client).await?;
-    assert!(tokio::time::timeout(Duration::from_millis(15), client.resume_session(made.session_id)).await.is_err(), "it was to be cut off");
-    eventually("the session runs", Duration::from_secs(20), async || Ok(client.get_session(made.session_id).await?.state == SessionState::Running)).await?;
+    assert!(
+        tokio::time::timeout(
+            Duration::from_millis(15),
+            client.resume_session(made.session_id)
+        )
+        .await
+        .is_err(),
+        "it was to be cut off"
+    );
+    eventually("the session runs", Duration::from_secs(20), async || {
+        Ok(client.get_session(made.session_id).await?.state == SessionState::Running)
+    })
+    .await?;
     assert_eq!(file_of(&client, &made).await?, "precious\n");
     Ok(())
 }
@@ -66,8 +97,14 @@ async fn of_two_that_want_one_workspace_at_once_one_gets_it() -> Result<()> {
     let made = ended_with_a_file(&client).await?;
     for _ in 0..5 {
         let mut other = session();
-        (other.task_id, other.workspace_ref) = (made.task_id, Some(WorkspaceRef::Workspace(made.workspace_id)));
-        let (resumed, created) = tokio::join!(client.resume_session(made.session_id), client.create_session(&other));
+        (other.task_id, other.workspace_ref) = (
+            made.task_id,
+            Some(WorkspaceRef::Workspace(made.workspace_id)),
+        );
+        let (resumed, created) = tokio::join!(
+            client.resume_session(made.session_id),
+            client.create_session(&other)
+        );
         let (winner, refusal) = match (resumed, created) {
             (Ok(winner), Err(refusal)) | (Err(refusal), Ok(winner)) => (winner, refusal),
             other => panic!("{other:?}"),
@@ -82,22 +119,44 @@ async fn of_two_that_want_one_workspace_at_once_one_gets_it() -> Result<()> {
 #[tokio::test]
 async fn a_resume_that_fails_costs_no_file_and_can_be_tried_again() -> Result<()> {
     let world = World::new()?;
-    let worker = world.worker(&breakable(&world)?.set("runtime_timeout_seconds", "3")).await?;
+    let worker = world
+        .worker(&breakable(&world)?.set("runtime_timeout_seconds", "3"))
+        .await?;
     let client = worker.client()?;
     let made = client.create_session(&session()).await?;
     // By the file call alone: no command ever ran in it.
-    client.put_file(made.session_id, "file".as_ref(), "precious\n", &PutOptions::default()).await?;
+    client
+        .put_file(
+            made.session_id,
+            "file".as_ref(),
+            "precious\n",
+            &PutOptions::default(),
+        )
+        .await?;
     client.end_session(made.session_id, &keep()).await?;
     fs_err::write(world.directory().join("broken"), "")?;
     kill_service(&world)?;
-    let error = client.resume_session(made.session_id).await.expect_err("no runtime");
+    let error = client
+        .resume_session(made.session_id)
+        .await
+        .expect_err("no runtime");
     assert!(error.is(ErrorCode::RuntimeUnavailable), "{error}");
-    assert_eq!(client.get_session(made.session_id).await?.state, SessionState::Ended, "as it was");
+    assert_eq!(
+        client.get_session(made.session_id).await?.state,
+        SessionState::Ended,
+        "as it was"
+    );
     // Nor does another session that fails on the same files keep them mounted.
     let mut other = session();
-    (other.task_id, other.workspace_ref) = (made.task_id, Some(WorkspaceRef::Workspace(made.workspace_id)));
+    (other.task_id, other.workspace_ref) = (
+        made.task_id,
+        Some(WorkspaceRef::Workspace(made.workspace_id)),
+    );
     client.create_session(&other).await.expect_err("no runtime");
-    assert!(!fs_err::read_to_string("/proc/self/mountinfo")?.contains(&made.workspace_id.to_string()), "its disk is mounted for nobody");
+    assert!(
+        !fs_err::read_to_string("/proc/self/mountinfo")?.contains(&made.workspace_id.to_string()),
+        "its disk is mounted for nobody"
+    );
     fs_err::remove_file(world.directory().join("broken"))?;
     client.resume_session(made.session_id).await?;
     assert_eq!(file_of(&client, &made).await?, "precious\n");
@@ -114,15 +173,30 @@ async fn a_worker_whose_runtime_is_away_says_why_and_takes_no_work() -> Result<(
     kill_service(&world)?;
     fs_err::write(world.directory().join("broken"), "")?;
     let mut worker = world.start_worker(&options)?;
-    eventually("the worker says what it waits for", Duration::from_secs(20), async || {
-        let Ok(client) = worker.client() else { return Ok(false) };
-        Ok(client.readyz().await.is_ok_and(|readiness| format!("{readiness:?}").contains("podman's service")))
-    })
+    eventually(
+        "the worker says what it waits for",
+        Duration::from_secs(20),
+        async || {
+            let Ok(client) = worker.client() else {
+                return Ok(false);
+            };
+            Ok(client
+                .readyz()
+                .await
+                .is_ok_and(|readiness| format!("{readiness:?}").contains("podman's service")))
+        },
+    )
     .await?;
     let client = worker.client()?;
     // What runs needs no runtime; what is new can't be had.
-    assert_eq!(client.exec(made.session_id, &sh("echo here")).await?.stdout, "here\n");
-    let error = client.create_session(&session()).await.expect_err("no runtime");
+    assert_eq!(
+        client.exec(made.session_id, &sh("echo here")).await?.stdout,
+        "here\n"
+    );
+    let error = client
+        .create_session(&session())
+        .await
+        .expect_err("no runtime");
     assert!(error.is(ErrorCode::RuntimeUnavailable), "{error}");
     // Told to stop meanwhile, it does not wait for the runtime; the next one finds everything.
     worker.signal(rustix::process::Signal::TERM)?;
@@ -130,7 +204,10 @@ async fn a_worker_whose_runtime_is_away_says_why_and_takes_no_work() -> Result<(
     fs_err::remove_file(world.directory().join("broken"))?;
     let mut worker = world.worker(&options).await?;
     let client = worker.client()?;
-    assert_eq!(client.exec(made.session_id, &sh("echo here")).await?.stdout, "here\n");
+    assert_eq!(
+        client.exec(made.session_id, &sh("echo here")).await?.stdout,
+        "here\n"
+    );
     client.create_session(&session()).await?;
     worker.shut_down().await?;
     world.assert_clean().await
@@ -139,7 +216,9 @@ async fn a_worker_whose_runtime_is_away_says_why_and_takes_no_work() -> Result<(
 #[tokio::test]
 async fn a_worker_is_ready_while_its_runtime_is_slow_and_not_when_it_is_gone() -> Result<()> {
     let world = World::new()?;
-    let worker = world.worker(&breakable(&world)?.set("runtime_timeout_seconds", "25")).await?;
+    let worker = world
+        .worker(&breakable(&world)?.set("runtime_timeout_seconds", "25"))
+        .await?;
     let client = worker.client()?;
     signal_service(&world, rustix::process::Signal::STOP)?;
     for _ in 0..3 {
@@ -151,7 +230,10 @@ async fn a_worker_is_ready_while_its_runtime_is_slow_and_not_when_it_is_gone() -
     // One that is gone and can't be had again is said to be so at once.
     fs_err::write(world.directory().join("broken"), "")?;
     kill_service(&world)?;
-    eventually("the worker says so", Duration::from_secs(60), async || Ok(!matches!(client.readyz().await?, Readiness::Ready))).await?;
+    eventually("the worker says so", Duration::from_secs(60), async || {
+        Ok(!matches!(client.readyz().await?, Readiness::Ready))
+    })
+    .await?;
     fs_err::remove_file(world.directory().join("broken"))?;
     worker.wait_until_ready().await
 }
@@ -161,11 +243,29 @@ async fn keeping_on_purpose_has_no_end_and_use_takes_the_date_away() -> Result<(
     let world = World::new()?;
     let worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
-    let date = |made: &Session| -> Result<Value> { Ok(serde_json::from_slice::<Value>(&fs_err::read(record_of(&world, made))?)?["delete_at"].clone()) };
+    let date = |made: &Session| -> Result<Value> {
+        Ok(
+            serde_json::from_slice::<Value>(&fs_err::read(record_of(&world, made))?)?["delete_at"]
+                .clone(),
+        )
+    };
     let made = client.create_session(&session()).await?;
-    assert!(world.podman().args(["kill", "--all"]).output()?.status.success());
-    eventually("the session is lost", Duration::from_secs(20), async || Ok(client.get_session(made.session_id).await?.state == SessionState::Lost)).await?;
-    assert!(date(&made)?.is_string(), "a lost session's workspace is kept for a while");
+    assert!(
+        world
+            .podman()
+            .args(["kill", "--all"])
+            .output()?
+            .status
+            .success()
+    );
+    eventually("the session is lost", Duration::from_secs(20), async || {
+        Ok(client.get_session(made.session_id).await?.state == SessionState::Lost)
+    })
+    .await?;
+    assert!(
+        date(&made)?.is_string(),
+        "a lost session's workspace is kept for a while"
+    );
     client.end_session(made.session_id, &keep()).await?;
     assert!(date(&made)?.is_null(), "kept on purpose");
     Ok(())
@@ -176,8 +276,14 @@ async fn records_that_are_gone_or_broken_lose_no_workspace() -> Result<()> {
     let world = World::new()?;
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
-    let (gone, broken, running) = (ended_with_a_file(&client).await?, ended_with_a_file(&client).await?, client.create_session(&session()).await?);
-    client.exec(running.session_id, &sh("echo precious > file")).await?;
+    let (gone, broken, running) = (
+        ended_with_a_file(&client).await?,
+        ended_with_a_file(&client).await?,
+        client.create_session(&session()).await?,
+    );
+    client
+        .exec(running.session_id, &sh("echo precious > file"))
+        .await?;
     worker.kill()?;
     fs_err::remove_file(record_of(&world, &gone))?;
     fs_err::write(record_of(&world, &broken), "{\"workspace_id\":")?;
@@ -195,9 +301,19 @@ async fn records_that_are_gone_or_broken_lose_no_workspace() -> Result<()> {
     let fresh = client.create_session(&session()).await?;
     let owner = |made: &Session| -> Result<u32> {
         use std::os::unix::fs::MetadataExt as _;
-        Ok(fs_err::metadata(world.state_dir().join("worker/workspaces").join(made.workspace_id.to_string()).join("data/workspace"))?.uid())
+        Ok(fs_err::metadata(
+            world
+                .state_dir()
+                .join("worker/workspaces")
+                .join(made.workspace_id.to_string())
+                .join("data/workspace"),
+        )?
+        .uid())
     };
-    let owners = [&gone, &broken, &running, &fresh].map(owner).into_iter().collect::<Result<std::collections::BTreeSet<_>>>()?;
+    let owners = [&gone, &broken, &running, &fresh]
+        .map(owner)
+        .into_iter()
+        .collect::<Result<std::collections::BTreeSet<_>>>()?;
     assert_eq!(owners.len(), 4);
     assert_eq!(fresh.node_id, running.node_id);
     worker.shut_down().await?;
@@ -216,9 +332,13 @@ async fn sessions_and_execs_that_have_ended_hold_no_descriptor() -> Result<()> {
     let round = async || -> Result<()> {
         let made = client.create_session(&session()).await?;
         for _ in 0..20 {
-            client.exec(made.session_id, &sh("echo some output")).await?;
+            client
+                .exec(made.session_id, &sh("echo some output"))
+                .await?;
         }
-        client.end_session(made.session_id, &SessionEnd::default()).await?;
+        client
+            .end_session(made.session_id, &SessionEnd::default())
+            .await?;
         Ok(())
     };
     round().await?;
@@ -227,5 +347,10 @@ async fn sessions_and_execs_that_have_ended_hold_no_descriptor() -> Result<()> {
         round().await?;
     }
     // Connections of the client and of Podman's service come and go; what is kept of a round would show five times.
-    eventually("no descriptor is kept", Duration::from_secs(20), async || Ok(open_files(&worker)? < before + 5)).await
+    eventually(
+        "no descriptor is kept",
+        Duration::from_secs(20),
+        async || Ok(open_files(&worker)? < before + 5),
+    )
+    .await
 }

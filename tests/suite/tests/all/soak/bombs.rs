@@ -24,11 +24,33 @@ async fn soak_a_neighbour_of_ten_bombs_works_on() -> Result<()> {
     let mut worker = world.worker(&Options::default()).await?;
     let client = worker.client()?;
     let neighbour = client.create_session(&session()).await?.session_id;
-    let small = LimitsRequest { memory_bytes: Some(128 << 20), pids: Some(128), cpus: Some(0.5), disk_bytes: Some(256 << 20), ..Default::default() };
+    let small = LimitsRequest {
+        memory_bytes: Some(128 << 20),
+        pids: Some(128),
+        cpus: Some(0.5),
+        disk_bytes: Some(256 << 20),
+        ..Default::default()
+    };
     let mut bombs = Vec::new();
     for script in BOMBS {
-        let id = client.create_session(&SessionCreate { limits: Some(small), ..session() }).await?.session_id;
-        client.exec_background(id, &ExecRequest { background: true, timeout_ms: 0, ..sh(script) }).await.context(script)?;
+        let id = client
+            .create_session(&SessionCreate {
+                limits: Some(small),
+                ..session()
+            })
+            .await?
+            .session_id;
+        client
+            .exec_background(
+                id,
+                &ExecRequest {
+                    background: true,
+                    timeout_ms: 0,
+                    ..sh(script)
+                },
+            )
+            .await
+            .context(script)?;
         bombs.push(id);
     }
     let mut done = Tally::default();
@@ -40,7 +62,14 @@ async fn soak_a_neighbour_of_ten_bombs_works_on() -> Result<()> {
         let step = async {
             Ok(match random.below(4) {
                 0 => {
-                    client.put_file(neighbour, Path::new(&name), word.to_string(), &PutOptions::default()).await?;
+                    client
+                        .put_file(
+                            neighbour,
+                            Path::new(&name),
+                            word.to_string(),
+                            &PutOptions::default(),
+                        )
+                        .await?;
                     let found = client.exec(neighbour, &sh(&format!("cat {name}"))).await?;
                     ensure!(found.stdout == word.to_string(), "{found:?}");
                     "file"
@@ -52,17 +81,27 @@ async fn soak_a_neighbour_of_ten_bombs_works_on() -> Result<()> {
                 }
                 _ => {
                     let result = client.exec(neighbour, &sh(&format!("echo {word}"))).await?;
-                    ensure!(result.stdout == format!("{word}\n") && result.exit.exit_code == Some(0), "{result:?}");
+                    ensure!(
+                        result.stdout == format!("{word}\n") && result.exit.exit_code == Some(0),
+                        "{result:?}"
+                    );
                     "exec"
                 }
             })
         };
-        done.count(tokio::time::timeout(LIMIT, step).await.with_context(|| format!("a call took more than {LIMIT:?}"))??);
+        done.count(
+            tokio::time::timeout(LIMIT, step)
+                .await
+                .with_context(|| format!("a call took more than {LIMIT:?}"))??,
+        );
         slowest = slowest.max(begun.elapsed());
     }
     for id in bombs {
         let found = client.get_session(id).await?.state;
-        ensure!(matches!(found, SessionState::Running | SessionState::Lost), "{found:?}");
+        ensure!(
+            matches!(found, SessionState::Running | SessionState::Lost),
+            "{found:?}"
+        );
         client.end_session(id, &SessionEnd::default()).await?;
     }
     worker.shut_down().await?;

@@ -8,7 +8,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use cynode_api::{LimitsRequest, ListRequest, PatchRequest, SessionEnd, SessionId, TaskCreate, UserSessionCreate};
+use cynode_api::{
+    LimitsRequest, ListRequest, PatchRequest, SessionEnd, SessionId, TaskCreate, UserSessionCreate,
+};
 use cynode_client::{PutOptions, UserClient};
 use cynode_tests::{Random, memory, sh};
 use http::Method;
@@ -49,24 +51,55 @@ impl Tenant {
         let admin = fleet.orchestrator.client()?;
         let (api, control) = (fleet.orchestrator.url()?, fleet.orchestrator.control_url()?);
         post(&admin, "/v1/users", &json!({"name": name})).await?;
-        let token = post(&admin, "/v1/tokens", &json!({"kind": "user", "user": name})).await?["token"].as_str().context("a token")?.to_owned();
-        Ok(Self { client: UserClient::new(&api, &token)?, api, control, token })
+        let token =
+            post(&admin, "/v1/tokens", &json!({"kind": "user", "user": name})).await?["token"]
+                .as_str()
+                .context("a token")?
+                .to_owned();
+        Ok(Self {
+            client: UserClient::new(&api, &token)?,
+            api,
+            control,
+            token,
+        })
     }
 
     async fn session(&self) -> Result<SessionId> {
-        let limits = LimitsRequest { memory_bytes: Some(64 << 20), disk_bytes: Some(64 << 20), pids: Some(64), ..Default::default() };
-        let request = UserSessionCreate { session_id: Some(SessionId::generate()), limits: Some(limits), ..Default::default() };
-        Ok(self.client.sessions().create_user_session(&request).await?.session_id)
+        let limits = LimitsRequest {
+            memory_bytes: Some(64 << 20),
+            disk_bytes: Some(64 << 20),
+            pids: Some(64),
+            ..Default::default()
+        };
+        let request = UserSessionCreate {
+            session_id: Some(SessionId::generate()),
+            limits: Some(limits),
+            ..Default::default()
+        };
+        Ok(self
+            .client
+            .sessions()
+            .create_user_session(&request)
+            .await?
+            .session_id)
     }
 
     /// The head of a request, as bytes.
     fn head(&self, method: &str, path: &str, rest: &str) -> String {
-        format!("{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {}\r\n{rest}\r\n", self.token)
+        format!(
+            "{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {}\r\n{rest}\r\n",
+            self.token
+        )
     }
 }
 
 async fn post(client: &UserClient, path: &str, body: &Value) -> Result<Value> {
-    let answer = client.sessions().request(Method::POST, path).json(body).send().await?;
+    let answer = client
+        .sessions()
+        .request(Method::POST, path)
+        .json(body)
+        .send()
+        .await?;
     let status = answer.status();
     let text = answer.text().await?;
     ensure!(status.is_success(), "{path}: {status} {text}");
@@ -79,26 +112,59 @@ fn address(url: &str) -> &str {
 
 /// One honest round: everything a client does in a day, with every answer checked.
 async fn honest_round(tenant: &Tenant, random: &mut Random, done: &mut Tally) -> Result<()> {
-    let task = tenant.client.create_task(&TaskCreate { name: format!("work {}", random.number()), ..Default::default() }).await?;
+    let task = tenant
+        .client
+        .create_task(&TaskCreate {
+            name: format!("work {}", random.number()),
+            ..Default::default()
+        })
+        .await?;
     done.count("task");
-    ensure!(tenant.client.tasks(None).await?.iter().any(|found| found.id == task.id), "a task is missing from its owner's list");
+    ensure!(
+        tenant
+            .client
+            .tasks(None)
+            .await?
+            .iter()
+            .any(|found| found.id == task.id),
+        "a task is missing from its owner's list"
+    );
     done.count("list of tasks");
     let (sessions, id) = (tenant.client.sessions(), tenant.session().await?);
     done.count("create");
     for _ in 0..4 {
         let word = random.number().to_string();
         let ran = sessions.exec(id, &sh(&format!("echo {word}"))).await?;
-        ensure!(ran.stdout == format!("{word}\n") && ran.exit.exit_code == Some(0), "{ran:?}");
+        ensure!(
+            ran.stdout == format!("{word}\n") && ran.exit.exit_code == Some(0),
+            "{ran:?}"
+        );
         done.count("exec");
-        sessions.put_file(id, Path::new("file"), word.clone(), &PutOptions::default()).await?;
+        sessions
+            .put_file(id, Path::new("file"), word.clone(), &PutOptions::default())
+            .await?;
         done.count("put");
         let read = sessions.exec(id, &sh("cat file")).await?;
         ensure!(read.stdout == word, "{read:?}");
         let diff = format!("--- /dev/null\n+++ b/new-{word}\n@@ -0,0 +1 @@\n+{word}\n");
-        sessions.patch_files(id, &PatchRequest { diff, ..Default::default() }).await?;
+        sessions
+            .patch_files(
+                id,
+                &PatchRequest {
+                    diff,
+                    ..Default::default()
+                },
+            )
+            .await?;
         done.count("patch");
         let listed = sessions.list_files(id, &ListRequest::default()).await?;
-        ensure!(listed.entries.iter().any(|entry| entry.path == format!("new-{word}")), "{listed:?}");
+        ensure!(
+            listed
+                .entries
+                .iter()
+                .any(|entry| entry.path == format!("new-{word}")),
+            "{listed:?}"
+        );
         done.count("list");
     }
     sessions.end_session(id, &SessionEnd::default()).await?;
@@ -109,37 +175,81 @@ async fn honest_round(tenant: &Tenant, random: &mut Random, done: &mut Tally) ->
 async fn honest(tenant: Tenant, mut random: Random, stop: CancellationToken) -> Result<Tally> {
     let mut done = Tally::default();
     while !stop.is_cancelled() {
-        tokio::time::timeout(CALL_LIMIT * 8, honest_round(&tenant, &mut random, &mut done)).await.context("an honest round hung")??;
+        tokio::time::timeout(
+            CALL_LIMIT * 8,
+            honest_round(&tenant, &mut random, &mut done),
+        )
+        .await
+        .context("an honest round hung")??;
     }
     Ok(done)
 }
 
-type Attack = for<'a> fn(&'a Tenant, SessionId) -> std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send + 'a>>;
+type Attack = for<'a> fn(
+    &'a Tenant,
+    SessionId,
+) -> std::pin::Pin<Box<dyn Future<Output = Result<()>> + Send + 'a>>;
 
 const ATTACKS: [(&str, Attack); 12] = [
-    ("trickling heads at the control port", |tenant, _| Box::pin(trickle(&tenant.control, "POST /v1/nodes/register HTTP/1.1\r\nhost: x\r\n".to_owned()))),
+    ("trickling heads at the control port", |tenant, _| {
+        Box::pin(trickle(
+            &tenant.control,
+            "POST /v1/nodes/register HTTP/1.1\r\nhost: x\r\n".to_owned(),
+        ))
+    }),
     ("trickling heads at the user API", |tenant, _| {
-        Box::pin(trickle(&tenant.api, format!("GET /v1/tasks HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {}\r\n", tenant.token)))
+        Box::pin(trickle(
+            &tenant.api,
+            format!(
+                "GET /v1/tasks HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {}\r\n",
+                tenant.token
+            ),
+        ))
     }),
     ("trickling bodies", |tenant, _| {
-        Box::pin(trickle(&tenant.api, tenant.head("POST", "/v1/tasks", "content-type: application/json\r\ncontent-length: 900000\r\n")))
+        Box::pin(trickle(
+            &tenant.api,
+            tenant.head(
+                "POST",
+                "/v1/tasks",
+                "content-type: application/json\r\ncontent-length: 900000\r\n",
+            ),
+        ))
     }),
-    ("stalled uploads", |tenant, session| Box::pin(stalled_uploads(tenant, session))),
-    ("unread listings", |tenant, session| Box::pin(unread_listings(tenant, session))),
-    ("pages of large tasks", |tenant, _| Box::pin(large_tasks(tenant))),
+    ("stalled uploads", |tenant, session| {
+        Box::pin(stalled_uploads(tenant, session))
+    }),
+    ("unread listings", |tenant, session| {
+        Box::pin(unread_listings(tenant, session))
+    }),
+    ("pages of large tasks", |tenant, _| {
+        Box::pin(large_tasks(tenant))
+    }),
     ("arrays of zeros", |tenant, _| Box::pin(zeros(tenant))),
-    ("an archive below a long path", |tenant, session| Box::pin(long_path(tenant, session))),
-    ("a diff of spaces", |tenant, session| Box::pin(spaces(tenant, session))),
+    ("an archive below a long path", |tenant, session| {
+        Box::pin(long_path(tenant, session))
+    }),
+    ("a diff of spaces", |tenant, session| {
+        Box::pin(spaces(tenant, session))
+    }),
     ("bad tokens", |tenant, _| Box::pin(bad_tokens(tenant))),
-    ("limits beyond the host", |tenant, _| Box::pin(huge_limits(tenant))),
-    ("calls that hang up", |tenant, session| Box::pin(hang_up(tenant, session))),
+    ("limits beyond the host", |tenant, _| {
+        Box::pin(huge_limits(tenant))
+    }),
+    ("calls that hang up", |tenant, session| {
+        Box::pin(hang_up(tenant, session))
+    }),
 ];
 
 /// Many connections that each send a byte now and then and never finish.
 async fn trickle(url: &str, head: String) -> Result<()> {
     let mut connections = Vec::new();
     for _ in 0..TRICKLES {
-        let Ok(Ok(mut stream)) = tokio::time::timeout(Duration::from_secs(1), TcpStream::connect(address(url))).await else { break };
+        let Ok(Ok(mut stream)) =
+            tokio::time::timeout(Duration::from_secs(1), TcpStream::connect(address(url))).await
+        else {
+            break;
+        };
         drop(stream.write_all(head.as_bytes()).await);
         connections.push(stream);
     }
@@ -158,7 +268,9 @@ async fn trickle(url: &str, head: String) -> Result<()> {
 async fn open(url: &str, count: usize, bytes: &[u8]) -> Vec<TcpStream> {
     let mut connections = Vec::new();
     for _ in 0..count {
-        let Ok(mut stream) = TcpStream::connect(address(url)).await else { break };
+        let Ok(mut stream) = TcpStream::connect(address(url)).await else {
+            break;
+        };
         drop(tokio::time::timeout(Duration::from_secs(2), stream.write_all(bytes)).await);
         connections.push(stream);
     }
@@ -166,10 +278,22 @@ async fn open(url: &str, count: usize, bytes: &[u8]) -> Vec<TcpStream> {
 }
 
 async fn stalled_uploads(tenant: &Tenant, session: SessionId) -> Result<()> {
-    let mut bytes = tenant.head("PUT", &format!("/v1/sessions/{session}/files?path=big"), "content-length: 50000000\r\n").into_bytes();
+    let mut bytes = tenant
+        .head(
+            "PUT",
+            &format!("/v1/sessions/{session}/files?path=big"),
+            "content-length: 50000000\r\n",
+        )
+        .into_bytes();
     bytes.extend(vec![b'x'; 256 << 10]);
     let mut held = open(&tenant.api, 24, &bytes).await;
-    let mut bytes = tenant.head("POST", &format!("/v1/sessions/{session}/import?path=in"), "content-length: 50000000\r\n").into_bytes();
+    let mut bytes = tenant
+        .head(
+            "POST",
+            &format!("/v1/sessions/{session}/import?path=in"),
+            "content-length: 50000000\r\n",
+        )
+        .into_bytes();
     bytes.extend(vec![0; 256 << 10]);
     held.extend(open(&tenant.api, 24, &bytes).await);
     tokio::time::sleep(HOLD).await;
@@ -181,8 +305,14 @@ async fn unread_listings(tenant: &Tenant, session: SessionId) -> Result<()> {
     let script = "mkdir -p many; cd many; i=0; while [ $i -lt 5000 ]; do : > \"$i-$(printf %0200d 0)\"; i=$((i+1)); done";
     drop(tenant.client.sessions().exec(session, &sh(script)).await);
     let body = json!({"path": "many", "depth": 10, "max_entries": 10_000}).to_string();
-    let head =
-        tenant.head("POST", &format!("/v1/sessions/{session}/files:list"), &format!("content-type: application/json\r\ncontent-length: {}\r\n", body.len()));
+    let head = tenant.head(
+        "POST",
+        &format!("/v1/sessions/{session}/files:list"),
+        &format!(
+            "content-type: application/json\r\ncontent-length: {}\r\n",
+            body.len()
+        ),
+    );
     let held = open(&tenant.api, 40, format!("{head}{body}").as_bytes()).await;
     tokio::time::sleep(HOLD).await;
     drop(held);
@@ -191,19 +321,39 @@ async fn unread_listings(tenant: &Tenant, session: SessionId) -> Result<()> {
 
 async fn large_tasks(tenant: &Tenant) -> Result<()> {
     for _ in 0..10 {
-        drop(post(&tenant.client, "/v1/tasks", &json!({"name": "large", "metadata": {"x": "y".repeat(250_000)}})).await);
+        drop(
+            post(
+                &tenant.client,
+                "/v1/tasks",
+                &json!({"name": "large", "metadata": {"x": "y".repeat(250_000)}}),
+            )
+            .await,
+        );
     }
-    let held = open(&tenant.api, 40, tenant.head("GET", "/v1/tasks?limit=1000", "").as_bytes()).await;
+    let held = open(
+        &tenant.api,
+        40,
+        tenant.head("GET", "/v1/tasks?limit=1000", "").as_bytes(),
+    )
+    .await;
     tokio::time::sleep(HOLD / 2).await;
     drop(held);
     Ok(())
 }
 
 async fn zeros(tenant: &Tenant) -> Result<()> {
-    let body = format!("{{\"name\": \"zeros\", \"metadata\": {{\"x\": [{}0]}}}}", "0,".repeat(5_000_000));
+    let body = format!(
+        "{{\"name\": \"zeros\", \"metadata\": {{\"x\": [{}0]}}}}",
+        "0,".repeat(5_000_000)
+    );
     let mut sent = JoinSet::new();
     for _ in 0..4 {
-        let request = tenant.client.sessions().request(Method::POST, "/v1/tasks").header("content-type", "application/json").body(body.clone());
+        let request = tenant
+            .client
+            .sessions()
+            .request(Method::POST, "/v1/tasks")
+            .header("content-type", "application/json")
+            .body(body.clone());
         sent.spawn(async move { drop(request.send().await) });
     }
     sent.join_all().await;
@@ -219,13 +369,36 @@ async fn long_path(tenant: &Tenant, session: SessionId) -> Result<()> {
         archive.append_data(&mut header, format!("file-{number}"), std::io::empty())?;
     }
     let (bytes, path) = (archive.into_inner()?, "a/".repeat(30_000));
-    drop(tenant.client.sessions().request(Method::POST, &format!("/v1/sessions/{session}/import?path={path}")).body(bytes).send().await);
+    drop(
+        tenant
+            .client
+            .sessions()
+            .request(
+                Method::POST,
+                &format!("/v1/sessions/{session}/import?path={path}"),
+            )
+            .body(bytes)
+            .send()
+            .await,
+    );
     Ok(())
 }
 
 async fn spaces(tenant: &Tenant, session: SessionId) -> Result<()> {
     let diff = format!("diff --git a/{0}b/{0}\n", "x ".repeat(44_000));
-    drop(tenant.client.sessions().patch_files(session, &PatchRequest { diff, ..Default::default() }).await);
+    drop(
+        tenant
+            .client
+            .sessions()
+            .patch_files(
+                session,
+                &PatchRequest {
+                    diff,
+                    ..Default::default()
+                },
+            )
+            .await,
+    );
     Ok(())
 }
 
@@ -235,18 +408,34 @@ async fn bad_tokens(tenant: &Tenant) -> Result<()> {
     let client = reqwest::Client::builder().no_proxy().build()?;
     while Instant::now() < until {
         number += 1;
-        let request = client.get(format!("{}/v1/tasks", tenant.api)).bearer_auth(format!("cyn_{number:064}"));
+        let request = client
+            .get(format!("{}/v1/tasks", tenant.api))
+            .bearer_auth(format!("cyn_{number:064}"));
         drop(request.send().await);
     }
     Ok(())
 }
 
 async fn huge_limits(tenant: &Tenant) -> Result<()> {
-    for limits in [json!({"memory_bytes": 1_u64 << 45, "cpus": 1000}), json!({"memory_bytes": 1_u64 << 45}), json!({"cpus": 1000})] {
+    for limits in [
+        json!({"memory_bytes": 1_u64 << 45, "cpus": 1000}),
+        json!({"memory_bytes": 1_u64 << 45}),
+        json!({"cpus": 1000}),
+    ] {
         let body = json!({"limits": limits});
-        let answer = tenant.client.sessions().request(Method::POST, "/v1/sessions").json(&body).send().await;
+        let answer = tenant
+            .client
+            .sessions()
+            .request(Method::POST, "/v1/sessions")
+            .json(&body)
+            .send()
+            .await;
         if let Ok(answer) = answer {
-            ensure!(!answer.status().is_success(), "a sandbox larger than the host: {}", answer.text().await?);
+            ensure!(
+                !answer.status().is_success(),
+                "a sandbox larger than the host: {}",
+                answer.text().await?
+            );
         }
     }
     Ok(())
@@ -254,8 +443,12 @@ async fn huge_limits(tenant: &Tenant) -> Result<()> {
 
 async fn hang_up(tenant: &Tenant, session: SessionId) -> Result<()> {
     for _ in 0..20 {
-        let body = json!({"argv": ["sh", "-c", "sleep 0.2; echo ran >> ran"], "timeout_ms": 5000}).to_string();
-        let rest = format!("connection: keep-alive, X-Cynode-Call\r\ncontent-type: application/json\r\ncontent-length: {}\r\n", body.len());
+        let body = json!({"argv": ["sh", "-c", "sleep 0.2; echo ran >> ran"], "timeout_ms": 5000})
+            .to_string();
+        let rest = format!(
+            "connection: keep-alive, X-Cynode-Call\r\ncontent-type: application/json\r\ncontent-length: {}\r\n",
+            body.len()
+        );
         let head = tenant.head("POST", &format!("/v1/sessions/{session}/exec"), &rest);
         drop(open(&tenant.api, 1, format!("{head}{body}").as_bytes()).await);
     }
@@ -267,7 +460,8 @@ async fn hostile(tenant: Tenant, mut random: Random, stop: CancellationToken) ->
     let mut done = Tally::default();
     let mut session = tenant.session().await?;
     while !stop.is_cancelled() {
-        let mut pick = || ATTACKS[usize::try_from(random.below(ATTACKS.len() as u64)).expect("below a usize")];
+        let mut pick =
+            || ATTACKS[usize::try_from(random.below(ATTACKS.len() as u64)).expect("below a usize")];
         let (first, second) = (pick(), pick());
         tokio::select! {
             () = stop.cancelled() => break,
@@ -279,7 +473,12 @@ async fn hostile(tenant: Tenant, mut random: Random, stop: CancellationToken) ->
         done.count(first.0);
         done.count(second.0);
         // What it did to its own sandbox is its own loss.
-        if tenant.client.sessions().exec(session, &sh("true")).await.is_err()
+        if tenant
+            .client
+            .sessions()
+            .exec(session, &sh("true"))
+            .await
+            .is_err()
             && let Ok(next) = tenant.session().await
         {
             session = next;
@@ -298,13 +497,21 @@ async fn probe(url: String, stop: CancellationToken) -> Result<Vec<Duration>> {
         let begun = Instant::now();
         let asked = async {
             let mut stream = TcpStream::connect(address(&url)).await?;
-            stream.write_all(b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").await?;
+            stream
+                .write_all(b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                .await?;
             let mut answer = Vec::new();
             stream.read_to_end(&mut answer).await?;
-            ensure!(answer.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&answer));
+            ensure!(
+                answer.starts_with(b"HTTP/1.1 200"),
+                "{}",
+                String::from_utf8_lossy(&answer)
+            );
             Ok(())
         };
-        tokio::time::timeout(CALL_LIMIT, asked).await.context("a health check hung")??;
+        tokio::time::timeout(CALL_LIMIT, asked)
+            .await
+            .context("a health check hung")??;
         taken.push(begun.elapsed());
     }
     taken.sort();
@@ -317,20 +524,31 @@ async fn soak_eight_honest_tenants_work_beside_three_hostile_ones() -> Result<()
     let mut random = Random::seeded();
     let (seed, length) = (random.seed(), length(180));
     let fleet = Fleet::new().await?;
-    let mut worker = fleet.node_with("one", |options| options.set("pool_size", "2")).await?;
+    let mut worker = fleet
+        .node_with("one", |options| options.set("pool_size", "2"))
+        .await?;
     let (stop, stop_hostile) = (CancellationToken::new(), CancellationToken::new());
     let mut honest_tasks = JoinSet::new();
     for number in 0..HONEST {
         let tenant = Tenant::new(&fleet, &format!("honest-{number}")).await?;
         let (random, stop) = (random.fork(), stop.clone());
-        honest_tasks.spawn(async move { honest(tenant, random, stop).await.with_context(|| format!("honest tenant {number}")) });
+        honest_tasks.spawn(async move {
+            honest(tenant, random, stop)
+                .await
+                .with_context(|| format!("honest tenant {number}"))
+        });
     }
     let mut hostile_tasks = JoinSet::new();
     for number in 0..HOSTILE {
         let tenant = Tenant::new(&fleet, &format!("hostile-{number}")).await?;
         hostile_tasks.spawn(hostile(tenant, random.fork(), stop_hostile.clone()));
     }
-    let probes = [fleet.orchestrator.url()?, fleet.orchestrator.control_url()?, worker.url()?].map(|url| tokio::spawn(probe(url, stop.clone())));
+    let probes = [
+        fleet.orchestrator.url()?,
+        fleet.orchestrator.control_url()?,
+        worker.url()?,
+    ]
+    .map(|url| tokio::spawn(probe(url, stop.clone())));
     // The first failure ends the run.
     let failed = tokio::select! {
         failed = honest_tasks.join_next() => failed,
@@ -352,7 +570,15 @@ async fn soak_eight_honest_tenants_work_beside_three_hostile_ones() -> Result<()
     for (name, probe) in ["api", "control", "worker"].into_iter().zip(probes) {
         let taken = probe.await??;
         let (p99, most) = (taken[taken.len() * 99 / 100], taken[taken.len() - 1]);
-        latencies.insert(name, format!("{} checks, p99 {} ms, slowest {} ms", taken.len(), p99.as_millis(), most.as_millis()));
+        latencies.insert(
+            name,
+            format!(
+                "{} checks, p99 {} ms, slowest {} ms",
+                taken.len(),
+                p99.as_millis(),
+                most.as_millis()
+            ),
+        );
     }
     let peaks = [memory(fleet.orchestrator.pid())?.1, worker.memory()?.1];
     #[expect(clippy::print_stdout, reason = "the report of the run")]
@@ -364,7 +590,10 @@ async fn soak_eight_honest_tenants_work_beside_three_hostile_ones() -> Result<()
             peaks[1] >> 20
         );
     }
-    ensure!(peaks.iter().all(|peak| *peak < MEMORY_LIMIT), "peak memory {peaks:?}");
+    ensure!(
+        peaks.iter().all(|peak| *peak < MEMORY_LIMIT),
+        "peak memory {peaks:?}"
+    );
     worker.shut_down().await?;
     Ok(())
 }

@@ -19,11 +19,18 @@ fn assert_output(detail: &serde_json::Map<String, Value>, stdout: &[u8], stderr:
 
 // proves: ISC-22, ISC-23
 #[tokio::test]
-async fn a_command_is_told_with_how_it_was_called_how_it_ended_and_the_hashes_of_what_it_wrote() -> Result<()> {
+async fn a_command_is_told_with_how_it_was_called_how_it_ended_and_the_hashes_of_what_it_wrote()
+-> Result<()> {
     let mut small = Small::start().await?;
     let (client, admin) = (small.orchestrator.client()?, small.orchestrator.token()?);
     let id = small.session(&admin, &session()).await?;
-    let exec = |body: &Value| anyhow::Ok(small.request(Method::POST, &format!("/v1/sessions/{id}/exec"))?.json(body));
+    let exec = |body: &Value| {
+        anyhow::Ok(
+            small
+                .request(Method::POST, &format!("/v1/sessions/{id}/exec"))?
+                .json(body),
+        )
+    };
     let script = "cat; printf wrong >&2; exit 3";
     let asked = json!({"argv": ["sh", "-c", script], "cwd": "/tmp", "timeout_ms": 20_000, "env": {"COLOUR": "ultramarine-7", "SHAPE": "rhombus-7"}, "stdin": "hidden input 93"});
 
@@ -35,16 +42,42 @@ async fn a_command_is_told_with_how_it_was_called_how_it_ended_and_the_hashes_of
         json!({"argv": ["sh", "-c", script], "cwd": "/tmp", "timeout_ms": 20_000, "env": ["COLOUR", "SHAPE"], "stdin": stdin})
     });
     let subject = intent.body.subject.clone().context("somebody called")?;
-    assert_eq!((subject.kind.as_str(), subject.name.as_deref(), subject.token_id.is_some()), ("user", Some("admin"), true));
-    assert_eq!((intent.body.decision, intent.body.rules.is_empty()), (Some(AuditDecision::Allow), false));
-    assert_eq!(intent.body.session_id.map(|id| id.to_string()), Some(id.clone()));
-    assert_eq!(intent.body.exec_id.map(|id| id.to_string()), body(&answer)?["exec_id"].as_str().map(str::to_owned));
+    assert_eq!(
+        (
+            subject.kind.as_str(),
+            subject.name.as_deref(),
+            subject.token_id.is_some()
+        ),
+        ("user", Some("admin"), true)
+    );
+    assert_eq!(
+        (intent.body.decision, intent.body.rules.is_empty()),
+        (Some(AuditDecision::Allow), false)
+    );
+    assert_eq!(
+        intent.body.session_id.map(|id| id.to_string()),
+        Some(id.clone())
+    );
+    assert_eq!(
+        intent.body.exec_id.map(|id| id.to_string()),
+        body(&answer)?["exec_id"].as_str().map(str::to_owned)
+    );
     assert_eq!(outcome.body.detail["exit_code"], 3);
     assert_output(&outcome.body.detail, b"hidden input 93", b"wrong");
 
     // As a stream.
-    let (_, Told { intent, outcome }) = done(&client, exec(&asked)?.header(header::ACCEPT, "text/event-stream")).await?;
-    assert_eq!((&intent.body.detail["argv"], &outcome.body.detail["exit_code"]), (&json!(["sh", "-c", script]), &json!(3)));
+    let (_, Told { intent, outcome }) = done(
+        &client,
+        exec(&asked)?.header(header::ACCEPT, "text/event-stream"),
+    )
+    .await?;
+    assert_eq!(
+        (
+            &intent.body.detail["argv"],
+            &outcome.body.detail["exit_code"]
+        ),
+        (&json!(["sh", "-c", script]), &json!(3))
+    );
     assert_output(&outcome.body.detail, b"hidden input 93", b"wrong");
 
     // More than is answered counts whole.
@@ -54,46 +87,123 @@ async fn a_command_is_told_with_how_it_was_called_how_it_ended_and_the_hashes_of
     assert_output(&outcome.body.detail, &vec![b'x'; 300_000], b"");
 
     // One that a signal ended.
-    let (_, Told { outcome, .. }) = done(&client, exec(&json!({"argv": ["sh", "-c", "kill -9 $$"], "timeout_ms": 20_000}))?).await?;
-    assert_eq!(json!([outcome.body.detail["exit_code"], outcome.body.detail["signal"]]), json!([null, "KILL"]));
+    let (_, Told { outcome, .. }) = done(
+        &client,
+        exec(&json!({"argv": ["sh", "-c", "kill -9 $$"], "timeout_ms": 20_000}))?,
+    )
+    .await?;
+    assert_eq!(
+        json!([
+            outcome.body.detail["exit_code"],
+            outcome.body.detail["signal"]
+        ]),
+        json!([null, "KILL"])
+    );
 
     // In the background: its call is answered when it runs, its end is told when it comes.
     let background = json!({"argv": ["sh", "-c", "cat gate; printf late; exit 5"], "timeout_ms": 60_000, "background": true});
-    done(&client, exec(&json!({"argv": ["mkfifo", "gate"], "timeout_ms": 20_000}))?).await?;
+    done(
+        &client,
+        exec(&json!({"argv": ["mkfifo", "gate"], "timeout_ms": 20_000}))?,
+    )
+    .await?;
     let (answer, Told { intent, .. }) = done(&client, exec(&background)?).await?;
-    assert_eq!((answer.status, &intent.body.detail["background"]), (202, &json!(true)));
-    assert_eq!(of_action(&client, "exec.ended").await?.len(), 0, "it goes on");
-    done(&client, exec(&json!({"argv": ["sh", "-c", "echo open > gate"], "timeout_ms": 20_000}))?).await?;
-    eventually("its end is told", PATIENCE, async || Ok(!of_action(&client, "exec.ended").await?.is_empty())).await?;
+    assert_eq!(
+        (answer.status, &intent.body.detail["background"]),
+        (202, &json!(true))
+    );
+    assert_eq!(
+        of_action(&client, "exec.ended").await?.len(),
+        0,
+        "it goes on"
+    );
+    done(
+        &client,
+        exec(&json!({"argv": ["sh", "-c", "echo open > gate"], "timeout_ms": 20_000}))?,
+    )
+    .await?;
+    eventually("its end is told", PATIENCE, async || {
+        Ok(!of_action(&client, "exec.ended").await?.is_empty())
+    })
+    .await?;
     let ended = of_action(&client, "exec.ended").await?;
-    let [ended] = &ended[..] else { anyhow::bail!("{ended:?}") };
-    assert_eq!((ended.body.kind, ended.body.result, ended.body.exec_id), (AuditKind::Event, Some(AuditResult::Done), intent.body.exec_id));
-    assert_eq!((ended.body.call_id.map(|id| id.to_string()), ended.body.session_id), (Some(call_of(&answer)?), intent.body.session_id));
-    assert_eq!(json!([ended.body.detail["state"], ended.body.detail["exit_code"]]), json!(["exited", 5]));
+    let [ended] = &ended[..] else {
+        anyhow::bail!("{ended:?}")
+    };
+    assert_eq!(
+        (ended.body.kind, ended.body.result, ended.body.exec_id),
+        (
+            AuditKind::Event,
+            Some(AuditResult::Done),
+            intent.body.exec_id
+        )
+    );
+    assert_eq!(
+        (
+            ended.body.call_id.map(|id| id.to_string()),
+            ended.body.session_id
+        ),
+        (Some(call_of(&answer)?), intent.body.session_id)
+    );
+    assert_eq!(
+        json!([ended.body.detail["state"], ended.body.detail["exit_code"]]),
+        json!(["exited", 5])
+    );
     assert_output(&ended.body.detail, b"open\nlate", b"");
 
     // One that nothing could start.
-    let missing = super::call(&client, exec(&json!({"argv": ["/no/such/program"], "timeout_ms": 20_000}))?).await?;
-    assert_ne!(missing.1.outcome.body.detail.get("exit_code"), Some(&json!(0)), "{missing:?}");
+    let missing = super::call(
+        &client,
+        exec(&json!({"argv": ["/no/such/program"], "timeout_ms": 20_000}))?,
+    )
+    .await?;
+    assert_ne!(
+        missing.1.outcome.body.detail.get("exit_code"),
+        Some(&json!(0)),
+        "{missing:?}"
+    );
 
     for hidden in ["ultramarine-7", "rhombus-7", "hidden input 93"] {
-        assert_eq!(small.plane.postgres.ask(&format!("select count(*) from audit_events where body::text like '%{hidden}%'"))?, "0", "{hidden}");
+        assert_eq!(
+            small.plane.postgres.ask(&format!(
+                "select count(*) from audit_events where body::text like '%{hidden}%'"
+            ))?,
+            "0",
+            "{hidden}"
+        );
     }
 
     // One of which nobody has asked before its session ends.
-    let background = json!({"argv": ["sh", "-c", "exit 6"], "timeout_ms": 60_000, "background": true});
+    let background =
+        json!({"argv": ["sh", "-c", "exit 6"], "timeout_ms": 60_000, "background": true});
     let (answer, Told { intent, .. }) = done(&client, exec(&background)?).await?;
-    small.plane.postgres.ask("update execs set lease_until = now() + interval '1 hour' where state = 'running'")?;
-    let path = format!("/v1/sessions/{id}/execs/{}", body(&answer)?["exec_id"].as_str().context("an id")?);
+    small
+        .plane
+        .postgres
+        .ask("update execs set lease_until = now() + interval '1 hour' where state = 'running'")?;
+    let path = format!(
+        "/v1/sessions/{id}/execs/{}",
+        body(&answer)?["exec_id"].as_str().context("an id")?
+    );
     eventually("it has ended", PATIENCE, async || {
         let shown = cynode_tests::Answer::of(small.request(Method::GET, &path)?).await?;
         Ok(body(&shown)?["state"] == "exited")
     })
     .await?;
-    done(&client, small.request(Method::POST, &format!("/v1/sessions/{id}/end"))?.json(&json!({}))).await?;
+    done(
+        &client,
+        small
+            .request(Method::POST, &format!("/v1/sessions/{id}/end"))?
+            .json(&json!({})),
+    )
+    .await?;
     let ended = of_action(&client, "exec.ended").await?;
     let last = ended.last().context("its end is told")?;
-    assert_eq!((last.body.exec_id, &last.body.detail["exit_code"]), (intent.body.exec_id, &json!(6)), "{ended:?}");
+    assert_eq!(
+        (last.body.exec_id, &last.body.detail["exit_code"]),
+        (intent.body.exec_id, &json!(6)),
+        "{ended:?}"
+    );
     intact(&client).await?;
     small.worker.shut_down().await
 }
@@ -106,51 +216,140 @@ async fn a_change_of_a_file_is_told_with_its_path_and_the_hashes_before_and_afte
     let id = small.session(&admin, &session()).await?;
     let files = format!("/v1/sessions/{id}/files");
     let [one, two, three] = ["one of them\n", "two of them\n", "three of them\n"];
-    let put = |text: &str| anyhow::Ok(small.request(Method::PUT, &format!("{files}?path=a.txt"))?.body(text.to_owned()));
-    let post = |what: &str, body: &Value| anyhow::Ok(small.request(Method::POST, &format!("{files}:{what}"))?.json(body));
+    let put = |text: &str| {
+        anyhow::Ok(
+            small
+                .request(Method::PUT, &format!("{files}?path=a.txt"))?
+                .body(text.to_owned()),
+        )
+    };
+    let post = |what: &str, body: &Value| {
+        anyhow::Ok(
+            small
+                .request(Method::POST, &format!("{files}:{what}"))?
+                .json(body),
+        )
+    };
 
     let (_, Told { intent, outcome }) = done(&client, put(one)?).await?;
-    assert_eq!(json!([intent.body.action, intent.body.detail["path"], intent.body.detail["body"]]), {
-        json!(["file.write", "a.txt", {"size": one.len(), "sha256": sha256(one)}])
-    });
-    assert_eq!(outcome.body.detail["changes"], json!([{"path": "a.txt", "sha256_after": sha256(one)}]));
+    assert_eq!(
+        json!([
+            intent.body.action,
+            intent.body.detail["path"],
+            intent.body.detail["body"]
+        ]),
+        { json!(["file.write", "a.txt", {"size": one.len(), "sha256": sha256(one)}]) }
+    );
+    assert_eq!(
+        outcome.body.detail["changes"],
+        json!([{"path": "a.txt", "sha256_after": sha256(one)}])
+    );
     let (_, Told { outcome, .. }) = done(&client, put(two)?).await?;
-    assert_eq!(outcome.body.detail["changes"], json!([{"path": "a.txt", "sha256_before": sha256(one), "sha256_after": sha256(two)}]));
+    assert_eq!(
+        outcome.body.detail["changes"],
+        json!([{"path": "a.txt", "sha256_before": sha256(one), "sha256_after": sha256(two)}])
+    );
 
     let diff = format!("--- a/a.txt\n+++ b/a.txt\n@@ -1 +1 @@\n-{two}+{three}");
-    let (_, Told { intent, outcome }) = done(&client, post("patch", &json!({"diff": diff}))?).await?;
-    assert_eq!(json!([intent.body.action, intent.body.detail["diff"]]), json!(["file.patch", {"size": diff.len(), "sha256": sha256(&diff)}]));
-    assert_eq!(outcome.body.detail["changes"], json!([{"path": "a.txt", "sha256_before": sha256(two), "sha256_after": sha256(three)}]));
+    let (_, Told { intent, outcome }) =
+        done(&client, post("patch", &json!({"diff": diff}))?).await?;
+    assert_eq!(
+        json!([intent.body.action, intent.body.detail["diff"]]),
+        json!(["file.patch", {"size": diff.len(), "sha256": sha256(&diff)}])
+    );
+    assert_eq!(
+        outcome.body.detail["changes"],
+        json!([{"path": "a.txt", "sha256_before": sha256(two), "sha256_after": sha256(three)}])
+    );
 
-    let (_, Told { intent, outcome }) = done(&client, post("move", &json!({"from": "a.txt", "to": "b.txt"}))?).await?;
-    assert_eq!(json!([intent.body.action, intent.body.detail]), json!(["file.move", {"from": "a.txt", "to": "b.txt"}]));
-    assert_eq!(outcome.body.detail["changes"], json!([{"path": "a.txt", "sha256_before": sha256(three)}, {"path": "b.txt", "sha256_after": sha256(three)}]));
+    let (_, Told { intent, outcome }) = done(
+        &client,
+        post("move", &json!({"from": "a.txt", "to": "b.txt"}))?,
+    )
+    .await?;
+    assert_eq!(
+        json!([intent.body.action, intent.body.detail]),
+        json!(["file.move", {"from": "a.txt", "to": "b.txt"}])
+    );
+    assert_eq!(
+        outcome.body.detail["changes"],
+        json!([{"path": "a.txt", "sha256_before": sha256(three)}, {"path": "b.txt", "sha256_after": sha256(three)}])
+    );
 
-    let (_, Told { intent, outcome }) = done(&client, small.request(Method::DELETE, &format!("{files}?path=b.txt"))?).await?;
-    assert_eq!(json!([intent.body.action, intent.body.detail["path"]]), json!(["file.delete", "b.txt"]));
-    assert_eq!(outcome.body.detail["changes"], json!([{"path": "b.txt", "sha256_before": sha256(three)}]));
+    let (_, Told { intent, outcome }) = done(
+        &client,
+        small.request(Method::DELETE, &format!("{files}?path=b.txt"))?,
+    )
+    .await?;
+    assert_eq!(
+        json!([intent.body.action, intent.body.detail["path"]]),
+        json!(["file.delete", "b.txt"])
+    );
+    assert_eq!(
+        outcome.body.detail["changes"],
+        json!([{"path": "b.txt", "sha256_before": sha256(three)}])
+    );
 
     // What changed nothing says so.
-    let (answer, Told { outcome, .. }) = super::call(&client, small.request(Method::DELETE, &format!("{files}?path=b.txt"))?).await?;
-    assert_eq!((answer.status, outcome.body.result, outcome.body.detail.get("changes")), (404, Some(AuditResult::Refused), None));
+    let (answer, Told { outcome, .. }) = super::call(
+        &client,
+        small.request(Method::DELETE, &format!("{files}?path=b.txt"))?,
+    )
+    .await?;
+    assert_eq!(
+        (
+            answer.status,
+            outcome.body.result,
+            outcome.body.detail.get("changes")
+        ),
+        (404, Some(AuditResult::Refused), None)
+    );
 
-    let (_, Told { intent, .. }) = done(&client, post("mkdir", &json!({"path": "new/deep", "parents": true}))?).await?;
-    assert_eq!(json!([intent.body.action, intent.body.detail["path"]]), json!(["file.mkdir", "new/deep"]));
+    let (_, Told { intent, .. }) = done(
+        &client,
+        post("mkdir", &json!({"path": "new/deep", "parents": true}))?,
+    )
+    .await?;
+    assert_eq!(
+        json!([intent.body.action, intent.body.detail["path"]]),
+        json!(["file.mkdir", "new/deep"])
+    );
     let mut archive = tar::Builder::new(Vec::new());
     let mut header = tar::Header::new_gnu();
     header.set_size(one.len() as u64);
     header.set_mode(0o644);
     archive.append_data(&mut header, "c.txt", one.as_bytes())?;
-    let import = small.request(Method::POST, &format!("/v1/sessions/{id}/import?path=new"))?.body(archive.into_inner()?);
+    let import = small
+        .request(Method::POST, &format!("/v1/sessions/{id}/import?path=new"))?
+        .body(archive.into_inner()?);
     let (_, Told { intent, .. }) = done(&client, import).await?;
-    assert_eq!(json!([intent.body.action, intent.body.detail["path"]]), json!(["file.import", "new"]));
-    assert_eq!(intent.body.detail["entries"], json!([{"path": "c.txt", "sha256_after": sha256(one)}]));
+    assert_eq!(
+        json!([intent.body.action, intent.body.detail["path"]]),
+        json!(["file.import", "new"])
+    );
+    assert_eq!(
+        intent.body.detail["entries"],
+        json!([{"path": "c.txt", "sha256_after": sha256(one)}])
+    );
     // Looking is told too.
-    let (_, Told { intent, .. }) = done(&client, small.request(Method::GET, &format!("{files}?path=new/c.txt"))?).await?;
-    assert_eq!(json!([intent.body.action, intent.body.detail["path"]]), json!(["file.read", "new/c.txt"]));
+    let (_, Told { intent, .. }) = done(
+        &client,
+        small.request(Method::GET, &format!("{files}?path=new/c.txt"))?,
+    )
+    .await?;
+    assert_eq!(
+        json!([intent.body.action, intent.body.detail["path"]]),
+        json!(["file.read", "new/c.txt"])
+    );
 
     for hidden in ["one of them", "two of them", "three of them"] {
-        assert_eq!(small.plane.postgres.ask(&format!("select count(*) from audit_events where body::text like '%{hidden}%'"))?, "0", "{hidden}");
+        assert_eq!(
+            small.plane.postgres.ask(&format!(
+                "select count(*) from audit_events where body::text like '%{hidden}%'"
+            ))?,
+            "0",
+            "{hidden}"
+        );
     }
     intact(&client).await?;
     small.worker.shut_down().await
@@ -164,50 +363,152 @@ async fn changes_of_artifacts_tokens_settings_images_and_policies_are_told() -> 
     let (client, admin) = (orchestrator.client()?, orchestrator.token()?);
     let send = |method: Method, path: &str| request(&orchestrator, &admin, method, path);
 
-    let (answer, Told { intent, outcome }) = done(&client, send(Method::POST, "/v1/tasks")?.json(&json!({"name": "kept"}))).await?;
+    let (answer, Told { intent, outcome }) = done(
+        &client,
+        send(Method::POST, "/v1/tasks")?.json(&json!({"name": "kept"})),
+    )
+    .await?;
     let task = text(&body(&answer)?["id"])?;
-    assert_eq!(json!([intent.body.action, intent.body.detail["name"], outcome.body.detail["id"]]), json!(["task.create", "kept", task]));
+    assert_eq!(
+        json!([
+            intent.body.action,
+            intent.body.detail["name"],
+            outcome.body.detail["id"]
+        ]),
+        json!(["task.create", "kept", task])
+    );
 
     let path = format!("/v1/tasks/{task}/artifacts/out/result");
-    let (answer, Told { intent, outcome }) = done(&client, send(Method::PUT, &path)?.body("bytes of it")).await?;
-    assert_eq!(json!([intent.body.action, intent.body.task_id]), json!(["artifact.put", task]));
-    let made = json!([outcome.body.detail["sha256"], outcome.body.detail["size"], outcome.body.detail["path"], outcome.body.detail["id"]]);
-    assert_eq!(made, json!([sha256("bytes of it"), 11, "out/result", body(&answer)?["id"]]));
-    for path in [path, format!("/v1/artifacts/{}/content", text(&body(&answer)?["id"])?)] {
+    let (answer, Told { intent, outcome }) =
+        done(&client, send(Method::PUT, &path)?.body("bytes of it")).await?;
+    assert_eq!(
+        json!([intent.body.action, intent.body.task_id]),
+        json!(["artifact.put", task])
+    );
+    let made = json!([
+        outcome.body.detail["sha256"],
+        outcome.body.detail["size"],
+        outcome.body.detail["path"],
+        outcome.body.detail["id"]
+    ]);
+    assert_eq!(
+        made,
+        json!([
+            sha256("bytes of it"),
+            11,
+            "out/result",
+            body(&answer)?["id"]
+        ])
+    );
+    for path in [
+        path,
+        format!("/v1/artifacts/{}/content", text(&body(&answer)?["id"])?),
+    ] {
         let (got, Told { intent, outcome }) = done(&client, send(Method::GET, &path)?).await?;
-        assert_eq!((&got.body[..], intent.body.action.as_str()), (&b"bytes of it"[..], "artifact.get"));
-        assert_eq!(json!([intent.body.task_id, outcome.body.detail["sha256"]]), json!([task, sha256("bytes of it")]));
+        assert_eq!(
+            (&got.body[..], intent.body.action.as_str()),
+            (&b"bytes of it"[..], "artifact.get")
+        );
+        assert_eq!(
+            json!([intent.body.task_id, outcome.body.detail["sha256"]]),
+            json!([task, sha256("bytes of it")])
+        );
     }
 
-    done(&client, send(Method::POST, "/v1/users")?.json(&json!({"name": "ada"}))).await?;
-    let (answer, Told { intent, outcome }) = done(&client, send(Method::POST, "/v1/tokens")?.json(&json!({"kind": "user", "user": "ada"}))).await?;
-    let (token_id, token) = (text(&body(&answer)?["id"])?, text(&body(&answer)?["token"])?);
-    assert_eq!(json!([intent.body.action, intent.body.detail]), json!(["token.create", {"kind": "user", "user": "ada"}]));
+    done(
+        &client,
+        send(Method::POST, "/v1/users")?.json(&json!({"name": "ada"})),
+    )
+    .await?;
+    let (answer, Told { intent, outcome }) = done(
+        &client,
+        send(Method::POST, "/v1/tokens")?.json(&json!({"kind": "user", "user": "ada"})),
+    )
+    .await?;
+    let (token_id, token) = (
+        text(&body(&answer)?["id"])?,
+        text(&body(&answer)?["token"])?,
+    );
+    assert_eq!(
+        json!([intent.body.action, intent.body.detail]),
+        json!(["token.create", {"kind": "user", "user": "ada"}])
+    );
     assert_eq!(outcome.body.detail["id"], json!(token_id));
-    let (_, Told { intent, .. }) = done(&client, send(Method::DELETE, &format!("/v1/tokens/{token_id}"))?).await?;
-    assert_eq!(json!([intent.body.action, intent.body.resource]), json!(["token.revoke", format!("token:{token_id}")]));
+    let (_, Told { intent, .. }) = done(
+        &client,
+        send(Method::DELETE, &format!("/v1/tokens/{token_id}"))?,
+    )
+    .await?;
+    assert_eq!(
+        json!([intent.body.action, intent.body.resource]),
+        json!(["token.revoke", format!("token:{token_id}")])
+    );
 
-    let (_, Told { intent, .. }) = done(&client, send(Method::PUT, "/v1/settings/greeting")?.json(&json!({"value": "unspoken"}))).await?;
-    let told = json!([intent.body.action, intent.body.resource, intent.body.detail["value"]]);
-    assert_eq!(told, json!(["setting.put", "setting:greeting", {"size": 8, "sha256": sha256("unspoken")}]));
+    let (_, Told { intent, .. }) = done(
+        &client,
+        send(Method::PUT, "/v1/settings/greeting")?.json(&json!({"value": "unspoken"})),
+    )
+    .await?;
+    let told = json!([
+        intent.body.action,
+        intent.body.resource,
+        intent.body.detail["value"]
+    ]);
+    assert_eq!(
+        told,
+        json!(["setting.put", "setting:greeting", {"size": 8, "sha256": sha256("unspoken")}])
+    );
 
     let add = json!({"image_ref": "localhost/added:1", "is_allowed": false});
-    let (answer, Told { intent, .. }) = done(&client, send(Method::POST, "/v1/images")?.json(&add)).await?;
-    assert_eq!(json!([intent.body.action, intent.body.detail]), json!(["image.add", add]));
+    let (answer, Told { intent, .. }) =
+        done(&client, send(Method::POST, "/v1/images")?.json(&add)).await?;
+    assert_eq!(
+        json!([intent.body.action, intent.body.detail]),
+        json!(["image.add", add])
+    );
     let image = format!("/v1/images/{}", text(&body(&answer)?["id"])?);
-    let (_, Told { intent, .. }) = done(&client, send(Method::PATCH, &image)?.json(&json!({"is_allowed": true}))).await?;
-    assert_eq!(json!([intent.body.action, intent.body.resource, intent.body.detail]), json!(["image.update", "image:added", {"is_allowed": true}]));
+    let (_, Told { intent, .. }) = done(
+        &client,
+        send(Method::PATCH, &image)?.json(&json!({"is_allowed": true})),
+    )
+    .await?;
+    assert_eq!(
+        json!([intent.body.action, intent.body.resource, intent.body.detail]),
+        json!(["image.update", "image:added", {"is_allowed": true}])
+    );
 
-    let rules = "@id(\"none\")\nforbid (principal, action == CyNode::Action::\"node.key\", resource);";
-    let (answer, Told { intent, outcome }) = done(&client, send(Method::PUT, "/v1/policies/closed")?.json(&json!({"text": rules}))).await?;
-    let told = json!([intent.body.action, intent.body.resource, intent.body.detail["text"]]);
-    assert_eq!(told, json!(["policy.put", "policy:closed", {"size": rules.len(), "sha256": sha256(rules)}]));
+    let rules =
+        "@id(\"none\")\nforbid (principal, action == CyNode::Action::\"node.key\", resource);";
+    let (answer, Told { intent, outcome }) = done(
+        &client,
+        send(Method::PUT, "/v1/policies/closed")?.json(&json!({"text": rules})),
+    )
+    .await?;
+    let told = json!([
+        intent.body.action,
+        intent.body.resource,
+        intent.body.detail["text"]
+    ]);
+    assert_eq!(
+        told,
+        json!(["policy.put", "policy:closed", {"size": rules.len(), "sha256": sha256(rules)}])
+    );
     assert_eq!(outcome.body.detail["revision"], body(&answer)?["revision"]);
-    let (_, Told { intent, .. }) = done(&client, send(Method::DELETE, "/v1/policies/closed")?).await?;
-    assert_eq!(json!([intent.body.action, intent.body.resource]), json!(["policy.delete", "policy:closed"]));
+    let (_, Told { intent, .. }) =
+        done(&client, send(Method::DELETE, "/v1/policies/closed")?).await?;
+    assert_eq!(
+        json!([intent.body.action, intent.body.resource]),
+        json!(["policy.delete", "policy:closed"])
+    );
 
     for hidden in ["bytes of it", "unspoken", &token] {
-        assert_eq!(plane.postgres.ask(&format!("select count(*) from audit_events where body::text like '%{hidden}%'"))?, "0", "{hidden}");
+        assert_eq!(
+            plane.postgres.ask(&format!(
+                "select count(*) from audit_events where body::text like '%{hidden}%'"
+            ))?,
+            "0",
+            "{hidden}"
+        );
     }
     intact(&client).await.map(drop)
 }
@@ -218,30 +519,60 @@ async fn each_state_of_sessions_and_jobs_is_told_once_and_as_events_tell_it() ->
     let mut small = Small::start().await?;
     let (client, admin) = (small.orchestrator.client()?, small.orchestrator.token()?);
     let id = small.session(&admin, &session()).await?;
-    let (answer, Told { intent, outcome }) = done(&client, small.request(Method::POST, "/v1/jobs")?.json(&json!({"command": ["true"]}))).await?;
+    let (answer, Told { intent, outcome }) = done(
+        &client,
+        small
+            .request(Method::POST, "/v1/jobs")?
+            .json(&json!({"command": ["true"]})),
+    )
+    .await?;
     let job = text(&body(&answer)?["job_id"])?;
-    assert_eq!(json!([intent.body.action, intent.body.job_id, intent.body.detail["command"]]), json!(["job.create", job, ["true"]]));
+    assert_eq!(
+        json!([
+            intent.body.action,
+            intent.body.job_id,
+            intent.body.detail["command"]
+        ]),
+        json!(["job.create", job, ["true"]])
+    );
     assert_eq!(outcome.body.detail["job_id"], json!(job));
-    done(&client, small.request(Method::POST, &format!("/v1/sessions/{id}/end"))?.json(&json!({}))).await?;
+    done(
+        &client,
+        small
+            .request(Method::POST, &format!("/v1/sessions/{id}/end"))?
+            .json(&json!({})),
+    )
+    .await?;
     let is_over = async || {
-        let states = small.plane.postgres.ask("select string_agg(state, ' ' order by cursor desc) from events")?;
+        let states = small
+            .plane
+            .postgres
+            .ask("select string_agg(state, ' ' order by cursor desc) from events")?;
         Ok(states.contains("ended") && states.contains("completed"))
     };
     eventually("both are over", PATIENCE, is_over).await?;
 
-    let events = client.events(0, None, std::time::Duration::ZERO).await?.items;
+    let events = client
+        .events(0, None, std::time::Duration::ZERO)
+        .await?
+        .items;
     let told = async || {
         let mut found = of_action(&client, "session.state").await?;
         found.extend(of_action(&client, "job.state").await?);
         found.sort_by_key(|record| record.cursor);
         anyhow::Ok(found)
     };
-    eventually("all are told", PATIENCE, async || Ok(told().await?.len() >= events.len())).await?;
+    eventually("all are told", PATIENCE, async || {
+        Ok(told().await?.len() >= events.len())
+    })
+    .await?;
     let told: Vec<Value> = told()
         .await?
         .into_iter()
         .map(|record| {
-            let AuditKind::Event = record.body.kind else { return Value::Null };
+            let AuditKind::Event = record.body.kind else {
+                return Value::Null;
+            };
             json!([
                 record.body.detail["event_cursor"],
                 record.body.action,
@@ -252,17 +583,52 @@ async fn each_state_of_sessions_and_jobs_is_told_once_and_as_events_tell_it() ->
             ])
         })
         .collect();
-    let happened: Vec<Value> =
-        events.iter().map(|event| json!([event.cursor, event.kind, event.session_id, event.job_id, event.task_id, event.state])).collect();
+    let happened: Vec<Value> = events
+        .iter()
+        .map(|event| {
+            json!([
+                event.cursor,
+                event.kind,
+                event.session_id,
+                event.job_id,
+                event.task_id,
+                event.state
+            ])
+        })
+        .collect();
     assert_eq!(told, happened);
 
     // The story of one session, and of one job, begins with who asked for it.
-    let of_session = records(&client, &AuditFilter { session: Some(id.parse()?), ..Default::default() }).await?;
-    let of_job = records(&client, &AuditFilter { job: Some(job.parse()?), ..Default::default() }).await?;
-    for (story, first, last) in [(of_session, "session.create", "ended"), (of_job, "job.create", "completed")] {
-        let states: Vec<_> = story.iter().filter(|record| record.body.kind == AuditKind::Event).map(|record| record.body.detail["state"].clone()).collect();
+    let of_session = records(
+        &client,
+        &AuditFilter {
+            session: Some(id.parse()?),
+            ..Default::default()
+        },
+    )
+    .await?;
+    let of_job = records(
+        &client,
+        &AuditFilter {
+            job: Some(job.parse()?),
+            ..Default::default()
+        },
+    )
+    .await?;
+    for (story, first, last) in [
+        (of_session, "session.create", "ended"),
+        (of_job, "job.create", "completed"),
+    ] {
+        let states: Vec<_> = story
+            .iter()
+            .filter(|record| record.body.kind == AuditKind::Event)
+            .map(|record| record.body.detail["state"].clone())
+            .collect();
         assert_eq!(states.last(), Some(&json!(last)), "{story:#?}");
-        assert_eq!((story[0].body.kind, story[0].body.action.as_str()), (AuditKind::Intent, first));
+        assert_eq!(
+            (story[0].body.kind, story[0].body.action.as_str()),
+            (AuditKind::Intent, first)
+        );
     }
     intact(&client).await?;
     small.worker.shut_down().await

@@ -26,7 +26,11 @@ impl Trail {
         first.kill()?;
         let orchestrator = plane.orchestrator("", &[]).await?;
         tasks(&plane, &orchestrator, 1).await?;
-        let trail = Self { client: orchestrator.client()?, plane, old };
+        let trail = Self {
+            client: orchestrator.client()?,
+            plane,
+            old,
+        };
         trail.ask(
             "create table kept_events as select cursor, stream, seq, at, body, hash from audit_events where stream = 'OLD';
              create table kept_checkpoints as table audit_checkpoints;
@@ -38,11 +42,17 @@ impl Trail {
 
     /// `OLD` stands for the stream of the first process.
     fn ask(&self, statement: &str) -> Result<String> {
-        self.plane.postgres.ask(&statement.replace("OLD", &self.old))
+        self.plane
+            .postgres
+            .ask(&statement.replace("OLD", &self.old))
     }
 
     fn number(&self, expression: &str) -> Result<u64> {
-        Ok(self.ask(&format!("select {expression} from audit_events where stream = 'OLD'"))?.parse()?)
+        Ok(self
+            .ask(&format!(
+                "select {expression} from audit_events where stream = 'OLD'"
+            ))?
+            .parse()?)
     }
 
     /// Everything as it was.
@@ -63,8 +73,13 @@ impl Trail {
         self.ask(statement)?;
         let found = verdict(&self.client).await?;
         self.put_back()?;
-        intact(&self.client).await.with_context(|| format!("after undoing {statement}"))?;
-        ensure!(!found.intact && !found.problems.is_empty(), "not found: {statement}");
+        intact(&self.client)
+            .await
+            .with_context(|| format!("after undoing {statement}"))?;
+        ensure!(
+            !found.intact && !found.problems.is_empty(),
+            "not found: {statement}"
+        );
         Ok(found)
     }
 }
@@ -81,9 +96,13 @@ impl Names {
     fn is(&self, problem: &AuditProblem, stream: &str) -> bool {
         let of_stream = problem.stream.is_some_and(|id| id.to_string() == stream);
         match self {
-            Self::Record(what, seq) => of_stream && problem.what == *what && problem.seq == Some(*seq),
+            Self::Record(what, seq) => {
+                of_stream && problem.what == *what && problem.seq == Some(*seq)
+            }
             Self::Stream(what) => of_stream && problem.what == *what,
-            Self::Checkpoint(what, number) => problem.what == *what && problem.checkpoint == Some(*number),
+            Self::Checkpoint(what, number) => {
+                problem.what == *what && problem.checkpoint == Some(*number)
+            }
         }
     }
 }
@@ -94,22 +113,52 @@ async fn what_somebody_does_to_rows_is_found_and_the_record_is_named() -> Result
     use Names::{Checkpoint, Record, Stream};
     let trail = Trail::new().await?;
     let whole = intact(&trail.client).await?;
-    assert!(whole.records > 14 && whole.streams >= 2 && whole.checkpoints >= 4 && whole.open == 0 && whole.truncated == 0, "{whole:?}");
-    assert!(whole.last_signed_at.is_some() && whole.key.starts_with("ed25519:"), "{whole:?}");
+    assert!(
+        whole.records > 14
+            && whole.streams >= 2
+            && whole.checkpoints >= 4
+            && whole.open == 0
+            && whole.truncated == 0,
+        "{whole:?}"
+    );
+    assert!(
+        whole.last_signed_at.is_some() && whole.key.starts_with("ed25519:"),
+        "{whole:?}"
+    );
 
     let last = trail.number("max(seq)")?;
-    let [early, late] = [("min", "intent"), ("max", "intent")]
-        .map(|(which, kind)| trail.number(&format!("{which}(seq) filter (where action = 'task.create' and kind = '{kind}')")));
+    let [early, late] = [("min", "intent"), ("max", "intent")].map(|(which, kind)| {
+        trail.number(&format!(
+            "{which}(seq) filter (where action = 'task.create' and kind = '{kind}')"
+        ))
+    });
     let (early, late) = (early?, late?);
     let outcome = early + 1;
-    ensure!(trail.number(&format!("count(*) filter (where seq = {outcome} and kind = 'outcome')"))? == 1, "a call is an intent and its outcome");
-    let at = |seq: u64, set: &str| format!("update audit_events set {set} where stream = 'OLD' and seq = {seq}");
+    ensure!(
+        trail.number(&format!(
+            "count(*) filter (where seq = {outcome} and kind = 'outcome')"
+        ))? == 1,
+        "a call is an intent and its outcome"
+    );
+    let at = |seq: u64, set: &str| {
+        format!("update audit_events set {set} where stream = 'OLD' and seq = {seq}")
+    };
     let swap = |column: &str, [one, other]: [u64; 2]| {
-        let take = |to: &str, seq: u64| format!("update audit_events set {column} = {to} where stream = 'OLD' and seq = {seq};");
+        let take = |to: &str, seq: u64| {
+            format!("update audit_events set {column} = {to} where stream = 'OLD' and seq = {seq};")
+        };
         let kept = |seq: u64| format!("(select {column} from kept_events where seq = {seq})");
         // A cursor can't be there twice, not even for a moment.
-        let aside = if column == "cursor" { take("-1", one) } else { String::new() };
-        format!("{aside}{}{}", take(&kept(one), other), take(&kept(other), one))
+        let aside = if column == "cursor" {
+            take("-1", one)
+        } else {
+            String::new()
+        };
+        format!(
+            "{aside}{}{}",
+            take(&kept(one), other),
+            take(&kept(other), one)
+        )
     };
     // Room before the end of the old stream, and something in it.
     let added = "update audit_events set cursor = cursor - 1000000 where stream = 'OLD'; update audit_events set cursor = cursor + 999999 where stream = 'OLD';
@@ -164,13 +213,36 @@ async fn what_somebody_does_to_rows_is_found_and_the_record_is_named() -> Result
     for (statement, expected) in &cases {
         let found = trail.after(statement).await?;
         for names in expected {
-            ensure!(found.problems.iter().any(|problem| names.is(problem, &trail.old)), "{statement}\nlacks {names:?}: {:#?}", found.problems);
+            ensure!(
+                found
+                    .problems
+                    .iter()
+                    .any(|problem| names.is(problem, &trail.old)),
+                "{statement}\nlacks {names:?}: {:#?}",
+                found.problems
+            );
         }
         // What is sound is not suspected.
-        let others = found.problems.iter().filter(|problem| problem.stream.is_some_and(|id| id.to_string() != trail.old)).count();
-        ensure!(others == 0 && found.problems.len() <= expected.len() + 1, "{statement}: {:#?}", found.problems);
-        for problem in found.problems.iter().filter(|problem| matches!(problem.what.as_str(), "record_changed" | "record_inserted" | "order_changed")) {
-            ensure!(problem.cursor.is_some() && !problem.detail.is_empty(), "{problem:?}");
+        let others = found
+            .problems
+            .iter()
+            .filter(|problem| problem.stream.is_some_and(|id| id.to_string() != trail.old))
+            .count();
+        ensure!(
+            others == 0 && found.problems.len() <= expected.len() + 1,
+            "{statement}: {:#?}",
+            found.problems
+        );
+        for problem in found.problems.iter().filter(|problem| {
+            matches!(
+                problem.what.as_str(),
+                "record_changed" | "record_inserted" | "order_changed"
+            )
+        }) {
+            ensure!(
+                problem.cursor.is_some() && !problem.detail.is_empty(),
+                "{problem:?}"
+            );
         }
     }
 
@@ -178,36 +250,101 @@ async fn what_somebody_does_to_rows_is_found_and_the_record_is_named() -> Result
     let foreign = "insert into audit_events (cursor, stream, seq, at, body, hash) select 0, '01890000-0000-7000-8000-000000000001', 1, at,
          '{\"version\": 1, \"kind\": \"event\", \"action\": \"session.state\"}', hash from audit_events where stream = 'OLD' and seq = 1";
     let found = trail.after(foreign).await?;
-    ensure!(found.problems.iter().any(|problem| problem.what == "record_inserted" && problem.cursor == Some(0) && problem.seq == Some(1)), "{found:#?}");
+    ensure!(
+        found
+            .problems
+            .iter()
+            .any(|problem| problem.what == "record_inserted"
+                && problem.cursor == Some(0)
+                && problem.seq == Some(1)),
+        "{found:#?}"
+    );
 
     // What filters look at can't say anything else than the body.
-    for column in ["kind", "action", "call_id", "subject", "project_id", "task_id", "session_id", "job_id", "decision"] {
-        let refused = trail.ask(&format!("update audit_events set {column} = null where stream = 'OLD'"));
-        ensure!(refused.as_ref().is_err_and(|error| error.to_string().contains("can only be updated to DEFAULT")), "{column}: {refused:?}");
+    for column in [
+        "kind",
+        "action",
+        "call_id",
+        "subject",
+        "project_id",
+        "task_id",
+        "session_id",
+        "job_id",
+        "decision",
+    ] {
+        let refused = trail.ask(&format!(
+            "update audit_events set {column} = null where stream = 'OLD'"
+        ));
+        ensure!(
+            refused
+                .as_ref()
+                .is_err_and(|error| error.to_string().contains("can only be updated to DEFAULT")),
+            "{column}: {refused:?}"
+        );
     }
     // Unless somebody cuts the two apart first, and hides a record from whoever looks for it.
     trail.ask(&format!(
         "alter table audit_events alter column subject drop expression; update audit_events set subject = 'nobody' where stream = 'OLD' and seq = {early}"
     ))?;
     let found = verdict(&trail.client).await?;
-    ensure!(found.problems.iter().any(|problem| Record("column_changed", early).is(problem, &trail.old)), "{found:#?}");
-    ensure!(found.problems.iter().any(|problem| problem.what == "table_changed" && problem.detail.contains("audit_events.subject")), "{found:#?}");
+    ensure!(
+        found
+            .problems
+            .iter()
+            .any(|problem| Record("column_changed", early).is(problem, &trail.old)),
+        "{found:#?}"
+    );
+    ensure!(
+        found
+            .problems
+            .iter()
+            .any(|problem| problem.what == "table_changed"
+                && problem.detail.contains("audit_events.subject")),
+        "{found:#?}"
+    );
     trail.ask("update audit_events set subject = body #>> '{subject,name}'; alter table audit_streams enable row level security")?;
     let found = verdict(&trail.client).await?;
-    let tables: Vec<&str> = found.problems.iter().filter(|problem| problem.what == "table_changed").map(|problem| problem.detail.as_str()).collect();
-    assert_eq!(tables, ["audit_streams hides rows by policies", "audit_events.subject is no longer generated from the body"]);
+    let tables: Vec<&str> = found
+        .problems
+        .iter()
+        .filter(|problem| problem.what == "table_changed")
+        .map(|problem| problem.detail.as_str())
+        .collect();
+    assert_eq!(
+        tables,
+        [
+            "audit_streams hides rows by policies",
+            "audit_events.subject is no longer generated from the body"
+        ]
+    );
     Ok(())
 }
 
 #[tokio::test]
-async fn a_database_that_was_put_back_to_an_earlier_state_is_found_by_the_file_outside_it() -> Result<()> {
+async fn a_database_that_was_put_back_to_an_earlier_state_is_found_by_the_file_outside_it()
+-> Result<()> {
     let plane = Plane::new().await?;
     let mut first = plane.orchestrator("", &[]).await?;
     tasks(&plane, &first, 2).await?;
-    let names = ["audit_events", "audit_streams", "audit_head", "audit_checkpoints", "audit_signed"];
-    let columns = |name: &str| if name == "audit_events" { "cursor, stream, seq, at, body, hash" } else { "*" };
+    let names = [
+        "audit_events",
+        "audit_streams",
+        "audit_head",
+        "audit_checkpoints",
+        "audit_signed",
+    ];
+    let columns = |name: &str| {
+        if name == "audit_events" {
+            "cursor, stream, seq, at, body, hash"
+        } else {
+            "*"
+        }
+    };
     for name in names {
-        plane.postgres.ask(&format!("create table kept_{name} as select {} from {name}", columns(name)))?;
+        plane.postgres.ask(&format!(
+            "create table kept_{name} as select {} from {name}",
+            columns(name)
+        ))?;
     }
     // What is to be forgotten.
     tasks(&plane, &first, 2).await?;
@@ -215,14 +352,34 @@ async fn a_database_that_was_put_back_to_an_earlier_state_is_found_by_the_file_o
     signed(&plane, &first).await?;
     first.kill()?;
     for name in names {
-        let into = if name == "audit_events" { "audit_events (cursor, stream, seq, at, body, hash)" } else { name };
-        plane.postgres.ask(&format!("delete from {name}; insert into {into} select * from kept_{name}"))?;
+        let into = if name == "audit_events" {
+            "audit_events (cursor, stream, seq, at, body, hash)"
+        } else {
+            name
+        };
+        plane.postgres.ask(&format!(
+            "delete from {name}; insert into {into} select * from kept_{name}"
+        ))?;
     }
     let second = plane.orchestrator("", &[]).await?;
     let found = verdict(&second.client()?).await?;
     ensure!(!found.intact, "{found:?}");
-    ensure!(found.problems.iter().any(|problem| problem.what == "tail_missing"), "{:#?}", found.problems);
-    ensure!(found.problems.iter().any(|problem| problem.what.starts_with("checkpoint_")), "{:#?}", found.problems);
+    ensure!(
+        found
+            .problems
+            .iter()
+            .any(|problem| problem.what == "tail_missing"),
+        "{:#?}",
+        found.problems
+    );
+    ensure!(
+        found
+            .problems
+            .iter()
+            .any(|problem| problem.what.starts_with("checkpoint_")),
+        "{:#?}",
+        found.problems
+    );
     Ok(())
 }
 
@@ -235,11 +392,22 @@ async fn a_row_that_was_added_at_the_end_is_found_and_calls_go_on() -> Result<()
          '{\"version\": 1, \"kind\": \"event\", \"action\": \"session.state\"}', hash from audit_events where stream = 'OLD' order by seq desc limit 1",
     )?;
     let find = async || {
-        let Ok(verdict) = verdict(&trail.client).await else { return Ok(false) };
-        Ok(verdict.problems.iter().any(|problem| problem.stream.is_some_and(|id| id.to_string() == trail.old)))
+        let Ok(verdict) = verdict(&trail.client).await else {
+            return Ok(false);
+        };
+        Ok(verdict
+            .problems
+            .iter()
+            .any(|problem| problem.stream.is_some_and(|id| id.to_string() == trail.old)))
     };
     eventually("it is found", PATIENCE, find).await?;
-    trail.client.create_task(&TaskCreate { name: "after it".to_owned(), ..Default::default() }).await?;
+    trail
+        .client
+        .create_task(&TaskCreate {
+            name: "after it".to_owned(),
+            ..Default::default()
+        })
+        .await?;
     Ok(())
 }
 
@@ -252,7 +420,12 @@ async fn it_is_intact_at_every_moment_while_calls_go_on() -> Result<()> {
         let client = client.clone();
         async move {
             for count in 0..100 {
-                client.create_task(&TaskCreate { name: format!("task {number} {count}"), ..Default::default() }).await?;
+                client
+                    .create_task(&TaskCreate {
+                        name: format!("task {number} {count}"),
+                        ..Default::default()
+                    })
+                    .await?;
             }
             anyhow::Ok(())
         }

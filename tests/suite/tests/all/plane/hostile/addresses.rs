@@ -13,8 +13,20 @@ use crate::{
 
 /// What stands where a part of a path should.
 fn odd_parts() -> Vec<String> {
-    let mut parts: Vec<String> =
-        ["%ff", "%00", "a%00b", "%C3%28", "..%2f..%2fv1%2fusers", "'%20or%201=1", "null", "-1", "%F0%9F%92%A9", "%"].map(str::to_owned).to_vec();
+    let mut parts: Vec<String> = [
+        "%ff",
+        "%00",
+        "a%00b",
+        "%C3%28",
+        "..%2f..%2fv1%2fusers",
+        "'%20or%201=1",
+        "null",
+        "-1",
+        "%F0%9F%92%A9",
+        "%",
+    ]
+    .map(str::to_owned)
+    .to_vec();
     parts.push("x".repeat(20_000));
     parts
 }
@@ -33,47 +45,88 @@ async fn paths_that_are_not_as_described_are_refused_everywhere_and_change_nothi
     let (mut sent, mut wrong) = (0, Vec::new());
     for (path, operations) in document["paths"].as_object().context("paths")? {
         for (method, operation) in operations.as_object().context("operations")? {
-            let parameters = operation["parameters"].as_array().cloned().unwrap_or_default();
-            for parameter in parameters.iter().filter(|parameter| parameter["in"] == "path") {
+            let parameters = operation["parameters"]
+                .as_array()
+                .cloned()
+                .unwrap_or_default();
+            for parameter in parameters
+                .iter()
+                .filter(|parameter| parameter["in"] == "path")
+            {
                 let name = format!("{{{}}}", text(&parameter["name"])?);
                 for odd in odd_parts() {
                     // These are names that something new may have.
                     let is_name = name == "{key}" || path.starts_with("/v1/policies");
-                    if method == "put" && ((is_name && ["null", "-1"].contains(&odd.as_str())) || (name == "{path}" && is_a_path(&odd))) {
+                    if method == "put"
+                        && ((is_name && ["null", "-1"].contains(&odd.as_str()))
+                            || (name == "{path}" && is_a_path(&odd)))
+                    {
                         continue;
                     }
-                    let address = place.path(&path.replacen(&name, "@odd@", 1))?.replacen("@odd@", &odd, 1);
+                    let address = place
+                        .path(&path.replacen(&name, "@odd@", 1))?
+                        .replacen("@odd@", &odd, 1);
                     let mut request = small.request(method.to_uppercase().parse()?, &address)?;
                     if operation["requestBody"]["content"]["application/json"].is_object() {
-                        request = request
-                            .header("content-type", "application/json")
-                            .body(super::good(&format!("{} {path}", method.to_uppercase())).context("a row")?.to_string());
+                        request = request.header("content-type", "application/json").body(
+                            super::good(&format!("{} {path}", method.to_uppercase()))
+                                .context("a row")?
+                                .to_string(),
+                        );
                     }
                     let answer = Answer::of(request).await?;
                     sent += 1;
-                    let refused = (400..500).contains(&answer.status) && REFUSED.contains(&answer.status);
+                    let refused =
+                        (400..500).contains(&answer.status) && REFUSED.contains(&answer.status);
                     if !refused || (method != "head" && problem_of(&answer).is_err()) {
                         let odd: String = odd.chars().take(30).collect();
-                        wrong.push(format!("{method} {path} with {name} = {odd}: {} {:?}", answer.status, String::from_utf8_lossy(&answer.body)));
+                        wrong.push(format!(
+                            "{method} {path} with {name} = {odd}: {} {:?}",
+                            answer.status,
+                            String::from_utf8_lossy(&answer.body)
+                        ));
                     }
                 }
             }
         }
     }
-    ensure!(wrong.is_empty(), "of {sent} paths {} were not answered as they should: {wrong:#?}", wrong.len());
+    ensure!(
+        wrong.is_empty(),
+        "of {sent} paths {} were not answered as they should: {wrong:#?}",
+        wrong.len()
+    );
     ensure!(sent > 500, "only {sent} were sent");
-    assert_eq!((written_down(&small)?, in_session(&small, &place).await?), before);
+    assert_eq!(
+        (written_down(&small)?, in_session(&small, &place).await?),
+        before
+    );
     Ok(())
 }
 
 /// What a parameter of a query must not be, by its type.
 fn odd_values(schemas: &Value, schema: &Value) -> Vec<&'static str> {
-    let name = schema["$ref"].as_str().and_then(|name| name.rsplit('/').next()).unwrap_or_default();
-    let schema = if name.is_empty() { schema } else { &schemas[name] };
+    let name = schema["$ref"]
+        .as_str()
+        .and_then(|name| name.rsplit('/').next())
+        .unwrap_or_default();
+    let schema = if name.is_empty() {
+        schema
+    } else {
+        &schemas[name]
+    };
     let types = super::types(schemas, schema);
     let mut odd = vec!["%ff", "a%ffb", "%C3%28"];
     if types.contains("integer") {
-        odd.extend(["-1", "1.5", "1e3", "99999999999999999999999", "x", "", "%00", "1%00"]);
+        odd.extend([
+            "-1",
+            "1.5",
+            "1e3",
+            "99999999999999999999999",
+            "x",
+            "",
+            "%00",
+            "1%00",
+        ]);
     } else if types.contains("boolean") {
         odd.extend(["yes", "", "%00", "1"]);
     } else if !schema["enum"].is_null() || schema["format"] == "uuid" {
@@ -85,7 +138,8 @@ fn odd_values(schemas: &Value, schema: &Value) -> Vec<&'static str> {
 }
 
 #[tokio::test]
-async fn queries_that_are_not_as_described_are_refused_everywhere_and_change_nothing() -> Result<()> {
+async fn queries_that_are_not_as_described_are_refused_everywhere_and_change_nothing() -> Result<()>
+{
     let small = Small::start().await?;
     let place = Place::make(&small).await?;
     let before = (written_down(&small)?, in_session(&small, &place).await?);
@@ -94,34 +148,63 @@ async fn queries_that_are_not_as_described_are_refused_everywhere_and_change_not
     let (mut sent, mut wrong) = (0, Vec::new());
     for (path, operations) in document["paths"].as_object().context("paths")? {
         for (method, operation) in operations.as_object().context("operations")? {
-            let parameters = operation["parameters"].as_array().cloned().unwrap_or_default();
+            let parameters = operation["parameters"]
+                .as_array()
+                .cloned()
+                .unwrap_or_default();
             let address = place.path(path)?;
             let mut queries = Vec::new();
-            for parameter in parameters.iter().filter(|parameter| parameter["in"] == "query") {
+            for parameter in parameters
+                .iter()
+                .filter(|parameter| parameter["in"] == "query")
+            {
                 let name = text(&parameter["name"])?;
                 // A list takes anything, and as often as it is said.
                 if parameter["schema"]["type"] == "array" {
                     continue;
                 }
-                queries.extend(odd_values(schemas, &parameter["schema"]).into_iter().map(|odd| format!("{name}={odd}")));
-                let twice = if parameter["schema"]["type"] == "integer" { "1" } else { SOME_ID };
+                queries.extend(
+                    odd_values(schemas, &parameter["schema"])
+                        .into_iter()
+                        .map(|odd| format!("{name}={odd}")),
+                );
+                let twice = if parameter["schema"]["type"] == "integer" {
+                    "1"
+                } else {
+                    SOME_ID
+                };
                 queries.push(format!("{name}={twice}&{name}={twice}"));
             }
             if !queries.is_empty() {
                 queries.extend(["surprise=1", "%ff=1", "limit%00=1"].map(str::to_owned));
             }
             for query in queries {
-                let answer = Answer::of(small.request(method.to_uppercase().parse()?, &format!("{address}?{query}"))?).await?;
+                let answer = Answer::of(small.request(
+                    method.to_uppercase().parse()?,
+                    &format!("{address}?{query}"),
+                )?)
+                .await?;
                 sent += 1;
                 if answer.status != 400 || (method != "head" && problem_of(&answer).is_err()) {
-                    wrong.push(format!("{method} {path}?{query}: {} {:?}", answer.status, String::from_utf8_lossy(&answer.body)));
+                    wrong.push(format!(
+                        "{method} {path}?{query}: {} {:?}",
+                        answer.status,
+                        String::from_utf8_lossy(&answer.body)
+                    ));
                 }
             }
         }
     }
-    ensure!(wrong.is_empty(), "of {sent} queries {} were not answered as they should: {wrong:#?}", wrong.len());
+    ensure!(
+        wrong.is_empty(),
+        "of {sent} queries {} were not answered as they should: {wrong:#?}",
+        wrong.len()
+    );
     ensure!(sent > 300, "only {sent} were sent");
-    assert_eq!((written_down(&small)?, in_session(&small, &place).await?), before);
+    assert_eq!(
+        (written_down(&small)?, in_session(&small, &place).await?),
+        before
+    );
     Ok(())
 }
 
@@ -130,7 +213,10 @@ async fn headers_that_are_not_as_described_are_refused_and_change_nothing() -> R
     let small = Small::start().await?;
     let place = Place::make(&small).await?;
     let before = (written_down(&small)?, in_session(&small, &place).await?);
-    let (artifact, files) = (format!("/v1/tasks/{}/artifacts/a/b", place.task), format!("/v1/sessions/{}/files?path=made", place.session));
+    let (artifact, files) = (
+        format!("/v1/tasks/{}/artifacts/a/b", place.task),
+        format!("/v1/sessions/{}/files?path=made", place.session),
+    );
     let long = "x".repeat(300);
     let other_hash = "0".repeat(64);
     for (path, name, value, status) in [
@@ -146,19 +232,42 @@ async fn headers_that_are_not_as_described_are_refused_and_change_nothing() -> R
         (&files, "x-mode", b"7777", 400),
         (&files, "if-none-match", b"\xff", 400),
     ] {
-        let request = small.request(Method::PUT, path)?.header(name, HeaderValue::from_bytes(value)?).body("bytes");
+        let request = small
+            .request(Method::PUT, path)?
+            .header(name, HeaderValue::from_bytes(value)?)
+            .body("bytes");
         let answer = Answer::of(request).await?;
-        problem_of(&answer).with_context(|| format!("{path} with {name}: {value:?}: {answer:?}"))?;
-        assert_eq!(answer.status, status, "{path} with {name}: {value:?}: {answer:?}");
+        problem_of(&answer)
+            .with_context(|| format!("{path} with {name}: {value:?}: {answer:?}"))?;
+        assert_eq!(
+            answer.status, status,
+            "{path} with {name}: {value:?}: {answer:?}"
+        );
     }
-    let events = small.request(Method::GET, "/v1/events")?.header("accept", "text/event-stream").header("last-event-id", HeaderValue::from_bytes(b"\xff")?);
+    let events = small
+        .request(Method::GET, "/v1/events")?
+        .header("accept", "text/event-stream")
+        .header("last-event-id", HeaderValue::from_bytes(b"\xff")?);
     assert_eq!(code_of(&Answer::of(events).await?)?, "invalid_request");
     // Who calls is not guessed from what can't be read.
     for value in [&b"Bearer \xff"[..], b"Bearer \xc3\xbc", b"Bearer"] {
-        let request = reqwest::Client::builder().no_proxy().build()?.get(format!("{}/v1/users", small.orchestrator.url()?));
-        assert_eq!(code_of(&Answer::of(request.header("authorization", HeaderValue::from_bytes(value)?)).await?)?, "unauthorized", "{value:?}");
+        let request = reqwest::Client::builder()
+            .no_proxy()
+            .build()?
+            .get(format!("{}/v1/users", small.orchestrator.url()?));
+        assert_eq!(
+            code_of(
+                &Answer::of(request.header("authorization", HeaderValue::from_bytes(value)?))
+                    .await?
+            )?,
+            "unauthorized",
+            "{value:?}"
+        );
     }
-    assert_eq!((written_down(&small)?, in_session(&small, &place).await?), before);
+    assert_eq!(
+        (written_down(&small)?, in_session(&small, &place).await?),
+        before
+    );
     Ok(())
 }
 
@@ -178,7 +287,9 @@ async fn a_refusal_has_one_id_wherever_it_was_made() -> Result<()> {
     ] {
         let mut request = small.request(method.clone(), path)?;
         if method == Method::POST {
-            request = request.header("content-type", "application/json").body("{\"surprise\":1}");
+            request = request
+                .header("content-type", "application/json")
+                .body("{\"surprise\":1}");
         }
         if let Some(given) = given {
             request = request.header("x-request-id", given);

@@ -27,22 +27,57 @@ const FOR_ADMINISTRATORS: [&str; 9] = [
 ];
 
 /// Everything that somebody can own, by the type of its id.
-async fn belongings(small: &Small, token: &str, user: &str) -> Result<BTreeMap<&'static str, String>> {
-    let project = small.make(token, "/v1/projects", &json!({"name": "hers"})).await?;
-    let task = small.make(token, "/v1/tasks", &json!({"name": "hers", "project_id": project["id"]})).await?;
+async fn belongings(
+    small: &Small,
+    token: &str,
+    user: &str,
+) -> Result<BTreeMap<&'static str, String>> {
+    let project = small
+        .make(token, "/v1/projects", &json!({"name": "hers"}))
+        .await?;
+    let task = small
+        .make(
+            token,
+            "/v1/tasks",
+            &json!({"name": "hers", "project_id": project["id"]}),
+        )
+        .await?;
     let mut body = session();
     body["task_id"] = task["id"].clone();
     let session = small.session(token, &body).await?;
-    let exec = json!({"argv": ["cat"], "timeout_ms": 600_000, "background": true, "stdin_open": true});
-    let exec = small.make(token, &format!("/v1/sessions/{session}/exec"), &exec).await?;
-    let job = small.request_by(token, Method::POST, "/v1/jobs")?.header("prefer", "wait=60").json(&json!({"command": ["echo", "hers"], "task_id": task["id"]}));
+    let exec =
+        json!({"argv": ["cat"], "timeout_ms": 600_000, "background": true, "stdin_open": true});
+    let exec = small
+        .make(token, &format!("/v1/sessions/{session}/exec"), &exec)
+        .await?;
+    let job = small
+        .request_by(token, Method::POST, "/v1/jobs")?
+        .header("prefer", "wait=60")
+        .json(&json!({"command": ["echo", "hers"], "task_id": task["id"]}));
     let job: Value = serde_json::from_slice(&Answer::of(job).await?.body)?;
     ensure!(job["state"] == "completed", "{job}");
     let task = text(&task["id"])?;
-    let artifact = Answer::of(small.request_by(token, Method::PUT, &format!("/v1/tasks/{task}/artifacts/a/b"))?.body("hers")).await?;
+    let artifact = Answer::of(
+        small
+            .request_by(
+                token,
+                Method::PUT,
+                &format!("/v1/tasks/{task}/artifacts/a/b"),
+            )?
+            .body("hers"),
+    )
+    .await?;
     let artifact: Value = serde_json::from_slice(&artifact.body)?;
-    let made = small.make(token, "/v1/tokens", &json!({"kind": "user"})).await?;
-    let group = small.make(&small.orchestrator.token()?, "/v1/groups", &json!({"name": "hers", "members": ["ann"]})).await?;
+    let made = small
+        .make(token, "/v1/tokens", &json!({"kind": "user"}))
+        .await?;
+    let group = small
+        .make(
+            &small.orchestrator.token()?,
+            "/v1/groups",
+            &json!({"name": "hers", "members": ["ann"]}),
+        )
+        .await?;
     Ok(BTreeMap::from([
         ("ProjectId", text(&project["id"])?),
         ("TaskId", task),
@@ -68,25 +103,45 @@ async fn the_things_of_others_are_not_there() -> Result<()> {
     for (path, operations) in document["paths"].as_object().context("paths")? {
         for (method, operation) in operations.as_object().context("operations")? {
             let route = format!("{} {path}", method.to_uppercase());
-            let parameters = operation["parameters"].as_array().cloned().unwrap_or_default();
+            let parameters = operation["parameters"]
+                .as_array()
+                .cloned()
+                .unwrap_or_default();
             if !path.contains('{') || FOR_ADMINISTRATORS.contains(&route.as_str()) {
                 continue;
             }
             // Preferences belong to four kinds of things.
-            let scopes = if path.contains("{scope}") { vec!["TaskId", "ProjectId", "UserId", "GroupId"] } else { vec![""] };
+            let scopes = if path.contains("{scope}") {
+                vec!["TaskId", "ProjectId", "UserId", "GroupId"]
+            } else {
+                vec![""]
+            };
             for scope in scopes {
                 let mut address = path.replace("{path}", "a/b").replace("{key}", "some.key");
                 if !scope.is_empty() {
-                    address = address.replace("{scope}", &scope.trim_end_matches("Id").to_lowercase()).replace("{scope_id}", &things[scope]);
+                    address = address
+                        .replace("{scope}", &scope.trim_end_matches("Id").to_lowercase())
+                        .replace("{scope_id}", &things[scope]);
                 }
-                for parameter in parameters.iter().filter(|parameter| parameter["in"] == "path") {
-                    let kind = parameter["schema"]["$ref"].as_str().and_then(|name| name.rsplit('/').next()).unwrap_or_default();
+                for parameter in parameters
+                    .iter()
+                    .filter(|parameter| parameter["in"] == "path")
+                {
+                    let kind = parameter["schema"]["$ref"]
+                        .as_str()
+                        .and_then(|name| name.rsplit('/').next())
+                        .unwrap_or_default();
                     if let Some(id) = things.get(kind) {
-                        address = address.replace(&format!("{{{}}}", text(&parameter["name"])?), id);
+                        address =
+                            address.replace(&format!("{{{}}}", text(&parameter["name"])?), id);
                     }
                 }
-                ensure!(!address.contains('{'), "{address}: this test does not know whose it is");
-                let mut request = small.request_by(&his, method.to_uppercase().parse()?, &address)?;
+                ensure!(
+                    !address.contains('{'),
+                    "{address}: this test does not know whose it is"
+                );
+                let mut request =
+                    small.request_by(&his, method.to_uppercase().parse()?, &address)?;
                 if let Some(body) = good(&route) {
                     request = request.json(&body);
                 }
@@ -102,22 +157,47 @@ async fn the_things_of_others_are_not_there() -> Result<()> {
     ensure!(asked > 40, "only {asked} were asked");
     // What bodies and queries name.
     for (path, body) in [
-        ("/v1/tasks", json!({"name": "his", "project_id": things["ProjectId"]})),
-        ("/v1/tokens", json!({"kind": "project_manager", "project_id": things["ProjectId"]})),
-        ("/v1/tokens", json!({"kind": "project_analyst", "task_ids": [things["TaskId"]]})),
-        ("/v1/tokens", json!({"kind": "sandbox", "task_ids": [things["TaskId"]], "session_id": things["SessionId"]})),
+        (
+            "/v1/tasks",
+            json!({"name": "his", "project_id": things["ProjectId"]}),
+        ),
+        (
+            "/v1/tokens",
+            json!({"kind": "project_manager", "project_id": things["ProjectId"]}),
+        ),
+        (
+            "/v1/tokens",
+            json!({"kind": "project_analyst", "task_ids": [things["TaskId"]]}),
+        ),
+        (
+            "/v1/tokens",
+            json!({"kind": "sandbox", "task_ids": [things["TaskId"]], "session_id": things["SessionId"]}),
+        ),
         ("/v1/tokens", json!({"kind": "user", "user": "ann"})),
         ("/v1/tokens", json!({"kind": "user", "user": "nobody"})),
-        ("/v1/jobs", json!({"command": ["true"], "task_id": things["TaskId"]})),
+        (
+            "/v1/jobs",
+            json!({"command": ["true"], "task_id": things["TaskId"]}),
+        ),
         ("/v1/sessions", json!({"task_id": things["TaskId"]})),
     ] {
         let answer = Answer::of(small.request_by(&his, Method::POST, path)?.json(&body)).await?;
-        assert_eq!((answer.status, code_of(&answer)?.as_str()), (404, "not_found"), "{path} {body}: {answer:?}");
+        assert_eq!(
+            (answer.status, code_of(&answer)?.as_str()),
+            (404, "not_found"),
+            "{path} {body}: {answer:?}"
+        );
     }
     for (path, body) in [
-        ("/v1/projects", json!({"name": "his", "id": things["ProjectId"]})),
+        (
+            "/v1/projects",
+            json!({"name": "his", "id": things["ProjectId"]}),
+        ),
         ("/v1/tasks", json!({"name": "his", "id": things["TaskId"]})),
-        ("/v1/jobs", json!({"command": ["echo", "hers"], "job_id": things["JobId"]})),
+        (
+            "/v1/jobs",
+            json!({"command": ["echo", "hers"], "job_id": things["JobId"]}),
+        ),
         ("/v1/sessions", json!({"session_id": things["SessionId"]})),
     ] {
         let answer = Answer::of(small.request_by(&his, Method::POST, path)?.json(&body)).await?;
@@ -125,14 +205,40 @@ async fn the_things_of_others_are_not_there() -> Result<()> {
         assert_eq!(answer.status, 409, "{path} {body}: {answer:?}");
     }
     for path in ["/v1/artifacts?task_id=", "/v1/preferences?task_id="] {
-        let answer = Answer::of(small.request_by(&his, Method::GET, &format!("{path}{}", things["TaskId"]))?).await?;
-        assert_eq!((answer.status, code_of(&answer)?.as_str()), (404, "not_found"), "{path}");
+        let answer = Answer::of(small.request_by(
+            &his,
+            Method::GET,
+            &format!("{path}{}", things["TaskId"]),
+        )?)
+        .await?;
+        assert_eq!(
+            (answer.status, code_of(&answer)?.as_str()),
+            (404, "not_found"),
+            "{path}"
+        );
     }
     // A list that is narrowed to them has nothing.
-    for path in ["/v1/tasks?project_id=", "/v1/jobs?task_id=", "/v1/sessions?task_id=", "/v1/events?task_id="] {
-        let id = &things[if path.contains("project_id") { "ProjectId" } else { "TaskId" }];
-        let answer = Answer::of(small.request_by(&his, Method::GET, &format!("{path}{id}"))?).await?;
-        assert_eq!((answer.status, serde_json::from_slice::<Value>(&answer.body)?["items"].clone()), (200, json!([])), "{path}");
+    for path in [
+        "/v1/tasks?project_id=",
+        "/v1/jobs?task_id=",
+        "/v1/sessions?task_id=",
+        "/v1/events?task_id=",
+    ] {
+        let id = &things[if path.contains("project_id") {
+            "ProjectId"
+        } else {
+            "TaskId"
+        }];
+        let answer =
+            Answer::of(small.request_by(&his, Method::GET, &format!("{path}{id}"))?).await?;
+        assert_eq!(
+            (
+                answer.status,
+                serde_json::from_slice::<Value>(&answer.body)?["items"].clone()
+            ),
+            (200, json!([])),
+            "{path}"
+        );
     }
     assert_eq!(written_down(&small)?, before);
     Ok(())

@@ -28,27 +28,54 @@ fn registration(psk: &str) -> Value {
 async fn what_a_node_says_wrong_is_refused_and_changes_nothing() -> Result<()> {
     let small = Small::start().await?;
     let admin = small.orchestrator.token()?;
-    let key = text(&small.make(&admin, "/v1/nodes/keys", &json!({"reusable": true})).await?["psk"])?;
+    let key = text(
+        &small
+            .make(&admin, "/v1/nodes/keys", &json!({"reusable": true}))
+            .await?["psk"],
+    )?;
     let good = registration(&key);
-    let node = Answer::of(small.control("", Method::POST, "/v1/nodes/register")?.json(&good)).await?;
+    let node = Answer::of(
+        small
+            .control("", Method::POST, "/v1/nodes/register")?
+            .json(&good),
+    )
+    .await?;
     let token = text(&serde_json::from_slice::<Value>(&node.body)?["node_token"])?;
     let beat = json!({"running_sandboxes": 0});
     let status = json!({});
     let job_status = format!("/v1/nodes/jobs/{SOME_ID}/status");
     let before = written_down(&small)?;
-    for (path, good) in [("/v1/nodes/register", &good), ("/v1/nodes/heartbeat", &beat), (job_status.as_str(), &status)] {
+    for (path, good) in [
+        ("/v1/nodes/register", &good),
+        ("/v1/nodes/heartbeat", &beat),
+        (job_status.as_str(), &status),
+    ] {
         let mut cases = cases_for_any(good);
         if path == "/v1/nodes/register" {
             // Anybody may send one, so it is shorter.
-            cases.iter_mut().filter(|case| case.named == "10485760").for_each(|case| case.named = "1048576".to_owned());
+            cases
+                .iter_mut()
+                .filter(|case| case.named == "10485760")
+                .for_each(|case| case.named = "1048576".to_owned());
         }
-        let mut add =
-            |name: &str, values: &[&str]| cases.extend(values.iter().map(|value| case(format!("{name}: {value}"), with(good, name, value), &[400], name)));
+        let mut add = |name: &str, values: &[&str]| {
+            cases.extend(values.iter().map(|value| {
+                case(
+                    format!("{name}: {value}"),
+                    with(good, name, value),
+                    &[400],
+                    name,
+                )
+            }))
+        };
         match path {
             "/v1/nodes/register" => {
                 add("psk", &["1", "null", "[]", "\"a\\u0000b\""]);
                 add("node_id", &["1", "\"x\"", "{}"]);
-                add("node_name", &["\"\"", "\" \"", "\"a\\nb\"", "1", "\"a\\u0000b\""]);
+                add(
+                    "node_name",
+                    &["\"\"", "\" \"", "\"a\\nb\"", "1", "\"a\\u0000b\""],
+                );
                 let long = format!("{:?}", "x".repeat(300));
                 add("node_name", &[&long]);
                 add(
@@ -66,21 +93,47 @@ async fn what_a_node_says_wrong_is_refused_and_changes_nothing() -> Result<()> {
                         "7",
                     ],
                 );
-                add("capability", &["7", "[]", "{}", "{\"cpus\":-1}", "{\"version\":\"0\",\"engine\":\"x\",\"rootless\":1}"]);
+                add(
+                    "capability",
+                    &[
+                        "7",
+                        "[]",
+                        "{}",
+                        "{\"cpus\":-1}",
+                        "{\"version\":\"0\",\"engine\":\"x\",\"rootless\":1}",
+                    ],
+                );
             }
             "/v1/nodes/heartbeat" => {
-                add("running_sandboxes", &["-1", "1.5", "\"1\"", "99999999999999999999999", "null"]);
+                add(
+                    "running_sandboxes",
+                    &["-1", "1.5", "\"1\"", "99999999999999999999999", "null"],
+                );
                 add("not_ready", &["1", "[]", "\"a\\u0000b\""]);
-                add("api_url", &["\"\"", "\"http://u:p@x\"", "\"http://x/?q\"", "7"]);
-                add("config_revision", &["\"1\"", "1.5", "99999999999999999999999"]);
+                add(
+                    "api_url",
+                    &["\"\"", "\"http://u:p@x\"", "\"http://x/?q\"", "7"],
+                );
+                add(
+                    "config_revision",
+                    &["\"1\"", "1.5", "99999999999999999999999"],
+                );
             }
             // What it says is not read, only that it is an object.
-            _ => cases.retain(|case| !["an unknown member", "another version", "no version"].contains(&case.what.as_str())),
+            _ => cases.retain(|case| {
+                !["an unknown member", "another version", "no version"]
+                    .contains(&case.what.as_str())
+            }),
         }
         for case in cases {
-            let request = small.control(&token, Method::POST, path)?.header("content-type", "application/json").body(case.body);
+            let request = small
+                .control(&token, Method::POST, path)?
+                .header("content-type", "application/json")
+                .body(case.body);
             let answer = Answer::of(request).await?;
-            let detail = problem_of(&answer).with_context(|| format!("{path}: {}: {answer:?}", case.what))?.detail;
+            let detail = problem_of(&answer)
+                .with_context(|| format!("{path}: {}: {answer:?}", case.what))?
+                .detail;
             ensure!(
                 case.status.contains(&answer.status) && detail.contains(&case.named),
                 "{path}: {}: {} naming {:?}: {detail}",
@@ -93,17 +146,46 @@ async fn what_a_node_says_wrong_is_refused_and_changes_nothing() -> Result<()> {
     }
     // Another node's job, no job, and no id at all.
     for odd in [SOME_ID, "x", "%ff", "%00"] {
-        let answer = Answer::of(small.control(&token, Method::POST, &format!("/v1/nodes/jobs/{odd}/status"))?.json(&json!({}))).await?;
+        let answer = Answer::of(
+            small
+                .control(
+                    &token,
+                    Method::POST,
+                    &format!("/v1/nodes/jobs/{odd}/status"),
+                )?
+                .json(&json!({})),
+        )
+        .await?;
         code_of(&answer)?;
         assert_eq!(answer.status, if odd == "%ff" { 400 } else { 404 }, "{odd}");
     }
-    for path in ["/v1/nodes/heartbeat", "/v1/nodes/config", job_status.as_str()] {
-        let method = if path.ends_with("config") { Method::GET } else { Method::POST };
+    for path in [
+        "/v1/nodes/heartbeat",
+        "/v1/nodes/config",
+        job_status.as_str(),
+    ] {
+        let method = if path.ends_with("config") {
+            Method::GET
+        } else {
+            Method::POST
+        };
         for token in ["x", admin.as_str()] {
-            assert_eq!(code_of(&Answer::of(small.control(token, method.clone(), path)?.json(&json!({}))).await?)?, "unauthorized", "{path}");
+            assert_eq!(
+                code_of(
+                    &Answer::of(small.control(token, method.clone(), path)?.json(&json!({})))
+                        .await?
+                )?,
+                "unauthorized",
+                "{path}"
+            );
         }
     }
-    let wrong = Answer::of(small.control("", Method::POST, "/v1/nodes/register")?.json(&registration("cyn_wrong"))).await?;
+    let wrong = Answer::of(
+        small
+            .control("", Method::POST, "/v1/nodes/register")?
+            .json(&registration("cyn_wrong")),
+    )
+    .await?;
     assert_eq!(code_of(&wrong)?, "unauthorized");
     assert_eq!(written_down(&small)?, before);
     Ok(())
@@ -115,13 +197,32 @@ async fn a_key_for_one_node_is_spent_when_the_node_has_its_token() -> Result<()>
     let small = Small::start().await?;
     let admin = small.orchestrator.token()?;
     let key = text(&small.make(&admin, "/v1/nodes/keys", &json!({})).await?["psk"])?;
-    let register = async || -> Result<Answer> { Answer::of(small.control("", Method::POST, "/v1/nodes/register")?.json(&registration(&key))).await };
+    let register = async || -> Result<Answer> {
+        Answer::of(
+            small
+                .control("", Method::POST, "/v1/nodes/register")?
+                .json(&registration(&key)),
+        )
+        .await
+    };
     let first = register().await?;
     let again = register().await?;
-    assert_eq!((first.status, again.status), (201, 201), "the first answer may have been lost");
-    let token = |answer: &Answer| -> Result<String> { text(&serde_json::from_slice::<Value>(&answer.body)?["node_token"]) };
+    assert_eq!(
+        (first.status, again.status),
+        (201, 201),
+        "the first answer may have been lost"
+    );
+    let token = |answer: &Answer| -> Result<String> {
+        text(&serde_json::from_slice::<Value>(&answer.body)?["node_token"])
+    };
     let beat = async |token: &str| -> Result<u16> {
-        Ok(Answer::of(small.control(token, Method::POST, "/v1/nodes/heartbeat")?.json(&json!({"running_sandboxes": 0}))).await?.status)
+        Ok(Answer::of(
+            small
+                .control(token, Method::POST, "/v1/nodes/heartbeat")?
+                .json(&json!({"running_sandboxes": 0})),
+        )
+        .await?
+        .status)
     };
     assert_eq!(beat(&token(&first)?).await?, 401, "it was replaced");
     assert_eq!(beat(&token(&again)?).await?, 200);
@@ -135,71 +236,137 @@ async fn a_key_for_one_node_is_spent_when_the_node_has_its_token() -> Result<()>
 #[tokio::test]
 async fn a_node_that_registered_once_comes_back_at_another_address_without_its_key() -> Result<()> {
     let plane = Plane::new().await?;
-    let orchestrator = plane.orchestrator("", &[("heartbeat_seconds", "1")]).await?;
+    let orchestrator = plane
+        .orchestrator("", &[("heartbeat_seconds", "1")])
+        .await?;
     let client = orchestrator.client()?;
     let http = reqwest::Client::builder().no_proxy().build()?;
-    let made: Value =
-        http.post(format!("{}/v1/nodes/keys", orchestrator.url()?)).bearer_auth(orchestrator.token()?).json(&json!({})).send().await?.json().await?;
+    let made: Value = http
+        .post(format!("{}/v1/nodes/keys", orchestrator.url()?))
+        .bearer_auth(orchestrator.token()?)
+        .json(&json!({}))
+        .send()
+        .await?
+        .json()
+        .await?;
     let path = plane.world.directory().join("single.key");
     fs_err::write(&path, text(&made["psk"])?)?;
     let options = Options::default()
-        .set("orchestrator_url", &format!("{:?}", orchestrator.control_url()?))
-        .set("registration_key_file", &format!("{:?}", path.display().to_string()));
+        .set(
+            "orchestrator_url",
+            &format!("{:?}", orchestrator.control_url()?),
+        )
+        .set(
+            "registration_key_file",
+            &format!("{:?}", path.display().to_string()),
+        );
     let mut worker = plane.world.worker(&options).await?;
     let at = async |url: &str| Ok(client.nodes().await?.iter().any(|node| node.api_url == url));
     let patience = std::time::Duration::from_secs(60);
     let first = worker.url()?;
-    eventually("the node has registered", patience, async || at(&first).await).await?;
+    eventually("the node has registered", patience, async || {
+        at(&first).await
+    })
+    .await?;
     let id = client.nodes().await?[0].id;
     worker.kill()?;
     let worker = plane.world.worker(&options).await?;
     let second = worker.url()?;
     assert_ne!(first, second);
-    eventually("the node says where it is now", patience, async || at(&second).await).await?;
+    eventually("the node says where it is now", patience, async || {
+        at(&second).await
+    })
+    .await?;
     let nodes = client.nodes().await?;
     assert_eq!((nodes.len(), nodes[0].id), (1, id));
     Ok(())
 }
 
 /// A worker's settings, with a key that is good for one registration.
-async fn with_a_single_key(plane: &Plane, orchestrator: &RunningOrchestrator, control: &str) -> Result<Options> {
+async fn with_a_single_key(
+    plane: &Plane,
+    orchestrator: &RunningOrchestrator,
+    control: &str,
+) -> Result<Options> {
     let http = reqwest::Client::builder().no_proxy().build()?;
-    let made = http.post(format!("{}/v1/nodes/keys", orchestrator.url()?)).bearer_auth(orchestrator.token()?).json(&json!({})).send().await?;
+    let made = http
+        .post(format!("{}/v1/nodes/keys", orchestrator.url()?))
+        .bearer_auth(orchestrator.token()?)
+        .json(&json!({}))
+        .send()
+        .await?;
     let path = plane.world.directory().join("single.key");
     fs_err::write(&path, text(&made.json::<Value>().await?["psk"])?)?;
-    Ok(Options::default().set("orchestrator_url", &format!("{control:?}")).set("registration_key_file", &format!("{:?}", path.display().to_string())))
+    Ok(Options::default()
+        .set("orchestrator_url", &format!("{control:?}"))
+        .set(
+            "registration_key_file",
+            &format!("{:?}", path.display().to_string()),
+        ))
 }
 
 #[tokio::test]
 async fn a_slash_after_the_address_makes_no_other_orchestrator_of_it() -> Result<()> {
     let plane = Plane::new().await?;
-    let orchestrator = plane.orchestrator("", &[("heartbeat_seconds", "1")]).await?;
+    let orchestrator = plane
+        .orchestrator("", &[("heartbeat_seconds", "1")])
+        .await?;
     let client = orchestrator.client()?;
-    let options = with_a_single_key(&plane, &orchestrator, &format!("{}/", orchestrator.control_url()?)).await?;
+    let options = with_a_single_key(
+        &plane,
+        &orchestrator,
+        &format!("{}/", orchestrator.control_url()?),
+    )
+    .await?;
     let mut worker = plane.world.worker(&options).await?;
     let at = async |url: &str| Ok(client.nodes().await?.iter().any(|node| node.api_url == url));
     let first = worker.url()?;
-    eventually("the node has registered", PATIENCE, async || at(&first).await).await?;
+    eventually("the node has registered", PATIENCE, async || {
+        at(&first).await
+    })
+    .await?;
     worker.kill()?;
     let worker = plane.world.worker(&options).await?;
     let second = worker.url()?;
-    eventually("the node says where it is now", PATIENCE, async || at(&second).await).await
+    eventually("the node says where it is now", PATIENCE, async || {
+        at(&second).await
+    })
+    .await
 }
 
 /// An orchestrator may say by mistake that it does not know a node: one whose key is spent has nothing but its tokens.
 #[tokio::test]
 async fn a_node_that_was_refused_shows_its_tokens_again() -> Result<()> {
     let plane = Plane::new().await?;
-    let orchestrator = plane.orchestrator("", &[("heartbeat_seconds", "1")]).await?;
+    let orchestrator = plane
+        .orchestrator("", &[("heartbeat_seconds", "1")])
+        .await?;
     let client = orchestrator.client()?;
     let way = Relay::new().await?;
     way.lead_to(&orchestrator.control_url()?)?;
-    let _worker = plane.world.worker(&with_a_single_key(&plane, &orchestrator, &way.url()).await?).await?;
-    let last = async || Ok::<_, anyhow::Error>(client.nodes().await?.first().map(|node| (node.id, node.last_heartbeat_at)));
-    eventually("the node has registered", PATIENCE, async || Ok(last().await?.is_some())).await?;
+    let _worker = plane
+        .world
+        .worker(&with_a_single_key(&plane, &orchestrator, &way.url()).await?)
+        .await?;
+    let last = async || {
+        Ok::<_, anyhow::Error>(
+            client
+                .nodes()
+                .await?
+                .first()
+                .map(|node| (node.id, node.last_heartbeat_at)),
+        )
+    };
+    eventually("the node has registered", PATIENCE, async || {
+        Ok(last().await?.is_some())
+    })
+    .await?;
     let first = last().await?;
     // Its key is spent with its first heartbeat.
-    eventually("it is heard of", PATIENCE, async || Ok(last().await? > first)).await?;
+    eventually("it is heard of", PATIENCE, async || {
+        Ok(last().await? > first)
+    })
+    .await?;
 
     let (asked, mut calls) = watch::channel(Vec::new());
     let refuse = async move |uri: http::Uri| {
@@ -208,13 +375,21 @@ async fn a_node_that_was_refused_shows_its_tokens_again() -> Result<()> {
     };
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await?;
     way.lead_to(&format!("http://{}", listener.local_addr()?))?;
-    let refusing = tokio::spawn(axum::serve(listener, axum::Router::new().fallback(refuse)).into_future());
-    let was_refused = |calls: &Vec<String>| ["heartbeat", "register"].iter().all(|name| calls.iter().any(|path| path.ends_with(name)));
+    let refusing =
+        tokio::spawn(axum::serve(listener, axum::Router::new().fallback(refuse)).into_future());
+    let was_refused = |calls: &Vec<String>| {
+        ["heartbeat", "register"]
+            .iter()
+            .all(|name| calls.iter().any(|path| path.ends_with(name)))
+    };
     tokio::time::timeout(PATIENCE, calls.wait_for(was_refused)).await??;
     let before = last().await?;
     way.lead_to(&orchestrator.control_url()?)?;
     refusing.abort();
-    eventually("it is heard of again", PATIENCE, async || Ok(last().await? > before)).await?;
+    eventually("it is heard of again", PATIENCE, async || {
+        Ok(last().await? > before)
+    })
+    .await?;
     assert_eq!(client.nodes().await?.len(), 1);
     Ok(())
 }
@@ -223,8 +398,19 @@ async fn a_node_that_was_refused_shows_its_tokens_again() -> Result<()> {
 async fn an_artifact_that_is_not_there_is_no_fault_of_the_way_to_it() -> Result<()> {
     let small = Small::start().await?;
     let id = ArtifactId::generate();
-    let request = SessionCreate { workspace_ref: Some(WorkspaceRef::Artifact(id)), ..session() };
-    let refused = small.worker.client()?.create_session(&request).await.expect_err("there is none");
-    ensure!(refused.is(ErrorCode::NotFound) && refused.to_string().contains(&id.to_string()), "{refused}");
+    let request = SessionCreate {
+        workspace_ref: Some(WorkspaceRef::Artifact(id)),
+        ..session()
+    };
+    let refused = small
+        .worker
+        .client()?
+        .create_session(&request)
+        .await
+        .expect_err("there is none");
+    ensure!(
+        refused.is(ErrorCode::NotFound) && refused.to_string().contains(&id.to_string()),
+        "{refused}"
+    );
     Ok(())
 }

@@ -16,10 +16,23 @@ use crate::plane::{
 /// The stage of the last refusal by a tool.
 async fn last_stage(small: &Small) -> Result<(String, String)> {
     let client = small.orchestrator.client()?;
-    let all = records(&client, &AuditFilter { action: Some("tool.call".to_owned()), ..Default::default() }).await?;
-    let last = all.into_iter().rfind(|record| record.body.kind == AuditKind::Intent).context("a record")?;
+    let all = records(
+        &client,
+        &AuditFilter {
+            action: Some("tool.call".to_owned()),
+            ..Default::default()
+        },
+    )
+    .await?;
+    let last = all
+        .into_iter()
+        .rfind(|record| record.body.kind == AuditKind::Intent)
+        .context("a record")?;
     ensure!(last.body.decision == Some(AuditDecision::Deny), "{last:?}");
-    Ok((last.body.stage.unwrap_or_default(), text(&last.body.detail["tool"])?))
+    Ok((
+        last.body.stage.unwrap_or_default(),
+        text(&last.body.detail["tool"])?,
+    ))
 }
 
 #[tokio::test]
@@ -29,25 +42,58 @@ async fn a_tool_that_is_not_for_a_caller_seems_not_to_be_there_and_the_audit_kno
     let task = task(&small, &admin, "seen").await?;
     let manager = Agent::of(&small, &admin, "project_manager", &[&task]).await?;
     let analyst = Agent::of(&small, &admin, "project_analyst", &[&task]).await?;
-    let session = text(&manager.done("sandbox.session.create", create(&task)).await?["session_id"])?;
-    let made = small.make(&admin, "/v1/tokens", &json!({"kind": "sandbox", "task_ids": [task], "session_id": session})).await?;
+    let session = text(
+        &manager
+            .done("sandbox.session.create", create(&task))
+            .await?["session_id"],
+    )?;
+    let made = small
+        .make(
+            &admin,
+            "/v1/tokens",
+            &json!({"kind": "sandbox", "task_ids": [task], "session_id": session}),
+        )
+        .await?;
     let sandbox = Agent::new(&small, &text(&made["token"])?);
     let person = Agent::new(&small, &admin);
 
     let (theirs, all) = (manager.names().await?, person.names().await?);
     assert_eq!(theirs, all, "people may use what managers may");
     let reads = analyst.names().await?;
-    ensure!(reads.iter().all(|name| theirs.contains(name)) && reads.contains(&"db.task.get".to_owned()), "{reads:?}");
+    ensure!(
+        reads.iter().all(|name| theirs.contains(name)) && reads.contains(&"db.task.get".to_owned()),
+        "{reads:?}"
+    );
     let changes = ["create", "update", "set", "stop", "exec"];
-    ensure!(!reads.iter().any(|name| name.starts_with("sandbox.") || changes.contains(&name.rsplit('.').next().unwrap_or_default())), "{reads:?}");
+    ensure!(
+        !reads.iter().any(|name| name.starts_with("sandbox.")
+            || changes.contains(&name.rsplit('.').next().unwrap_or_default())),
+        "{reads:?}"
+    );
     let inside = sandbox.names().await?;
-    ensure!(!inside.iter().any(|name| ["db.", "node.", "sandbox."].iter().any(|group| name.starts_with(group))), "{inside:?}");
-    for name in ["artifact.put", "artifact.get", "artifact.list", "help.list", "web.fetch", "web.search", "api.call"] {
+    ensure!(
+        !inside.iter().any(|name| ["db.", "node.", "sandbox."]
+            .iter()
+            .any(|group| name.starts_with(group))),
+        "{inside:?}"
+    );
+    for name in [
+        "artifact.put",
+        "artifact.get",
+        "artifact.list",
+        "help.list",
+        "web.fetch",
+        "web.search",
+        "api.call",
+    ] {
         ensure!(inside.contains(&name.to_owned()), "{inside:?}");
     }
 
     let before = manager.call("no.such.tool", json!({})).await?;
-    assert_eq!(last_stage(&small).await?, ("tool".to_owned(), "no.such.tool".to_owned()));
+    assert_eq!(
+        last_stage(&small).await?,
+        ("tool".to_owned(), "no.such.tool".to_owned())
+    );
     for (agent, tool) in [
         (&analyst, "sandbox.session.exec"),
         (&analyst, "db.task.update"),
@@ -55,13 +101,30 @@ async fn a_tool_that_is_not_for_a_caller_seems_not_to_be_there_and_the_audit_kno
         (&sandbox, "node.list"),
         (&sandbox, "sandbox.session.list"),
     ] {
-        assert_eq!(agent.call(tool, json!({})).await?, before, "{tool} answers as if it were not there");
-        assert_eq!(last_stage(&small).await?, ("allowlist".to_owned(), tool.to_owned()));
+        assert_eq!(
+            agent.call(tool, json!({})).await?,
+            before,
+            "{tool} answers as if it were not there"
+        );
+        assert_eq!(
+            last_stage(&small).await?,
+            ("allowlist".to_owned(), tool.to_owned())
+        );
     }
     // With the routes of the API it is as before: no agent comes there.
-    let direct = Answer::of(small.request_by(&manager.token, Method::GET, &format!("/v1/sessions/{session}"))?).await?;
+    let direct = Answer::of(small.request_by(
+        &manager.token,
+        Method::GET,
+        &format!("/v1/sessions/{session}"),
+    )?)
+    .await?;
     assert_eq!(direct.outcome(), (403, "forbidden".to_owned()));
-    let nobody = Answer::of(small.request_by("cyn_nothing", Method::POST, "/mcp")?.json(&json!({}))).await?;
+    let nobody = Answer::of(
+        small
+            .request_by("cyn_nothing", Method::POST, "/mcp")?
+            .json(&json!({})),
+    )
+    .await?;
     assert_eq!(nobody.outcome(), (401, "unauthorized".to_owned()));
     intact(&small.orchestrator.client()?).await?;
     small.worker.shut_down().await
@@ -71,11 +134,23 @@ async fn a_tool_that_is_not_for_a_caller_seems_not_to_be_there_and_the_audit_kno
 async fn a_token_is_good_for_its_task_and_what_belongs_to_it_alone() -> Result<()> {
     let mut small = Small::start().await?;
     let admin = small.orchestrator.token()?;
-    let (mine, other) = (task(&small, &admin, "mine").await?, task(&small, &admin, "other").await?);
+    let (mine, other) = (
+        task(&small, &admin, "mine").await?,
+        task(&small, &admin, "other").await?,
+    );
     let agent = Agent::of(&small, &admin, "project_manager", &[&mine]).await?;
     let neighbour = Agent::of(&small, &admin, "project_manager", &[&other]).await?;
-    let theirs = text(&neighbour.done("sandbox.session.create", create(&other)).await?["session_id"])?;
-    let kept = neighbour.done("artifact.put", json!({"task_id": other, "path": "secret", "content": "theirs"})).await?;
+    let theirs = text(
+        &neighbour
+            .done("sandbox.session.create", create(&other))
+            .await?["session_id"],
+    )?;
+    let kept = neighbour
+        .done(
+            "artifact.put",
+            json!({"task_id": other, "path": "secret", "content": "theirs"}),
+        )
+        .await?;
 
     // Somebody else's task, with or without what belongs to it.
     let of_task = ("not_found".to_owned(), "task".to_owned());
@@ -90,48 +165,134 @@ async fn a_token_is_good_for_its_task_and_what_belongs_to_it_alone() -> Result<(
         ("db.job.list", json!({"task_id": other})),
         ("db.preference.effective", json!({"task_id": other})),
         ("git.push", json!({"task_id": other})),
-        ("db.task.get", json!({"task_id": "01a00000-0000-7000-8000-000000000009"})),
+        (
+            "db.task.get",
+            json!({"task_id": "01a00000-0000-7000-8000-000000000009"}),
+        ),
     ] {
         assert_eq!(agent.refused(tool, arguments).await?, of_task, "{tool}");
     }
     // Its own task, and something that belongs to another.
     for (tool, arguments, code) in [
-        ("sandbox.session.exec", exec(&mine, &theirs, "true"), "session_not_found"),
-        ("sandbox.session.get", json!({"task_id": mine, "session_id": theirs}), "session_not_found"),
-        ("sandbox.session.end", json!({"task_id": mine, "session_id": theirs, "reason": "mine now"}), "session_not_found"),
-        ("sandbox.workspace.write_file", json!({"task_id": mine, "session_id": theirs, "path": "x", "content": "x"}), "session_not_found"),
-        ("artifact.get", json!({"task_id": mine, "id": kept["id"]}), "not_found"),
-        ("db.preference.list", json!({"task_id": mine, "scope": "task", "scope_id": other}), "not_found"),
-        ("db.preference.set", json!({"task_id": mine, "scope": "task", "scope_id": other, "key": "k", "value": 1}), "not_found"),
+        (
+            "sandbox.session.exec",
+            exec(&mine, &theirs, "true"),
+            "session_not_found",
+        ),
+        (
+            "sandbox.session.get",
+            json!({"task_id": mine, "session_id": theirs}),
+            "session_not_found",
+        ),
+        (
+            "sandbox.session.end",
+            json!({"task_id": mine, "session_id": theirs, "reason": "mine now"}),
+            "session_not_found",
+        ),
+        (
+            "sandbox.workspace.write_file",
+            json!({"task_id": mine, "session_id": theirs, "path": "x", "content": "x"}),
+            "session_not_found",
+        ),
+        (
+            "artifact.get",
+            json!({"task_id": mine, "id": kept["id"]}),
+            "not_found",
+        ),
+        (
+            "db.preference.list",
+            json!({"task_id": mine, "scope": "task", "scope_id": other}),
+            "not_found",
+        ),
+        (
+            "db.preference.set",
+            json!({"task_id": mine, "scope": "task", "scope_id": other, "key": "k", "value": 1}),
+            "not_found",
+        ),
     ] {
-        assert_eq!(agent.refused(tool, arguments).await?, (code.to_owned(), "task".to_owned()), "{tool}");
+        assert_eq!(
+            agent.refused(tool, arguments).await?,
+            (code.to_owned(), "task".to_owned()),
+            "{tool}"
+        );
     }
     // As if there were none.
     let none = json!({"task_id": mine, "session_id": "01a00000-0000-7000-8000-000000000009"});
-    assert_eq!(agent.refused("sandbox.session.get", none).await?, ("session_not_found".to_owned(), "task".to_owned()));
+    assert_eq!(
+        agent.refused("sandbox.session.get", none).await?,
+        ("session_not_found".to_owned(), "task".to_owned())
+    );
     // Nor does a sandbox begin with what is theirs.
     let begin = format!("artifact:{}", text(&kept["id"])?);
     let mut made = create(&mine);
     made["workspace_ref"] = json!(begin);
-    assert_eq!(agent.refused("sandbox.session.create", made).await?.0, "not_found");
+    assert_eq!(
+        agent.refused("sandbox.session.create", made).await?.0,
+        "not_found"
+    );
     let job = json!({"task_id": mine, "command": ["true"], "workspace_ref": begin});
     assert_eq!(agent.refused("db.job.create", job).await?.0, "not_found");
     // A person whose both tasks are must name the right one, too.
     let person = Agent::new(&small, &admin);
-    assert_eq!(person.refused("sandbox.session.exec", exec(&mine, &theirs, "true")).await?.1, "task");
-    assert_eq!(neighbour.done("sandbox.session.get", json!({"task_id": other, "session_id": theirs})).await?["state"], "running");
+    assert_eq!(
+        person
+            .refused("sandbox.session.exec", exec(&mine, &theirs, "true"))
+            .await?
+            .1,
+        "task"
+    );
+    assert_eq!(
+        neighbour
+            .done(
+                "sandbox.session.get",
+                json!({"task_id": other, "session_id": theirs})
+            )
+            .await?["state"],
+        "running"
+    );
 
     // What a record says: by which tool, on which session.
-    neighbour.done("sandbox.session.exec", exec(&other, &theirs, "true")).await?;
+    neighbour
+        .done("sandbox.session.exec", exec(&other, &theirs, "true"))
+        .await?;
     let client = small.orchestrator.client()?;
-    let all = records(&client, &AuditFilter { action: Some("session.exec".to_owned()), ..Default::default() }).await?;
-    let last = all.iter().rfind(|record| record.body.kind == AuditKind::Intent).context("a record")?;
+    let all = records(
+        &client,
+        &AuditFilter {
+            action: Some("session.exec".to_owned()),
+            ..Default::default()
+        },
+    )
+    .await?;
+    let last = all
+        .iter()
+        .rfind(|record| record.body.kind == AuditKind::Intent)
+        .context("a record")?;
     assert_eq!(last.body.detail["tool"], "sandbox.session.exec");
-    assert_eq!(last.body.subject.as_ref().map(|subject| subject.kind.as_str()), Some("project_manager"));
-    let refused = all.iter().filter(|record| record.body.kind == AuditKind::Intent && record.body.stage.as_deref() == Some("task"));
-    let refused: Vec<_> = refused.map(|record| (record.body.decision, record.body.session_id.map(|id| id.to_string()))).collect();
+    assert_eq!(
+        last.body
+            .subject
+            .as_ref()
+            .map(|subject| subject.kind.as_str()),
+        Some("project_manager")
+    );
+    let refused = all.iter().filter(|record| {
+        record.body.kind == AuditKind::Intent && record.body.stage.as_deref() == Some("task")
+    });
+    let refused: Vec<_> = refused
+        .map(|record| {
+            (
+                record.body.decision,
+                record.body.session_id.map(|id| id.to_string()),
+            )
+        })
+        .collect();
     let denied = |session: Option<&str>| (Some(AuditDecision::Deny), session.map(str::to_owned));
-    assert_eq!(refused, [denied(None), denied(Some(&theirs)), denied(Some(&theirs))], "what was reached for is told");
+    assert_eq!(
+        refused,
+        [denied(None), denied(Some(&theirs)), denied(Some(&theirs))],
+        "what was reached for is told"
+    );
     intact(&client).await?;
     small.worker.shut_down().await
 }
@@ -146,7 +307,10 @@ async fn what_a_tool_takes_is_read_strictly() -> Result<()> {
     let words = async |tool: &str, arguments: Value| {
         let answer = agent.call(tool, arguments).await?;
         let failure = &answer["result"]["structuredContent"];
-        ensure!(failure["code"] == "invalid_request" && failure["stage"] == "arguments", "{tool}: {answer}");
+        ensure!(
+            failure["code"] == "invalid_request" && failure["stage"] == "arguments",
+            "{tool}: {answer}"
+        );
         text(&failure["message"])
     };
     let mut unknown = exec(&task, session, "true");
@@ -156,38 +320,101 @@ async fn what_a_tool_takes_is_read_strictly() -> Result<()> {
     for (tool, arguments, named) in [
         ("sandbox.session.exec", unknown, "shell"),
         ("sandbox.session.exec", wrong, "argv"),
-        ("sandbox.session.exec", json!({"task_id": task, "session_id": session, "argv": ["true"], "timeout_ms": 1, "cwd": "."}), "env"),
-        ("sandbox.session.create", json!({"task_id": task, "session_id": "new", "image_ref": "default", "workspace_ref": "new"}), "constraints"),
+        (
+            "sandbox.session.exec",
+            json!({"task_id": task, "session_id": session, "argv": ["true"], "timeout_ms": 1, "cwd": "."}),
+            "env",
+        ),
+        (
+            "sandbox.session.create",
+            json!({"task_id": task, "session_id": "new", "image_ref": "default", "workspace_ref": "new"}),
+            "constraints",
+        ),
         (
             "sandbox.session.create",
             json!({"task_id": task, "session_id": "mine", "image_ref": "default", "workspace_ref": "new", "constraints": {}}),
             "session_id",
         ),
         ("sandbox.session.list", json!({}), "task_id"),
-        ("sandbox.session.list", json!({"task_id": "mine"}), "task_id"),
-        ("sandbox.workspace.read_file", json!({"task_id": task, "session_id": session, "path": "../etc/passwd"}), "path"),
-        ("sandbox.workspace.read_file", json!({"task_id": task, "session_id": session, "path": "a", "start_line": 0}), "start_line"),
-        ("sandbox.workspace.write_file", json!({"task_id": task, "session_id": session, "path": "a"}), "content"),
-        ("sandbox.workspace.write_file", json!({"task_id": task, "session_id": session, "path": "a", "content": "", "content_b64": ""}), "content"),
+        (
+            "sandbox.session.list",
+            json!({"task_id": "mine"}),
+            "task_id",
+        ),
+        (
+            "sandbox.workspace.read_file",
+            json!({"task_id": task, "session_id": session, "path": "../etc/passwd"}),
+            "path",
+        ),
+        (
+            "sandbox.workspace.read_file",
+            json!({"task_id": task, "session_id": session, "path": "a", "start_line": 0}),
+            "start_line",
+        ),
+        (
+            "sandbox.workspace.write_file",
+            json!({"task_id": task, "session_id": session, "path": "a"}),
+            "content",
+        ),
+        (
+            "sandbox.workspace.write_file",
+            json!({"task_id": task, "session_id": session, "path": "a", "content": "", "content_b64": ""}),
+            "content",
+        ),
         ("help.get", json!({"topic": "start", "more": 1}), "more"),
         ("db.system_setting.get", json!({"key": ""}), "key"),
-        ("artifact.put", json!({"task_id": task, "path": "a//b", "content": ""}), "path"),
-        ("sandbox.workspace.read_file", json!({"task_id": task, "session_id": session, "path": "a".repeat(70_000)}), "long"),
-        ("sandbox.workspace.read_file", json!({"task_id": task, "session_id": session, "path": "a", "max_bytes": 1_048_577}), "max_bytes"),
+        (
+            "artifact.put",
+            json!({"task_id": task, "path": "a//b", "content": ""}),
+            "path",
+        ),
+        (
+            "sandbox.workspace.read_file",
+            json!({"task_id": task, "session_id": session, "path": "a".repeat(70_000)}),
+            "long",
+        ),
+        (
+            "sandbox.workspace.read_file",
+            json!({"task_id": task, "session_id": session, "path": "a", "max_bytes": 1_048_577}),
+            "max_bytes",
+        ),
     ] {
         let words = words(tool, arguments).await?;
-        ensure!(words.contains(named), "{tool} says {words:?}, and not {named}");
-        assert_eq!(last_stage(&small).await?, ("arguments".to_owned(), tool.to_owned()));
+        ensure!(
+            words.contains(named),
+            "{tool} says {words:?}, and not {named}"
+        );
+        assert_eq!(
+            last_stage(&small).await?,
+            ("arguments".to_owned(), tool.to_owned())
+        );
     }
     // Each tool's schema says what it takes, and refuses the rest as the tool does.
     for tool in agent.tools().await? {
         let (input, output) = (&tool["inputSchema"], &tool["outputSchema"]);
-        ensure!(input["type"] == "object" && output["type"] == "object", "{tool}");
+        ensure!(
+            input["type"] == "object" && output["type"] == "object",
+            "{tool}"
+        );
         let name = text(&tool["name"])?;
-        ensure!(input["additionalProperties"] == false || name.starts_with("git.") || name.starts_with("skills."), "{tool}");
-        let taskless = ["help.", "node.", "db.system_setting."].iter().any(|group| name.starts_with(group))
-            || ["sandbox.allowed_images.list", "db.task.create", "db.task.list"].contains(&name.as_str());
-        let required = input["required"].as_array().is_some_and(|names| names.contains(&json!("task_id")));
+        ensure!(
+            input["additionalProperties"] == false
+                || name.starts_with("git.")
+                || name.starts_with("skills."),
+            "{tool}"
+        );
+        let taskless = ["help.", "node.", "db.system_setting."]
+            .iter()
+            .any(|group| name.starts_with(group))
+            || [
+                "sandbox.allowed_images.list",
+                "db.task.create",
+                "db.task.list",
+            ]
+            .contains(&name.as_str());
+        let required = input["required"]
+            .as_array()
+            .is_some_and(|names| names.contains(&json!("task_id")));
         assert_eq!(required, !taskless, "{name}");
     }
     small.worker.shut_down().await
@@ -203,44 +430,102 @@ async fn a_manager_adds_images_only_while_a_setting_lets_it() -> Result<()> {
     let add = json!({"task_id": task, "image_ref": "localhost/cynode/other:1"});
     let images = async || {
         let listed = agent.done("sandbox.allowed_images.list", json!({})).await?;
-        let versions = listed["items"].as_array().context("items")?.iter().flat_map(|image| image["versions"].as_array().cloned().unwrap_or_default());
-        anyhow::Ok(versions.filter_map(|version| version["image_ref"].as_str().map(str::to_owned)).collect::<Vec<_>>())
+        let versions = listed["items"]
+            .as_array()
+            .context("items")?
+            .iter()
+            .flat_map(|image| image["versions"].as_array().cloned().unwrap_or_default());
+        anyhow::Ok(
+            versions
+                .filter_map(|version| version["image_ref"].as_str().map(str::to_owned))
+                .collect::<Vec<_>>(),
+        )
     };
     let before = images().await?;
-    small.make(&admin, "/v1/images", &json!({"image_ref": "localhost/cynode/denied:1"})).await?;
+    small
+        .make(
+            &admin,
+            "/v1/images",
+            &json!({"image_ref": "localhost/cynode/denied:1"}),
+        )
+        .await?;
     assert_eq!(images().await?, before, "only what is allowed is listed");
-    assert_eq!(agent.refused("sandbox.allowed_images.add", add.clone()).await?, ("tool_disabled".to_owned(), "enabled".to_owned()));
+    assert_eq!(
+        agent
+            .refused("sandbox.allowed_images.add", add.clone())
+            .await?,
+        ("tool_disabled".to_owned(), "enabled".to_owned())
+    );
     assert_eq!(last_stage(&small).await?.0, "enabled");
     let setting = "/v1/settings/agents.project_manager.sandbox.allow_add_to_allowed_images";
-    let put = Answer::of(small.request(Method::PUT, setting)?.json(&json!({"value": true}))).await?;
+    let put = Answer::of(
+        small
+            .request(Method::PUT, setting)?
+            .json(&json!({"value": true})),
+    )
+    .await?;
     assert_eq!(put.status, 200);
-    agent.done("sandbox.allowed_images.add", add.clone()).await?;
+    agent
+        .done("sandbox.allowed_images.add", add.clone())
+        .await?;
     assert_eq!(images().await?.len(), before.len() + 1);
     // What people decided, it does not decide anew; nor does it give what it adds the name of another.
-    for reference in ["localhost/cynode/other:1", "localhost/cynode/denied:1", &before[0]] {
+    for reference in [
+        "localhost/cynode/other:1",
+        "localhost/cynode/denied:1",
+        &before[0],
+    ] {
         let again = json!({"task_id": task, "image_ref": reference, "image_digest": format!("sha256:{}", "0".repeat(64))});
-        assert_eq!(agent.refused("sandbox.allowed_images.add", again).await?.0, "already_exists", "{reference}");
+        assert_eq!(
+            agent.refused("sandbox.allowed_images.add", again).await?.0,
+            "already_exists",
+            "{reference}"
+        );
     }
     // Nor may its reference be what another image is called by, or could be.
-    small.make(&admin, "/v1/images", &json!({"image_ref": "registry.example/library/python:3", "name": "tools/python"})).await?;
+    small
+        .make(
+            &admin,
+            "/v1/images",
+            &json!({"image_ref": "registry.example/library/python:3", "name": "tools/python"}),
+        )
+        .await?;
     for reference in ["tools/python", "tools/python:3"] {
-        let taken = agent.call("sandbox.allowed_images.add", json!({"task_id": task, "image_ref": reference})).await?["result"]["structuredContent"].clone();
+        let taken = agent
+            .call(
+                "sandbox.allowed_images.add",
+                json!({"task_id": task, "image_ref": reference}),
+            )
+            .await?["result"]["structuredContent"]
+            .clone();
         assert_eq!(taken["code"], "already_exists", "{taken}");
         let said = text(&taken["message"])?;
-        ensure!(said.contains("'tools/python' (registry.example/library/python:3)") && text(&taken["remedy"])?.contains("whole reference"), "{taken}");
+        ensure!(
+            said.contains("'tools/python' (registry.example/library/python:3)")
+                && text(&taken["remedy"])?.contains("whole reference"),
+            "{taken}"
+        );
     }
     for reference in ["sba-runner", "sba-runner:latest", "python", "default"] {
         let short = json!({"task_id": task, "image_ref": reference});
-        assert_eq!(agent.refused("sandbox.allowed_images.add", short).await?.0, "invalid_request", "{reference}");
+        assert_eq!(
+            agent.refused("sandbox.allowed_images.add", short).await?.0,
+            "invalid_request",
+            "{reference}"
+        );
     }
     let named = json!({"task_id": task, "image_ref": "localhost/evil/x:1", "name": "other"});
-    assert_eq!(agent.refused("sandbox.allowed_images.add", named).await?, ("invalid_request".to_owned(), "arguments".to_owned()));
+    assert_eq!(
+        agent.refused("sandbox.allowed_images.add", named).await?,
+        ("invalid_request".to_owned(), "arguments".to_owned())
+    );
     assert_eq!(images().await?.len(), before.len() + 1);
     small.worker.shut_down().await
 }
 
 #[tokio::test]
-async fn an_agent_works_in_a_task_that_is_not_its_users_and_the_trail_tells_what_was_done() -> Result<()> {
+async fn an_agent_works_in_a_task_that_is_not_its_users_and_the_trail_tells_what_was_done()
+-> Result<()> {
     let mut small = Small::start().await?;
     let admin = small.orchestrator.token()?;
     let (_, bob) = small.user("bob").await?;
@@ -250,29 +535,77 @@ async fn an_agent_works_in_a_task_that_is_not_its_users_and_the_trail_tells_what
     let session = small.session(&bob, &body).await?;
     // A token that an administrator made speaks for bob's task, and in no name of his.
     let agent = Agent::of(&small, &admin, "project_manager", &[&theirs]).await?;
-    assert_eq!(agent.done("sandbox.session.exec", exec(&theirs, &session, "echo there")).await?["stdout"], "there\n");
+    assert_eq!(
+        agent
+            .done(
+                "sandbox.session.exec",
+                exec(&theirs, &session, "echo there")
+            )
+            .await?["stdout"],
+        "there\n"
+    );
     let here = json!({"task_id": theirs, "session_id": session});
     agent.done("sandbox.session.get", here.clone()).await?;
     agent.done("sandbox.workspace.list", here).await?;
     let mut secret = exec(&theirs, &session, "true");
     secret["env"] = json!({"TOKEN": admin});
-    assert_eq!(agent.refused("sandbox.session.exec", secret).await?, ("secret_in_input".to_owned(), "secrets".to_owned()));
+    assert_eq!(
+        agent.refused("sandbox.session.exec", secret).await?,
+        ("secret_in_input".to_owned(), "secrets".to_owned())
+    );
 
     // What an artifact says of itself changes no record.
-    let liar =
-        json!({"task_id": theirs, "path": "x", "media_type": "application/problem+json", "content": "{\"code\": \"denied_by_policy\", \"exit_code\": 7}"});
+    let liar = json!({"task_id": theirs, "path": "x", "media_type": "application/problem+json", "content": "{\"code\": \"denied_by_policy\", \"exit_code\": 7}"});
     agent.done("artifact.put", liar).await?;
-    let got = agent.done("artifact.get", json!({"task_id": theirs, "path": "x"})).await?;
+    let got = agent
+        .done("artifact.get", json!({"task_id": theirs, "path": "x"}))
+        .await?;
     ensure!(got["size"].as_u64().is_some_and(|size| size > 0), "{got}");
     let client = small.orchestrator.client()?;
-    let of = async |action: &str| records(&client, &AuditFilter { action: Some(action.to_owned()), ..Default::default() }).await;
-    let told = of("artifact.get").await?.into_iter().rfind(|record| record.body.kind == AuditKind::Outcome).context("an outcome")?.body;
-    assert_eq!((told.status, told.code, told.detail.get("exit_code")), (Some(200), None, None));
+    let of = async |action: &str| {
+        records(
+            &client,
+            &AuditFilter {
+                action: Some(action.to_owned()),
+                ..Default::default()
+            },
+        )
+        .await
+    };
+    let told = of("artifact.get")
+        .await?
+        .into_iter()
+        .rfind(|record| record.body.kind == AuditKind::Outcome)
+        .context("an outcome")?
+        .body;
+    assert_eq!(
+        (told.status, told.code, told.detail.get("exit_code")),
+        (Some(200), None, None)
+    );
 
     // A service that is not there leaves a record that says so.
-    assert_eq!(agent.refused("web.fetch", json!({"task_id": theirs, "url": "https://example.org/"})).await?, ("unavailable".to_owned(), "run".to_owned()));
-    let told = of("tool.call").await?.into_iter().rfind(|record| record.body.kind == AuditKind::Outcome).context("an outcome")?.body;
-    assert_eq!((told.code.as_deref(), told.detail.get("tool").and_then(Value::as_str)), (Some("unavailable"), Some("web.fetch")));
+    assert_eq!(
+        agent
+            .refused(
+                "web.fetch",
+                json!({"task_id": theirs, "url": "https://example.org/"})
+            )
+            .await?,
+        ("unavailable".to_owned(), "run".to_owned())
+    );
+    let told = of("tool.call")
+        .await?
+        .into_iter()
+        .rfind(|record| record.body.kind == AuditKind::Outcome)
+        .context("an outcome")?
+        .body;
+    assert_eq!(
+        (
+            told.code.as_deref(),
+            told.detail.get("tool").and_then(Value::as_str)
+        ),
+        (Some("unavailable"), Some("web.fetch"))
+    );
     intact(&client).await?;
     small.worker.shut_down().await
 }

@@ -12,31 +12,62 @@ use crate::plane::small::Small;
 /// What the client in Python saw.
 async fn python(small: &Small, agent: &Agent<'_>, task: &str, mode: &str) -> Result<Value> {
     let program = repository().join("target/mcp/bin/python");
-    ensure!(program.is_file(), "the official client is not installed; 'scripts/setup test' installs it");
+    ensure!(
+        program.is_file(),
+        "the official client is not installed; 'scripts/setup test' installs it"
+    );
     let script = repository().join("tests/suite/tests/all/plane/mcp/client.py");
     let mut command = tokio::process::Command::new(program);
-    command.arg(script).arg(format!("{}/mcp", small.orchestrator.url()?)).args([&agent.token, task, mode]).kill_on_drop(true);
-    let ran = tokio::time::timeout(Duration::from_secs(120), command.output()).await.context("it takes too long")??;
-    ensure!(ran.status.success(), "{mode}: {}", String::from_utf8_lossy(&ran.stderr));
+    command
+        .arg(script)
+        .arg(format!("{}/mcp", small.orchestrator.url()?))
+        .args([&agent.token, task, mode])
+        .kill_on_drop(true);
+    let ran = tokio::time::timeout(Duration::from_secs(120), command.output())
+        .await
+        .context("it takes too long")??;
+    ensure!(
+        ran.status.success(),
+        "{mode}: {}",
+        String::from_utf8_lossy(&ran.stderr)
+    );
     Ok(serde_json::from_slice(&ran.stdout)?)
 }
 
 #[tokio::test]
-async fn the_official_client_in_python_does_everything_by_the_present_and_an_older_revision() -> Result<()> {
+async fn the_official_client_in_python_does_everything_by_the_present_and_an_older_revision()
+-> Result<()> {
     let mut small = Small::start().await?;
     let admin = small.orchestrator.token()?;
     for (mode, revision) in [("auto", "2026-07-28"), ("legacy", "2025-11-25")] {
         let task = task(&small, &admin, mode).await?;
         let agent = Agent::of(&small, &admin, "project_manager", &[&task]).await?;
         let seen = python(&small, &agent, &task, mode).await?;
-        assert_eq!((seen["version"].as_str(), seen["server"].as_str()), (Some(revision), Some("cynode")));
+        assert_eq!(
+            (seen["version"].as_str(), seen["server"].as_str()),
+            (Some(revision), Some("cynode"))
+        );
         assert_eq!(seen["tools"], json!(agent.names().await?));
-        assert_eq!((seen["exec"]["exit_code"].as_i64(), seen["exec"]["stdout"].as_str()), (Some(0), Some("42\n")));
+        assert_eq!(
+            (
+                seen["exec"]["exit_code"].as_i64(),
+                seen["exec"]["stdout"].as_str()
+            ),
+            (Some(0), Some("42\n"))
+        );
         assert_eq!(seen["output"]["chunks"][0]["data"], "later\n");
         assert_eq!(seen["read"]["content"], "one\n");
         assert_eq!(seen["failure"]["code"], "not_found");
-        ensure!(seen["progress"].as_i64().is_some_and(|times| times > 0), "a long command is heard of: {seen}");
-        ensure!(seen["unknown"].as_str().is_some_and(|text| text.contains("unknown_tool")), "{seen}");
+        ensure!(
+            seen["progress"].as_i64().is_some_and(|times| times > 0),
+            "a long command is heard of: {seen}"
+        );
+        ensure!(
+            seen["unknown"]
+                .as_str()
+                .is_some_and(|text| text.contains("unknown_tool")),
+            "{seen}"
+        );
     }
     small.worker.shut_down().await
 }

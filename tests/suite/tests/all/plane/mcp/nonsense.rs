@@ -11,8 +11,26 @@ use crate::plane::{
 };
 
 const ROUNDS: u64 = 6;
-const WORDS: &[&str] =
-    &["", "a", "a/b", "..", "/", "/workspace/x", "%2e%2e%2f", "?x=1&y#z", "a\u{0}b", "ü\u{202e}\n", "default", "new", "-1", "true", "cyn_x", "*", "[", "(?"];
+const WORDS: &[&str] = &[
+    "",
+    "a",
+    "a/b",
+    "..",
+    "/",
+    "/workspace/x",
+    "%2e%2e%2f",
+    "?x=1&y#z",
+    "a\u{0}b",
+    "ü\u{202e}\n",
+    "default",
+    "new",
+    "-1",
+    "true",
+    "cyn_x",
+    "*",
+    "[",
+    "(?",
+];
 const NUMBERS: &[i64] = &[0, 1, 2, -1, 1_000, 1_048_577, 4_294_967_296, i64::MAX];
 
 /// What calls are made of.
@@ -42,7 +60,15 @@ impl Nonsense {
 
     /// Something of another kind than was asked for.
     fn other(&mut self) -> Value {
-        let kinds = [json!(null), json!([]), json!({}), json!(1.5), json!("x"), json!(true), json!([[[]]])];
+        let kinds = [
+            json!(null),
+            json!([]),
+            json!({}),
+            json!(1.5),
+            json!("x"),
+            json!(true),
+            json!([[[]]]),
+        ];
         kinds[usize::try_from(self.random.below(kinds.len() as u64)).unwrap_or(0)].clone()
     }
 
@@ -52,25 +78,39 @@ impl Nonsense {
             return self.other();
         }
         if let Some(to) = schema["$ref"].as_str() {
-            let found = to.strip_prefix('#').and_then(|pointer| root.pointer(pointer)).cloned().unwrap_or_default();
+            let found = to
+                .strip_prefix('#')
+                .and_then(|pointer| root.pointer(pointer))
+                .cloned()
+                .unwrap_or_default();
             return self.value(name, &found, root);
         }
         for several in ["anyOf", "allOf"] {
             if let Some(shapes) = schema[several].as_array() {
-                let chosen = shapes[usize::try_from(self.random.below(shapes.len() as u64)).unwrap_or(0)].clone();
+                let chosen = shapes
+                    [usize::try_from(self.random.below(shapes.len() as u64)).unwrap_or(0)]
+                .clone();
                 return self.value(name, &chosen, root);
             }
         }
         if let Some(values) = schema["enum"].as_array() {
-            return values[usize::try_from(self.random.below(values.len() as u64)).unwrap_or(0)].clone();
+            return values[usize::try_from(self.random.below(values.len() as u64)).unwrap_or(0)]
+                .clone();
         }
-        let kind = schema["type"].as_str().or_else(|| schema["type"][0].as_str()).unwrap_or_default();
+        let kind = schema["type"]
+            .as_str()
+            .or_else(|| schema["type"][0].as_str())
+            .unwrap_or_default();
         match kind {
             "object" => self.object(schema, root),
-            "array" => (0..self.random.below(3)).map(|_| self.value(name, &schema["items"], root)).collect(),
+            "array" => (0..self.random.below(3))
+                .map(|_| self.value(name, &schema["items"], root))
+                .collect(),
             // Nobody waits for long.
             "integer" | "number" if name == "wait_ms" => json!(self.random.below(3)),
-            "integer" | "number" => json!(NUMBERS[usize::try_from(self.random.below(NUMBERS.len() as u64)).unwrap_or(0)]),
+            "integer" | "number" => json!(
+                NUMBERS[usize::try_from(self.random.below(NUMBERS.len() as u64)).unwrap_or(0)]
+            ),
             "boolean" => json!(self.chance(2)),
             "string" => self.text(),
             _ => self.other(),
@@ -80,8 +120,14 @@ impl Nonsense {
     fn object(&mut self, schema: &Value, root: &Value) -> Value {
         let mut members = serde_json::Map::new();
         for (name, property) in schema["properties"].as_object().into_iter().flatten() {
-            let required = schema["required"].as_array().is_some_and(|names| names.iter().any(|required| required == name.as_str()));
-            let wanted = if required { !self.chance(20) } else { self.chance(2) };
+            let required = schema["required"]
+                .as_array()
+                .is_some_and(|names| names.iter().any(|required| required == name.as_str()));
+            let wanted = if required {
+                !self.chance(20)
+            } else {
+                self.chance(2)
+            };
             if wanted {
                 members.insert(name.clone(), self.value(name, property, root));
             }
@@ -100,7 +146,10 @@ async fn whatever_a_tool_is_called_with_it_answers() -> Result<()> {
     let task = task(&small, &admin, "nonsense").await?;
     let agent = Agent::of(&small, &admin, "project_manager", &[&task]).await?;
     let session = text(&agent.done("sandbox.session.create", create(&task)).await?["session_id"])?;
-    let mut nonsense = Nonsense { random: Random::usual(20_260_102), ids: vec![task.clone(), task.clone(), session] };
+    let mut nonsense = Nonsense {
+        random: Random::usual(20_260_102),
+        ids: vec![task.clone(), task.clone(), session],
+    };
     let (mut results, mut refusals) = (0, 0);
     for tool in agent.tools().await? {
         let name = text(&tool["name"])?;
@@ -116,14 +165,23 @@ async fn whatever_a_tool_is_called_with_it_answers() -> Result<()> {
             ensure!(result.is_object(), "{name} {arguments}: {answer}");
             if result["isError"] == true {
                 let failure = &result["structuredContent"];
-                ensure!(failure["code"] != "internal" && failure["remedy"].as_str().is_some_and(|remedy| !remedy.is_empty()), "{name} {arguments}: {failure}");
+                ensure!(
+                    failure["code"] != "internal"
+                        && failure["remedy"]
+                            .as_str()
+                            .is_some_and(|remedy| !remedy.is_empty()),
+                    "{name} {arguments}: {failure}"
+                );
                 refusals += 1;
             } else {
                 results += 1;
             }
         }
     }
-    ensure!(results > 20 && refusals > 50, "{results} results, {refusals} refusals");
+    ensure!(
+        results > 20 && refusals > 50,
+        "{results} results, {refusals} refusals"
+    );
     intact(&small.orchestrator.client()?).await?;
     small.worker.shut_down().await
 }

@@ -21,20 +21,46 @@ impl Protected {
     async fn start() -> Result<Self> {
         let small = Small::start().await?;
         let admin = small.orchestrator.token()?;
-        let task = text(&small.make(&admin, "/v1/tasks", &json!({"name": "task"})).await?["id"])?;
+        let task = text(
+            &small
+                .make(&admin, "/v1/tasks", &json!({"name": "task"}))
+                .await?["id"],
+        )?;
         let mut body = session();
         body["task_id"] = json!(task);
-        let protected = Self { session: small.session(&admin, &body).await?, small };
-        object(&protected.post("exec", &json!({"argv": ["mkdir", "protected", "other"], "timeout_ms": 10_000})).await?)?;
+        let protected = Self {
+            session: small.session(&admin, &body).await?,
+            small,
+        };
+        object(
+            &protected
+                .post(
+                    "exec",
+                    &json!({"argv": ["mkdir", "protected", "other"], "timeout_ms": 10_000}),
+                )
+                .await?,
+        )?;
         for path in ["protected/kept", "other/file", "other/second"] {
             object(&protected.put("path", path).await?)?;
         }
-        let actions = ["write", "delete", "patch", "move", "mkdir", "import", "list"].map(|name| format!("CyNode::Action::\"file.{name}\"")).join(", ");
+        let actions = [
+            "write", "delete", "patch", "move", "mkdir", "import", "list",
+        ]
+        .map(|name| format!("CyNode::Action::\"file.{name}\""))
+        .join(", ");
         let document = format!(
             "@id(\"keep-off\")\nforbid (principal, action in [{actions}], resource in CyNode::Task::\"{task}\")\n\
              when {{ context has path && (context.path == \"/workspace/protected\" || context.path like \"/workspace/protected/*\") }};"
         );
-        object(&Answer::of(protected.small.request(Method::PUT, "/v1/policies/paths")?.json(&json!({"text": document}))).await?)?;
+        object(
+            &Answer::of(
+                protected
+                    .small
+                    .request(Method::PUT, "/v1/policies/paths")?
+                    .json(&json!({"text": document})),
+            )
+            .await?,
+        )?;
         Ok(protected)
     }
 
@@ -43,21 +69,46 @@ impl Protected {
     }
 
     async fn post(&self, below: &str, body: &Value) -> Result<Answer> {
-        Answer::of(self.small.request(Method::POST, &self.at(below))?.json(body)).await
+        Answer::of(
+            self.small
+                .request(Method::POST, &self.at(below))?
+                .json(body),
+        )
+        .await
     }
 
     async fn put(&self, parameter: &str, path: &str) -> Result<Answer> {
-        Answer::of(self.small.request(Method::PUT, &self.at("files"))?.query(&[(parameter, path)]).body("content")).await
+        Answer::of(
+            self.small
+                .request(Method::PUT, &self.at("files"))?
+                .query(&[(parameter, path)])
+                .body("content"),
+        )
+        .await
     }
 
     async fn import(&self, path: &str, tar: Vec<u8>) -> Result<Answer> {
-        Answer::of(self.small.request(Method::POST, &self.at("import"))?.query(&[("path", path)]).body(tar)).await
+        Answer::of(
+            self.small
+                .request(Method::POST, &self.at("import"))?
+                .query(&[("path", path)])
+                .body(tar),
+        )
+        .await
     }
 
     /// Names, permissions and contents of all files.
     async fn files(&self) -> Result<Value> {
         let script = "find . | sort | xargs stat -c '%n %a'; cat protected/* other/*";
-        Ok(object(&self.post("exec", &json!({"argv": ["sh", "-c", script], "timeout_ms": 10_000})).await?)?["stdout"].clone())
+        Ok(object(
+            &self
+                .post(
+                    "exec",
+                    &json!({"argv": ["sh", "-c", script], "timeout_ms": 10_000}),
+                )
+                .await?,
+        )?["stdout"]
+            .clone())
     }
 }
 
@@ -104,12 +155,35 @@ async fn a_rule_about_paths_holds_for_every_call_and_however_a_path_is_spelt() -
         let said = || path.to_owned();
         kept_off(&protected.put("path", path).await?).with_context(said)?;
         kept_off(&protected.put("path_b64", &STANDARD.encode(path)).await?).with_context(said)?;
-        let deleted = protected.small.request(Method::DELETE, &protected.at("files"))?.query(&[("path", path)]);
+        let deleted = protected
+            .small
+            .request(Method::DELETE, &protected.at("files"))?
+            .query(&[("path", path)]);
         kept_off(&Answer::of(deleted).await?).with_context(said)?;
-        kept_off(&protected.post("files:mkdir", &json!({"path": path, "parents": true})).await?).with_context(said)?;
-        kept_off(&protected.post("files:move", &json!({"from": "other/file", "to": path})).await?).with_context(said)?;
-        kept_off(&protected.post("files:move", &json!({"from": path, "to": "other/taken"})).await?).with_context(said)?;
-        kept_off(&protected.import(path, archive(&[(Regular, "new", b"x")])?).await?).with_context(said)?;
+        kept_off(
+            &protected
+                .post("files:mkdir", &json!({"path": path, "parents": true}))
+                .await?,
+        )
+        .with_context(said)?;
+        kept_off(
+            &protected
+                .post("files:move", &json!({"from": "other/file", "to": path}))
+                .await?,
+        )
+        .with_context(said)?;
+        kept_off(
+            &protected
+                .post("files:move", &json!({"from": path, "to": "other/taken"}))
+                .await?,
+        )
+        .with_context(said)?;
+        kept_off(
+            &protected
+                .import(path, archive(&[(Regular, "new", b"x")])?)
+                .await?,
+        )
+        .with_context(said)?;
     }
     for diff in [
         created("b/protected/new"),
@@ -121,24 +195,78 @@ async fn a_rule_about_paths_holds_for_every_call_and_however_a_path_is_spelt() -
     ] {
         kept_off(&protected.post("files:patch", &json!({"diff": diff})).await?).with_context(|| diff.clone())?;
     }
-    for (path, name) in [(".", "protected/new"), ("/workspace/other/..", "./protected/new"), ("/", "workspace/protected/new")] {
-        kept_off(&protected.import(path, archive(&[(Regular, "fine", b"x"), (Regular, name, b"x")])?).await?).with_context(|| format!("{name} into {path}"))?;
+    for (path, name) in [
+        (".", "protected/new"),
+        ("/workspace/other/..", "./protected/new"),
+        ("/", "workspace/protected/new"),
+    ] {
+        kept_off(
+            &protected
+                .import(
+                    path,
+                    archive(&[(Regular, "fine", b"x"), (Regular, name, b"x")])?,
+                )
+                .await?,
+        )
+        .with_context(|| format!("{name} into {path}"))?;
     }
     assert_eq!(protected.files().await?, before, "nothing has changed");
 
     // What the rule does not name goes on.
-    for path in ["other/new", "protectedly", "/workspace/other/protected", "protected/../free", "/tmp/protected"] {
+    for path in [
+        "other/new",
+        "protectedly",
+        "/workspace/other/protected",
+        "protected/../free",
+        "/tmp/protected",
+    ] {
         object(&protected.put("path", path).await?).with_context(|| path.to_owned())?;
     }
-    object(&protected.post("files:mkdir", &json!({"path": "also/protected", "parents": true})).await?)?;
-    object(&protected.post("files:move", &json!({"from": "free", "to": "moved"})).await?)?;
-    object(&protected.post("files:patch", &json!({"diff": created("b/other/patched")})).await?)?;
-    object(&protected.import("other", archive(&[(Regular, "protected-too", b"x")])?).await?)?;
-    let read = Answer::of(protected.small.request(Method::GET, &protected.at("files"))?.query(&[("path", "protected/kept")])).await?;
+    object(
+        &protected
+            .post(
+                "files:mkdir",
+                &json!({"path": "also/protected", "parents": true}),
+            )
+            .await?,
+    )?;
+    object(
+        &protected
+            .post("files:move", &json!({"from": "free", "to": "moved"}))
+            .await?,
+    )?;
+    object(
+        &protected
+            .post("files:patch", &json!({"diff": created("b/other/patched")}))
+            .await?,
+    )?;
+    object(
+        &protected
+            .import("other", archive(&[(Regular, "protected-too", b"x")])?)
+            .await?,
+    )?;
+    let read = Answer::of(
+        protected
+            .small
+            .request(Method::GET, &protected.at("files"))?
+            .query(&[("path", "protected/kept")]),
+    )
+    .await?;
     assert_eq!((read.status, &read.body[..]), (200, &b"content"[..]));
     let verdict = json!({"action": "file.write", "session_id": protected.session, "path": "other/../protected/x"});
-    let verdict = object(&Answer::of(protected.small.request(Method::POST, "/v1/policies:test")?.json(&verdict)).await?)?;
-    assert_eq!((&verdict["allowed"], &verdict["rules"]), (&json!(false), &json!(["paths/keep-off"])));
+    let verdict = object(
+        &Answer::of(
+            protected
+                .small
+                .request(Method::POST, "/v1/policies:test")?
+                .json(&verdict),
+        )
+        .await?,
+    )?;
+    assert_eq!(
+        (&verdict["allowed"], &verdict["rules"]),
+        (&json!(false), &json!(["paths/keep-off"]))
+    );
     Ok(())
 }
 
@@ -177,12 +305,30 @@ async fn no_diff_hides_from_a_rule_which_path_it_changes() -> Result<()> {
     }
     ensure!(passed.is_empty(), "{passed:#?}");
     // An absolute name is never stripped.
-    refusal(&protected.post("files:patch", &json!({"diff": created("/protected/x")})).await?, 409, "patch_rejected")?;
+    refusal(
+        &protected
+            .post("files:patch", &json!({"diff": created("/protected/x")}))
+            .await?,
+        409,
+        "patch_rejected",
+    )?;
     // What can be read in two ways, or costs more than its length to read, is refused before anybody is asked.
-    let spaces = format!("diff --git {}\nnew file mode 100644\n", "a/b ".repeat(22_000));
-    let two_names = format!("diff --git a/other/x b/other/x\nnew file mode 100644\n{}", created("b/protected/x"));
+    let spaces = format!(
+        "diff --git {}\nnew file mode 100644\n",
+        "a/b ".repeat(22_000)
+    );
+    let two_names = format!(
+        "diff --git a/other/x b/other/x\nnew file mode 100644\n{}",
+        created("b/protected/x")
+    );
     for diff in [spaces, two_names, "no diff\n".to_owned()] {
-        refusal(&protected.post("files:patch", &json!({"diff": diff})).await?, 400, "invalid_request")?;
+        refusal(
+            &protected
+                .post("files:patch", &json!({"diff": diff}))
+                .await?,
+            400,
+            "invalid_request",
+        )?;
     }
     assert_eq!(protected.files().await?, before, "nothing has changed");
     Ok(())
@@ -191,7 +337,9 @@ async fn no_diff_hides_from_a_rule_which_path_it_changes() -> Result<()> {
 /// A record of an extension header, with its own length in front.
 fn attribute(name: &str, value: &str) -> Vec<u8> {
     let rest = format!(" {name}={value}\n");
-    let length = (1..1_000).find(|length: &usize| length.to_string().len() + rest.len() == *length).unwrap_or_default();
+    let length = (1..1_000)
+        .find(|length: &usize| length.to_string().len() + rest.len() == *length)
+        .unwrap_or_default();
     format!("{length}{rest}").into_bytes()
 }
 
@@ -203,7 +351,11 @@ async fn no_archive_and_no_other_spelling_hides_from_a_rule_which_path_it_is_abo
     let (path, time) = (attribute("path", "protected/new"), attribute("mtime", "1"));
     // Split by lines, these two say 'fine' and nothing of a size.
     let hidden_path = [attribute("comment", "x\n14 path=fine"), path.clone()].concat();
-    let hidden_size = [attribute("comment", "x\n13 size=1024"), attribute("size", "0")].concat();
+    let hidden_size = [
+        attribute("comment", "x\n13 size=1024"),
+        attribute("size", "0"),
+    ]
+    .concat();
     let smuggled = archive(&[(Regular, "protected/new", b"x")])?;
     let link = |kind, name: &str, target: &str| -> Result<Vec<u8>> {
         let mut tar = tar::Builder::new(Vec::new());
@@ -217,30 +369,81 @@ async fn no_archive_and_no_other_spelling_hides_from_a_rule_which_path_it_is_abo
     };
     let mut passed = Vec::new();
     for (what, tar) in [
-        ("a name behind a newline in a comment", archive(&[(XHeader, "x", &hidden_path), (Regular, "fine", b"x")])?),
-        ("a size behind a newline in a comment", archive(&[(XHeader, "x", &hidden_size), (Regular, "fine", &smuggled)])?),
-        ("a name for all entries", archive(&[(XGlobalHeader, "x", &path), (Regular, "fine", b"x")])?),
-        ("a link of the archive's own", link(Symlink, "link", "protected")?),
+        (
+            "a name behind a newline in a comment",
+            archive(&[(XHeader, "x", &hidden_path), (Regular, "fine", b"x")])?,
+        ),
+        (
+            "a size behind a newline in a comment",
+            archive(&[(XHeader, "x", &hidden_size), (Regular, "fine", &smuggled)])?,
+        ),
+        (
+            "a name for all entries",
+            archive(&[(XGlobalHeader, "x", &path), (Regular, "fine", b"x")])?,
+        ),
+        (
+            "a link of the archive's own",
+            link(Symlink, "link", "protected")?,
+        ),
         ("a hard link", link(Link, "hard", "protected/kept")?),
-        ("a name in an extension header", archive(&[(XHeader, "x", &path), (Regular, "fine", b"x")])?),
-        ("a long name", archive(&[(GNULongName, "x", b"protected/new\0"), (Regular, "fine", b"x")])?),
-        ("two extension headers", archive(&[(XHeader, "x", &time), (XHeader, "x", &path), (Regular, "fine", b"x")])?),
-        ("a long name and then another", archive(&[(GNULongName, "x", b"fine\0"), (XHeader, "x", &path), (Regular, "fine", b"x")])?),
-        ("a directory", archive(&[(Regular, "fine", b"x"), (tar::EntryType::Directory, "protected/new/", b"")])?),
+        (
+            "a name in an extension header",
+            archive(&[(XHeader, "x", &path), (Regular, "fine", b"x")])?,
+        ),
+        (
+            "a long name",
+            archive(&[
+                (GNULongName, "x", b"protected/new\0"),
+                (Regular, "fine", b"x"),
+            ])?,
+        ),
+        (
+            "two extension headers",
+            archive(&[
+                (XHeader, "x", &time),
+                (XHeader, "x", &path),
+                (Regular, "fine", b"x"),
+            ])?,
+        ),
+        (
+            "a long name and then another",
+            archive(&[
+                (GNULongName, "x", b"fine\0"),
+                (XHeader, "x", &path),
+                (Regular, "fine", b"x"),
+            ])?,
+        ),
+        (
+            "a directory",
+            archive(&[
+                (Regular, "fine", b"x"),
+                (tar::EntryType::Directory, "protected/new/", b""),
+            ])?,
+        ),
     ] {
         let answer = protected.import(".", tar).await?;
         // One whose names can't be told for sure may be refused as such.
         if kept_off(&answer).is_err() && answer.outcome() != (400, "invalid_request".to_owned()) {
-            passed.push(format!("{what}: {} {}", answer.status, String::from_utf8_lossy(&answer.body)));
+            passed.push(format!(
+                "{what}: {} {}",
+                answer.status,
+                String::from_utf8_lossy(&answer.body)
+            ));
         }
     }
     // What is read is ruled by the same paths.
-    for body in
-        [json!({"path": "protected"}), json!({"path_b64": STANDARD.encode("protected")}), json!({"path_b64": STANDARD.encode("/workspace/./protected")})]
-    {
+    for body in [
+        json!({"path": "protected"}),
+        json!({"path_b64": STANDARD.encode("protected")}),
+        json!({"path_b64": STANDARD.encode("/workspace/./protected")}),
+    ] {
         let answer = protected.post("files:list", &body).await?;
         if kept_off(&answer).is_err() {
-            passed.push(format!("a list of {body}: {} {}", answer.status, String::from_utf8_lossy(&answer.body)));
+            passed.push(format!(
+                "a list of {body}: {} {}",
+                answer.status,
+                String::from_utf8_lossy(&answer.body)
+            ));
         }
     }
     ensure!(passed.is_empty(), "{passed:#?}");
